@@ -1,0 +1,96 @@
+"""EngineLink: all that a screen may ask for. Screens never see the engine, its loop or the API server.
+
+`console/local.py` implements it over an engine in this process; the same face can be put over HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from engine.backends.base import FinishReason
+from engine.config import SamplingParams
+from engine.errors import ErrorInfo
+from engine.models.catalog import ModelEntry
+from engine.snapshot import LogEntry, Snapshot
+
+
+class ApiStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP server as the console shows it. clients: connections open now; error: why it could not start."""
+
+    running: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000
+    clients: int = 0
+    requests: int = 0
+    key_required: bool = False
+    error: ErrorInfo | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients reach it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """New text of an answer, with the running numbers. finish is set on the last one only."""
+
+    text: str
+    output_tokens: int
+    ttft_s: float | None = None
+    tokens_per_s: float | None = None
+    finish: FinishReason | None = None
+    prompt_tokens: int = 0
+
+
+class EngineLink(Protocol):
+    """What screens talk to. Every call may be made from the screen's own loop; none blocks it.
+
+    Coroutines raise engine.errors.EngineError; nothing else is meant for a user.
+    """
+
+    def snapshot(self) -> Snapshot:
+        """The latest snapshot, at once."""
+
+    def api_status(self) -> ApiStatus:
+        """The HTTP server now."""
+
+    def logs(self, after: int = 0) -> tuple[int, Sequence[LogEntry]]:
+        """Lines logged after the first `after` ones (those still kept), and the total so far."""
+
+    async def list_models(self) -> Sequence[ModelEntry]:
+        """Models found in the models folders and the hub cache, the demo first."""
+
+    async def load(self, model: str) -> None:
+        """Load a folder, a found name, a hub id or "demo"; returns when ready, raises when it failed."""
+
+    async def cancel_load(self) -> None:
+        """Stop the load (or download) under way."""
+
+    async def unload(self) -> None:
+        """Drain and unload."""
+
+    async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None) -> None:
+        """Set knobs live; returns when accepted, growth goes on in the background."""
+
+    async def cancel_request(self, request_id: str) -> None:
+        """Cancel one request, wherever it came from."""
+
+    def chat(self, messages: Sequence[ChatMessage], params: SamplingParams) -> AsyncIterator[ChatDelta]:
+        """Stream an answer; closing the iterator (aclose) cancels the request."""
+
+    async def start_api(self) -> None:
+        """Listen; raises with the reason (port taken, say)."""
+
+    async def stop_api(self) -> None:
+        """Stop listening; streams under way are cancelled."""

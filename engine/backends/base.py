@@ -1,0 +1,149 @@
+"""The contract every backend fulfils: requests in, token ids out, one `step` at a time.
+
+A backend knows nothing of text, queues or other workers. It runs on one thread: the worker loop's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from engine.config import ModelSpec, SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+LoadPhase = Literal["inspect", "kernels", "weights", "kv_cache", "warm_up"]
+
+
+class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as a backend sees it.
+
+    generated: ids already produced (a request that lost its worker goes on from them); never empty prompt_ids.
+    params.seed and params.max_tokens are resolved, never None; max_tokens counts `generated` in.
+    end_token_ids: the model's end tokens (unless ignore_eos) and stop_token_ids, masked before min_tokens.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    generated: list[int] = []
+    params: SamplingParams
+    end_token_ids: tuple[int, ...] = ()
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probability (natural log, of the model's own distribution before any sampling knob) of a token,
+    with the `top` most likely alternatives as (id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One produced token, or the end of a request that the backend itself had to end.
+
+    token_id is None only where finish is set. finish: "length" when KV pages ran out for the only running
+    request, "error" when the backend failed it (message says why). cached_tokens: prompt tokens that were
+    found in the prefix cache; sent with the first token of a request.
+    """
+
+    request_id: str
+    token_id: int | None = None
+    logprob: TokenLogprob | None = None
+    finish: FinishReason | None = None
+    message: str = ""
+    cached_tokens: int | None = None
+
+
+class LoadProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a load stands: done of total, in bytes for weights and kv_cache, in steps otherwise."""
+
+    phase: LoadPhase
+    done: int
+    total: int
+    unit: Literal["bytes", "steps", "files"] = "bytes"
+
+
+class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What a load ended with. kv_tokens: tokens that the worker's KV pages hold together."""
+
+    backend: str
+    architecture: str
+    dtype: str
+    devices: tuple[str, ...]
+    vocab_size: int
+    max_model_len: int
+    kv_tokens: int
+    page_tokens: int
+    weights_bytes: int
+    kv_bytes: int
+    parameters: int
+
+
+class SequenceStats(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one live request is: tokens whose KV is computed, of the tokens known."""
+
+    request_id: str
+    computed_tokens: int
+    known_tokens: int
+
+
+class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters and gauges of one backend. Counters only grow; pages_free counts cached pages that can be reused."""
+
+    waiting: int = 0
+    prefilling: int = 0
+    decoding: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens_computed: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    sequences: tuple[SequenceStats, ...] = ()
+
+
+class Backend(Protocol):
+    """How tokens are computed. Not thread-safe: one thread drives it; `report` and `cancelled` are called on it."""
+
+    def load(
+        self,
+        spec: ModelSpec,
+        *,
+        max_prompts: int,
+        step_tokens: int,
+        page_tokens: int,
+        report: Callable[[LoadProgress], None],
+        cancelled: Callable[[], bool],
+    ) -> LoadedModel:
+        """Load `spec`; raises ModelLoadFailed or a child of it (LoadCancelled when `cancelled()` turned true)
+        and leaves nothing allocated then."""
+
+    def submit(self, request: BackendRequest) -> None:
+        """Take a request. Raises ContextLengthExceeded with the numbers where it can never fit."""
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request and free its pages: cancelled, or ended by the text stage. Unknown ids are fine."""
+
+    def set_max_prompts(self, max_prompts: int) -> None:
+        """How many requests to work on at once; running ones beyond it finish."""
+
+    def step(self) -> Sequence[TokenEvent]:
+        """Do one step for everybody; events in order, several tokens of one request allowed. Empty when idle."""
+
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+
+    def stats(self) -> BackendStats:
+        """Counters and gauges now."""
+
+    def check(self) -> None:
+        """Prove the accounts (pages free + held = total); raises AssertionError with the numbers. Run when idle."""
+
+    def unload(self) -> None:
+        """Give all memory back; idempotent."""

@@ -1,0 +1,156 @@
+"""What the engine is asked to do: frozen, validated values. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from engine.errors import InvalidRequest
+
+BackendName = Literal["auto", "torch", "exllamav2"]
+DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
+WorkerHostName = Literal["process", "thread"]
+CacheBits = Literal[16, 8, 6, 4]
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose each next token and when to end. Every default is neutral.
+
+    temperature: 0 is greedy (exact argmax).      top_k: 0 is off.
+    top_p, typical_p: 1.0 is off, in (0, 1].      min_p: 0.0 is off, in [0, 1].
+    repetition_penalty: 1.0 is off, multiplicative on prompt and output tokens (CTRL, Keskar et al. 2019).
+    frequency_penalty, presence_penalty: 0.0 is off, additive on output tokens, in [-2, 2] (OpenAI).
+    logit_bias: token id -> added to its logit, in [-100, 100].
+    seed: None lets the engine draw one; the token at position p depends on (seed, p) alone.
+    max_tokens: None means up to the context's end.   min_tokens: end tokens are masked before that many.
+    stop: text that ends the answer (left out unless include_stop).   stop_token_ids: besides the model's own.
+    logprobs: None is off, 0 the chosen token only, k the k most likely besides.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+
+    def validate(self) -> SamplingParams:
+        """Itself, or InvalidRequest naming the first field out of range."""
+        for param, low, high in _RANGES:
+            value = getattr(self, param)
+            if value is not None and not (low <= value <= high):
+                raise InvalidRequest(
+                    f"{param} is {value:g}; it must be between {low:g} and {high:g}", param=param, value=value
+                )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}", param="min_tokens"
+            )
+        if len(self.stop) > MAX_STOP_STRINGS or any(not text for text in self.stop):
+            raise InvalidRequest(
+                f"stop takes up to {MAX_STOP_STRINGS} strings, none of them empty", param="stop", value=len(self.stop)
+            )
+        for token_id, bias in self.logit_bias.items():
+            if token_id < 0 or not -100 <= bias <= 100:
+                raise InvalidRequest(
+                    f"logit_bias of token {token_id} is {bias:g}; biases lie between -100 and 100", param="logit_bias"
+                )
+        return self
+
+
+_TINY = math.ulp(0.0)
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 100.0),
+    ("top_k", 0, 2**31),
+    ("top_p", _TINY, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("typical_p", _TINY, 1.0),
+    ("repetition_penalty", 0.01, 100.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("seed", -(2**63), 2**63 - 1),
+    ("max_tokens", 1, 2**31),
+    ("min_tokens", 0, 2**31),
+    ("logprobs", 0, MAX_LOGPROBS),
+)
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model to load and how; what a worker gets to load.
+
+    path: a folder with config.json and safetensors.  name: what clients call it.
+    max_model_len, max_input_len: tokens; None takes the model's own context length.
+    kv_cache_tokens: tokens that the KV pages of one worker hold; None sizes it from max_prompts and free memory.
+    gpu_split_gb: GiB of weights per GPU, in device order.  device: "auto", "cpu" or "cuda:N".
+    threads: CPU threads of each worker; None shares the machine's cores out.
+    """
+
+    path: Path
+    name: str
+    backend: BackendName = "auto"
+    dtype: DtypeName = "auto"
+    max_model_len: int | None = None
+    max_input_len: int | None = None
+    kv_cache_tokens: int | None = None
+    cache_bits: CacheBits = 16
+    alpha_value: float | None = None
+    compress_pos_emb: float | None = None
+    num_experts: int | None = None
+    lora: Path | None = None
+    gpu_split_gb: tuple[float, ...] = ()
+    gpu_balance: bool = False
+    device: str = "auto"
+    threads: int | None = None
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engine runs, whatever model it holds.
+
+    max_prompts: requests a worker works on at once.  max_queue: requests that may wait; more are QueueFull.
+    timeout_s: 0 means no limit.  step_tokens: token budget of one step (prefill chunks and decodes together).
+    page_tokens: tokens per KV page.  log_dir: where native output of workers goes; None keeps it in memory only.
+    """
+
+    num_workers: int = 1
+    max_prompts: int = 16
+    max_queue: int = 1024
+    timeout_s: float = 600.0
+    worker_host: WorkerHostName = "process"
+    step_tokens: int = 512
+    page_tokens: int = 16
+    restart_backoff_s: float = 0.5
+    max_restart_backoff_s: float = 30.0
+    log_dir: Path | None = None
+
+    def validate(self) -> EngineConfig:
+        """Itself, or InvalidRequest naming the first field out of range."""
+        for param, low, high in (
+            ("num_workers", 1, 64),
+            ("max_prompts", 1, 4096),
+            ("max_queue", 0, 10**6),
+            ("timeout_s", 0, 10**7),
+            ("step_tokens", 16, 10**6),
+            ("page_tokens", 1, 4096),
+        ):
+            value = getattr(self, param)
+            if not low <= value <= high:
+                raise InvalidRequest(f"{param} is {value:g}; it must be between {low} and {high}", param=param)
+        return self

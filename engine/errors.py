@@ -1,0 +1,149 @@
+"""Errors of the engine: values with a code, one sentence, the numbers behind it and the HTTP status it maps to.
+
+They cross the worker's channel as `ErrorInfo` and become exceptions again on the other side.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+Detail = str | int | float | bool | None
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An error as plain data: what travels between processes and sits in snapshots."""
+
+    code: str
+    message: str
+    details: dict[str, Detail] = {}
+
+
+class EngineError(Exception):
+    """Base of every error a user may see.
+
+    `message` is one sentence for a person; `details` carries its numbers by name; `code` is stable for programs.
+    """
+
+    code: ClassVar[str] = "engine_error"
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str, **details: Detail) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+    @property
+    def info(self) -> ErrorInfo:
+        """The error as data."""
+        return ErrorInfo(code=self.code, message=self.message, details=dict(self.details))
+
+
+class InvalidRequest(EngineError):
+    """A request or setting has a bad value; `details["param"]` names the field."""
+
+    code = "invalid_request"
+    http_status = 400
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt (or prompt + max_tokens) cannot fit; details: prompt_tokens, max_tokens, limit."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(EngineError):
+    """No model of that name is loaded or on disk; details: model, available."""
+
+    code = "model_not_found"
+    http_status = 404
+
+
+class QueueFull(EngineError):
+    """The queue holds as many requests as it may; details: queued, limit, retry_after_s."""
+
+    code = "queue_full"
+    http_status = 429
+
+
+class NoModelLoaded(EngineError):
+    """Nothing is loaded, or the model is not ready yet; details: state, retry_after_s."""
+
+    code = "no_model_loaded"
+    http_status = 503
+
+
+class EngineClosed(EngineError):
+    """The engine is shutting down."""
+
+    code = "engine_closed"
+    http_status = 503
+
+
+class EngineBusy(EngineError):
+    """The engine is in a state in which the command makes no sense (a load while one runs, say)."""
+
+    code = "engine_busy"
+    http_status = 409
+
+
+class RequestTimeout(EngineError):
+    """The request did not finish within its deadline; details: timeout_s, output_tokens."""
+
+    code = "request_timeout"
+    http_status = 504
+
+
+class ModelLoadFailed(EngineError):
+    """The model could not be loaded; the message says why."""
+
+    code = "model_load_failed"
+    http_status = 500
+
+
+class UnsupportedModel(ModelLoadFailed):
+    """The folder is no model that the backend knows; the message lists what it does know."""
+
+    code = "unsupported_model"
+    http_status = 400
+
+
+class UnsafeWeights(ModelLoadFailed):
+    """The weights are pickles, which can run code when read; only safetensors are accepted."""
+
+    code = "unsafe_weights"
+    http_status = 400
+
+
+class InsufficientMemory(ModelLoadFailed):
+    """It does not fit; details: device, needed_bytes, free_bytes, short_bytes."""
+
+    code = "insufficient_memory"
+    http_status = 507
+
+
+class LoadCancelled(ModelLoadFailed):
+    """The load was cancelled on request."""
+
+    code = "load_cancelled"
+    http_status = 409
+
+
+class WorkerFailed(EngineError):
+    """A worker died or reported an error it cannot recover from; details: worker."""
+
+    code = "worker_failed"
+    http_status = 500
+
+
+def _family(base: type[EngineError]) -> dict[str, type[EngineError]]:
+    found = {base.code: base}
+    for child in base.__subclasses__():
+        found.update(_family(child))
+    return found
+
+
+def from_info(info: ErrorInfo) -> EngineError:
+    """The exception that `info` describes; an unknown code becomes a plain EngineError with that message."""
+    return _family(EngineError).get(info.code, EngineError)(info.message, **info.details)

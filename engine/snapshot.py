@@ -1,0 +1,183 @@
+"""Snapshot: everything a panel, the API or a metrics page may know of the engine, frozen at one moment.
+
+Nothing else crosses from the engine to a screen. Times are seconds, sizes bytes, rates per second; None is "not known".
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from engine.backends.base import BackendStats, FinishReason, LoadedModel, LoadProgress
+from engine.config import ModelSpec
+from engine.errors import ErrorInfo
+
+ModelState = Literal["unloaded", "loading", "ready", "draining", "unloading", "failed"]
+WorkerState = Literal["starting", "loading", "ready", "draining", "stopping", "restarting", "failed"]
+RequestState = Literal["queued", "prefill", "decode", "finished"]
+
+
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The model and where it stands. progress is of the slowest loading worker; error says why it failed."""
+
+    state: ModelState = "unloaded"
+    spec: ModelSpec | None = None
+    model: LoadedModel | None = None
+    progress: LoadProgress | None = None
+    error: ErrorInfo | None = None
+    since_s: float = 0.0
+
+
+class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
+    """One device now. weights + kv + work + others + free = total; `others` is what other programs hold.
+
+    utilisation: 0..1. Readings that a device does not give are None.
+    """
+
+    id: str
+    name: str
+    kind: Literal["cpu", "cuda", "simulated"]
+    utilisation: float | None
+    total_bytes: int
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    work_bytes: int = 0
+    others_bytes: int = 0
+    free_bytes: int = 0
+    temperature_c: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+
+
+class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker now. active: requests it works on; tokens_per_s: generated, over the last seconds."""
+
+    id: str
+    state: WorkerState
+    devices: tuple[str, ...] = ()
+    pid: int | None = None
+    active: int = 0
+    max_prompts: int = 0
+    tokens_per_s: float = 0.0
+    progress: LoadProgress | None = None
+    stats: BackendStats = BackendStats()
+    kv_tokens: int = 0
+    step_s: float = 0.0
+    rss_bytes: int = 0
+    load_s: float | None = None
+    restarts: int = 0
+    last_error: ErrorInfo | None = None
+    last_step_age_s: float | None = None
+
+
+class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One request: live, or among the last finished. queued_s runs until a worker took it; itl_s is its mean."""
+
+    id: str
+    source: str
+    state: RequestState
+    worker: str | None = None
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    max_tokens: int = 0
+    age_s: float = 0.0
+    queued_s: float = 0.0
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    tokens_per_s: float | None = None
+    finish: FinishReason | None = None
+    error: ErrorInfo | None = None
+
+
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """p50, p95 and p99 in seconds over the recent window; None while nothing was measured."""
+
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+
+class Second(msgspec.Struct, frozen=True, kw_only=True):
+    """One second of history. at: unix time. ttft_p50 .. itl_p95: of that second's samples, None if it had none."""
+
+    at: float
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    running: int = 0
+    queued: int = 0
+    kv_usage: float = 0.0
+    device_utilisation: tuple[float | None, ...] = ()
+    ttft_p50: float | None = None
+    ttft_p95: float | None = None
+    itl_p50: float | None = None
+    itl_p95: float | None = None
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """Something an operator did, to be drawn into the graphs. at: unix time."""
+
+    at: float
+    text: str
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the engine started. They only grow."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    requests: int = 0
+    finished: dict[str, int] = {}
+    rejected: int = 0
+    requeued: int = 0
+    worker_restarts: int = 0
+    preemptions: int = 0
+
+
+class Histogram(msgspec.Struct, frozen=True, kw_only=True):
+    """A cumulative histogram: counts[i] observations were <= bounds[i]; count and sum are over all."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    count: int
+    sum: float
+
+
+class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the log. at: unix time; source: "engine", "w0", "api" ..."""
+
+    at: float
+    level: int
+    source: str
+    message: str
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine at `at` (unix time). history: oldest first, at most 600 seconds; histograms by metric name."""
+
+    at: float
+    uptime_s: float = 0.0
+    status: ModelStatus = ModelStatus()
+    target_workers: int = 0
+    max_prompts: int = 0
+    max_queue: int = 0
+    devices: tuple[DeviceReading, ...] = ()
+    workers: tuple[WorkerReading, ...] = ()
+    requests: tuple[RequestRow, ...] = ()
+    queued: int = 0
+    running: int = 0
+    output_tokens_per_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
+    kv_usage: float = 0.0
+    prefix_hit_rate: float | None = None
+    ttft: Percentiles = Percentiles()
+    itl: Percentiles = Percentiles()
+    e2e: Percentiles = Percentiles()
+    history: tuple[Second, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    totals: Totals = Totals()
+    histograms: dict[str, Histogram] = {}
+    log_total: int = 0

@@ -1,0 +1,185 @@
+"""Every message between the engine and a worker, and their framing. The only vocabulary the two share.
+
+Frames are a 4-byte big-endian length and a msgpack body, over a stream socket pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.backends.base import (
+    BackendRequest,
+    BackendStats,
+    FinishReason,
+    LoadedModel,
+    LoadProgress,
+    TokenLogprob,
+)
+from engine.config import ModelSpec
+from engine.errors import ErrorInfo
+
+# --- engine -> worker ---------------------------------------------------------------------------------
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Load a model; answered by Progress..., then Loaded or LoadFailed."""
+
+    spec: ModelSpec
+    max_prompts: int
+    step_tokens: int
+    page_tokens: int
+    threads: int
+
+
+class CancelLoad(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_load"):
+    """Stop the load under way; answered by LoadFailed with code load_cancelled."""
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """Work on this request; answered by outputs in StepBatch until one has `finish`."""
+
+    request: BackendRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Forget a request; no further output of it is sent."""
+
+    request_id: str
+
+
+class SetMaxPrompts(msgspec.Struct, frozen=True, kw_only=True, tag="set_max_prompts"):
+    """Work on at most this many requests at once from the next step on."""
+
+    max_prompts: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
+    """Unload and leave; answered by the channel's end."""
+
+
+Command = Load | CancelLoad | Submit | Cancel | SetMaxPrompts | Shutdown
+
+# --- worker -> engine ---------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """First message of a worker: it runs and listens."""
+
+    pid: int
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """The load moved on (a few a second at most)."""
+
+    progress: LoadProgress
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    """The model answers requests now."""
+
+    model: LoadedModel
+    load_s: float
+
+
+class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag="load_failed"):
+    """The load ended with nothing loaded."""
+
+    error: ErrorInfo
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step brought for one request.
+
+    token_ids: new ids (all of them, whether shown or not); text: new visible text, "" while it is held back for a
+    stop string or an unfinished character. A resumed request emits only what comes after its `generated` ids.
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    text: str = ""
+    logprobs: list[TokenLogprob] = []
+    finish: FinishReason | None = None
+    error: ErrorInfo | None = None
+    cached_tokens: int | None = None
+
+
+class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """Everything one step brought, with the gauges after it. Sent after steps, and once a second when idle."""
+
+    outputs: list[RequestOutput]
+    stats: BackendStats
+    step_s: float = 0.0
+    rss_bytes: int = 0
+
+
+class WorkerError(msgspec.Struct, frozen=True, kw_only=True, tag="worker_error"):
+    """The worker cannot go on (its backend broke and could not be mended); it exits after this."""
+
+    error: ErrorInfo
+
+
+class LogLine(msgspec.Struct, frozen=True, kw_only=True, tag="log"):
+    """One line for the engine's log. level: as in `logging`."""
+
+    level: int
+    logger: str
+    message: str
+
+
+Event = Hello | Progress | Loaded | LoadFailed | StepBatch | WorkerError | LogLine
+
+_LENGTH_BYTES = 4
+
+
+def _to_builtin(value: object) -> object:
+    from pathlib import Path
+
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot cross the worker channel")
+
+
+def _from_builtin(kind: type, value: object) -> object:
+    from pathlib import Path
+
+    if kind is Path:
+        return Path(str(value))
+    raise NotImplementedError(f"{kind.__name__} cannot cross the worker channel")
+
+
+class Codec:
+    """Encodes messages to frames and decodes bodies; one per end, not thread-safe."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_to_builtin)
+        self._commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=_from_builtin)
+        self._events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event, dec_hook=_from_builtin)
+
+    def frame(self, message: Command | Event) -> bytes:
+        """The message as length + body."""
+        body = self._encoder.encode(message)
+        return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+    def command(self, body: bytes | memoryview) -> Command:
+        """The command in a body; raises msgspec.DecodeError."""
+        return self._commands.decode(body)
+
+    def event(self, body: bytes | memoryview) -> Event:
+        """The event in a body; raises msgspec.DecodeError."""
+        return self._events.decode(body)
+
+
+def split_frames(buffer: bytearray) -> Sequence[bytes]:
+    """Take all whole frames' bodies out of `buffer`, leaving an unfinished one in it."""
+    bodies: list[bytes] = []
+    start = 0
+    while len(buffer) - start >= _LENGTH_BYTES:
+        end = start + _LENGTH_BYTES + int.from_bytes(buffer[start : start + _LENGTH_BYTES], "big")
+        if len(buffer) < end:
+            break
+        bodies.append(bytes(buffer[start + _LENGTH_BYTES : end]))
+        start = end
+    del buffer[:start]
+    return bodies
