@@ -1,0 +1,28 @@
+"""What the scheduler hands to the model runner: one chunk of tokens per sequence. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInput:
+    """The tokens of one sequence to feed in one step, and where its keys and values lie.
+
+    token_ids: tokens to feed now, at positions start, start + 1, ...
+    start: position of the first of them, which is the number of tokens whose KV is already in the pages.
+    pages: page ids in order; position p lies in pages[p // page_tokens]. They cover at least
+        start + len(token_ids) tokens. Lent for the step: neither to be kept nor to be changed.
+    sample: whether the logits of the last token are wanted.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    sample: bool
+
+    @property
+    def end(self) -> int:
+        """Position after the last fed token: tokens whose KV the pages hold after the step."""
+        return self.start + len(self.token_ids)
