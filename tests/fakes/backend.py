@@ -1,0 +1,249 @@
+"""FakeBackend: a Backend without torch whose every token can be foretold, paced by the test that owns it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from zlib import crc32
+
+from engine.backends.base import (
+    BackendRequest,
+    BackendStats,
+    LoadedModel,
+    LoadProgress,
+    SequenceStats,
+    TokenEvent,
+    TokenLogprob,
+)
+from engine.config import ModelSpec
+from engine.errors import ContextLengthExceeded, LoadCancelled
+from tests.fakes.model import VOCAB_SIZE
+
+PATIENCE_S = 20.0
+WEIGHTS_BYTES = 4000
+
+Reply = Callable[[Sequence[int], int], int]
+
+
+def letters(prompt_ids: Sequence[int], index: int) -> int:
+    """The token at `index` of the default answer: a lower-case letter that depends on the prompt and the position."""
+    seed = b",".join(str(token_id).encode() for token_id in prompt_ids)
+    return ord("a") + crc32(seed + b"@%d" % index) % 26
+
+
+def saying(text: str, *, then: int | None = None) -> Reply:
+    """A reply that says `text`, byte by byte, and then `then` for ever (from the text's start again if None)."""
+    ids = list(text.encode())
+
+    def reply(prompt_ids: Sequence[int], index: int) -> int:
+        return then if then is not None and index >= len(ids) else ids[index % len(ids)]
+
+    return reply
+
+
+def expected_text(prompt_ids: Sequence[int], count: int, reply: Reply = letters) -> str:
+    """The first `count` tokens of the answer as the fake model's tokenizer shows them."""
+    return bytes(reply(prompt_ids, index) for index in range(count)).decode(errors="replace")
+
+
+class Gate:
+    """Lets a backend through as often as the test says; closed at first. Thread-safe."""
+
+    def __init__(self, allowed: int = 0) -> None:
+        self._allowed: float = allowed
+        self._waiting = 0
+        self._changed = threading.Condition()
+
+    def allow(self, count: int = 1) -> None:
+        """Let it through `count` more times."""
+        with self._changed:
+            self._allowed += count
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Let it through from now on."""
+        self.allow(10**12)
+
+    def wait_until_reached(self) -> None:
+        """Wait until somebody stands before the closed gate."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._waiting > 0, PATIENCE_S), "nobody came to the gate"
+
+    def enter(self, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Pass, waiting for permission; returns without it once `cancelled()` is true."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.notify_all()
+            try:
+                while self._allowed < 1 and not cancelled():
+                    self._changed.wait(0.01)
+                self._allowed = max(0, self._allowed - 1)
+            finally:
+                self._waiting -= 1
+
+
+class FakeBackend:
+    """Backend: one token per running request and step, requests beyond max_prompts wait their turn.
+
+    reply: (prompt_ids, index) -> token id.   gate: passed once per step.   load_gate: once per reported load step.
+    load_error: raised in the middle of every load until set to None.   fail_at_steps: numbers of steps (from 1,
+    over the backend's life) that raise RuntimeError.   check_error: raised by check().
+    Ends a request itself never: the text stage does. `known` says what a test may want to look at afterwards.
+    """
+
+    def __init__(
+        self,
+        *,
+        reply: Reply = letters,
+        gate: Gate | None = None,
+        load_gate: Gate | None = None,
+        load_error: Exception | None = None,
+        fail_at_steps: Sequence[int] = (),
+        check_error: str = "",
+        max_model_len: int = 4096,
+        load_steps: int = 4,
+    ) -> None:
+        self.reply = reply
+        self.gate = gate
+        self.load_gate = load_gate
+        self.load_error = load_error
+        self.fail_at_steps = frozenset(fail_at_steps)
+        self.check_error = check_error
+        self.max_model_len = max_model_len
+        self.load_steps = load_steps
+        self.loaded: ModelSpec | None = None
+        self.max_prompts = 0
+        self.page_tokens = 16
+        self.kv_tokens = 0
+        self.steps = 0
+        self.checks = 0
+        self.cancelled: list[str] = []
+        self.submitted: list[BackendRequest] = []
+        self._live: dict[str, tuple[BackendRequest, list[int]]] = {}
+        self._started: set[str] = set()
+
+    def load(
+        self,
+        spec: ModelSpec,
+        *,
+        max_prompts: int,
+        step_tokens: int,
+        page_tokens: int,
+        report: Callable[[LoadProgress], None],
+        cancelled: Callable[[], bool],
+    ) -> LoadedModel:
+        """Report `load_steps` of weights and one of kv_cache; cancelled between any two."""
+        share = WEIGHTS_BYTES // self.load_steps
+        for done in range(self.load_steps + 1):
+            if self.load_gate is not None:
+                self.load_gate.enter(cancelled)
+            if cancelled():
+                raise LoadCancelled("the load was cancelled")
+            if self.load_error is not None and done > self.load_steps // 2:
+                raise self.load_error
+            report(LoadProgress(phase="weights", done=done * share, total=self.load_steps * share))
+        self.max_prompts = max_prompts
+        self.page_tokens = page_tokens
+        self.kv_tokens = spec.kv_cache_tokens or self.max_model_len * max_prompts
+        self.loaded = spec
+        report(LoadProgress(phase="kv_cache", done=self.kv_tokens, total=self.kv_tokens))
+        return LoadedModel(
+            backend="fake",
+            architecture="FakeForCausalLM",
+            dtype="float32",
+            devices=("cpu",),
+            vocab_size=VOCAB_SIZE,
+            max_model_len=spec.max_model_len or self.max_model_len,
+            kv_tokens=self.kv_tokens,
+            page_tokens=page_tokens,
+            weights_bytes=WEIGHTS_BYTES,
+            kv_bytes=self.kv_tokens,
+            parameters=1000,
+        )
+
+    def submit(self, request: BackendRequest) -> None:
+        """Take a request; refuse a prompt longer than the context."""
+        if len(request.prompt_ids) >= self.max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(request.prompt_ids)} tokens; the limit is {self.max_model_len}",
+                prompt_tokens=len(request.prompt_ids),
+                limit=self.max_model_len,
+            )
+        self.submitted.append(request)
+        self._live[request.id] = (request, list(request.generated))
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request."""
+        self.cancelled.append(request_id)
+        self._live.pop(request_id, None)
+        self._started.discard(request_id)
+
+    def set_max_prompts(self, max_prompts: int) -> None:
+        """How many to work on at once from the next step on; running ones go on."""
+        self.max_prompts = max_prompts
+
+    def step(self) -> Sequence[TokenEvent]:
+        """One token for each running request."""
+        if self.gate is not None:
+            self.gate.enter()
+        self.steps += 1
+        if self.steps in self.fail_at_steps:
+            raise RuntimeError(f"step {self.steps} was told to fail")
+        for request_id in self._live:
+            if len(self._started) >= self.max_prompts:
+                break
+            self._started.add(request_id)
+        return [self._produce(request_id) for request_id in self._live if request_id in self._started]
+
+    def _produce(self, request_id: str) -> TokenEvent:
+        request, tokens = self._live[request_id]
+        token_id = self.reply(request.prompt_ids, len(tokens))
+        first = len(tokens) == len(request.generated)
+        tokens.append(token_id)
+        wanted = request.params.logprobs is not None
+        return TokenEvent(
+            request_id=request_id,
+            token_id=token_id,
+            logprob=TokenLogprob(token_id=token_id, logprob=-0.5) if wanted else None,
+            cached_tokens=0 if first else None,
+        )
+
+    def has_work(self) -> bool:
+        """Whether any request is live."""
+        return bool(self._live)
+
+    def stats(self) -> BackendStats:
+        """Gauges that add up: a page holds `page_tokens` tokens of one request."""
+        running = [(request, tokens) for request, tokens in self._live.values() if request.id in self._started]
+        lengths = [len(request.prompt_ids) + len(tokens) for request, tokens in running]
+        pages_total = self.kv_tokens // self.page_tokens
+        return BackendStats(
+            waiting=len(self._live) - len(running),
+            decoding=len(running),
+            pages_total=pages_total,
+            pages_free=max(0, pages_total - sum(-(-length // self.page_tokens) for length in lengths)),
+            steps=self.steps,
+            weights_bytes=WEIGHTS_BYTES if self.loaded else 0,
+            kv_bytes=self.kv_tokens,
+            sequences=tuple(
+                SequenceStats(request_id=request.id, computed_tokens=length - 1, known_tokens=length)
+                for (request, _), length in zip(running, lengths, strict=True)
+            ),
+        )
+
+    def check(self) -> None:
+        """Nothing to add up here; raises what the test asked for."""
+        self.checks += 1
+        assert not self.check_error, self.check_error
+
+    def unload(self) -> None:
+        """Forget everything."""
+        self.loaded = None
+        self.kv_tokens = 0
+        self._live.clear()
+        self._started.clear()
+
+
+def make(spec: ModelSpec) -> FakeBackend:
+    """A plain FakeBackend: what ERICLLM_BACKEND_FACTORY names to run one in a child process."""
+    return FakeBackend()
