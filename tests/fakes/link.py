@@ -1,0 +1,233 @@
+"""FakeLink: an EngineLink with no engine behind it. It shows the snapshot it is given and writes down every command.
+
+link = FakeLink(scenes.busy())
+link.show(scenes.failed())              # what snapshot() gives from now on
+link.failures["load"] = ModelLoadFailed("...")   # the next call of that command raises it, once
+link.hold("load")                       # that command (or "chat": between words) waits ...
+link.release("load")                    # ... until now
+assert link.commands == [("reconfigure", {"workers": 3})]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from console.link import ApiStatus, ChatDelta, ChatMessage
+from engine.config import ModelSpec, SamplingParams
+from engine.errors import EngineError, LoadCancelled, ModelNotFound, NoModelLoaded
+from engine.models.catalog import ModelEntry
+from engine.snapshot import LogEntry, ModelStatus, RequestRow, Snapshot
+from tests.fakes import scenes
+
+MODELS = (
+    ModelEntry(
+        name="demo",
+        path=Path("/opt/ericllm/demo"),
+        origin="built in",
+        architecture="LlamaForCausalLM",
+        quantisation="",
+        dtype="bfloat16",
+        parameters=8_400_000,
+        weights_bytes=17 * scenes.MIB,
+        context_tokens=1024,
+    ),
+    ModelEntry(
+        name="NeuralHermes-7B",
+        path=Path("/models/NeuralHermes-7B"),
+        origin="/models",
+        architecture="MistralForCausalLM",
+        quantisation="exl2 5.0 bpw",
+        dtype="float16",
+        parameters=7_241_732_096,
+        weights_bytes=int(4.4 * scenes.GIB),
+        context_tokens=8192,
+    ),
+    ModelEntry(
+        name="old-pickle[v1]",
+        path=Path("/models/old-pickle[v1]"),
+        origin="/models",
+        architecture="GPT2LMHeadModel",
+        quantisation="",
+        dtype="float32",
+        parameters=124_439_808,
+        weights_bytes=int(0.5 * scenes.GIB),
+        context_tokens=1024,
+        problem="the weights are pickles; only safetensors are read",
+    ),
+)
+
+LOGS = (
+    LogEntry(at=scenes.NOW - 3, level=logging.INFO, source="engine", message="loading NeuralHermes-7B"),
+    LogEntry(at=scenes.NOW - 2, level=logging.WARNING, source="w0", message="[kernels] compiled in 1.2 s"),
+    LogEntry(at=scenes.NOW - 1, level=logging.ERROR, source="api", message="port 8000 is taken"),
+)
+
+
+class FakeLink:
+    """See the module. `answer` is what every chat says, word by word."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot | None = None,
+        *,
+        api: ApiStatus | None = None,
+        models: Sequence[ModelEntry] = MODELS,
+        logs: Sequence[LogEntry] = LOGS,
+        answer: str = "Max prompts is how many requests a worker works on at once.",
+    ) -> None:
+        self.current = snapshot if snapshot is not None else scenes.busy()
+        self.api = api if api is not None else ApiStatus(running=True, clients=3, requests=4120)
+        self.models = list(models)
+        self.lines = list(logs)
+        self.answer = answer
+        self.commands: list[tuple[str, dict[str, Any]]] = []
+        self.failures: dict[str, EngineError] = {}
+        self.chats: list[tuple[list[ChatMessage], SamplingParams]] = []
+        self.closed_chats = 0
+        self._gates: dict[str, asyncio.Event] = {}
+        self._load_cancelled = False
+
+    # -- the script -------------------------------------------------------------------------------------------------
+
+    def show(self, snapshot: Snapshot) -> None:
+        """What snapshot() gives from now on."""
+        self.current = snapshot
+
+    def log(self, message: str, *, level: int = logging.INFO, source: str = "engine") -> None:
+        """Add a log line."""
+        self.lines.append(LogEntry(at=scenes.NOW, level=level, source=source, message=message))
+
+    def hold(self, command: str) -> None:
+        """Make `command` wait until release(command)."""
+        self._gates[command] = asyncio.Event()
+
+    def release(self, command: str) -> None:
+        """Let a held command go on, now and later."""
+        self._gates.pop(command).set()
+
+    def names(self) -> list[str]:
+        """The commands called, in order."""
+        return [name for name, _ in self.commands]
+
+    async def _record(self, name: str, **arguments: Any) -> None:
+        self.commands.append((name, arguments))
+        if name in self.failures:
+            raise self.failures.pop(name)
+        await self._gate(name)
+
+    async def _gate(self, name: str) -> None:
+        if name in self._gates:
+            await self._gates[name].wait()
+
+    def _change(self, **changes: Any) -> None:
+        self.current = msgspec.structs.replace(self.current, **changes)
+
+    # -- EngineLink -------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The scene shown now."""
+        return self.current
+
+    def api_status(self) -> ApiStatus:
+        """As the commands left it."""
+        return self.api
+
+    def logs(self, after: int = 0) -> tuple[int, Sequence[LogEntry]]:
+        """The lines after the first `after`."""
+        return len(self.lines), self.lines[after:]
+
+    async def list_models(self) -> Sequence[ModelEntry]:
+        """The catalogue given."""
+        await self._record("list_models")
+        return self.models
+
+    async def load(self, model: str) -> None:
+        """Loading while held, then ready; ModelNotFound for a name that is not in the catalogue."""
+        entry = next((entry for entry in self.models if model in (entry.name, str(entry.path))), None)
+        if entry is None:
+            raise ModelNotFound(f"no model is called {model}", model=model)
+        spec = ModelSpec(path=entry.path, name=entry.name)
+        self._load_cancelled = False
+        self._change(status=msgspec.structs.replace(scenes.loading().status, spec=spec))
+        try:
+            await self._record("load", model=model)
+            if self._load_cancelled:
+                raise LoadCancelled(f"loading {model} was cancelled")
+        except LoadCancelled:
+            self._change(status=ModelStatus())
+            raise
+        except EngineError as error:
+            self._change(status=ModelStatus(state="failed", spec=spec, error=error.info))
+            raise
+        self._change(status=scenes.ready_status(entry.name, weights_bytes=entry.weights_bytes))
+
+    async def cancel_load(self) -> None:
+        """Ends a held load with LoadCancelled."""
+        await self._record("cancel_load")
+        self._load_cancelled = True
+        if "load" in self._gates:
+            self.release("load")
+
+    async def unload(self) -> None:
+        """Back to no model."""
+        await self._record("unload")
+        self._change(status=ModelStatus(), workers=(), requests=(), queued=0, running=0)
+
+    async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None) -> None:
+        """Moves the targets."""
+        knobs = {"workers": workers, "max_prompts": max_prompts}
+        await self._record("reconfigure", **{name: value for name, value in knobs.items() if value is not None})
+        self._change(
+            target_workers=self.current.target_workers if workers is None else workers,
+            max_prompts=self.current.max_prompts if max_prompts is None else max_prompts,
+        )
+
+    async def cancel_request(self, request_id: str) -> None:
+        """Finishes that row as cancelled."""
+        await self._record("cancel_request", request_id=request_id)
+
+        def ended(row: RequestRow) -> RequestRow:
+            if row.id != request_id:
+                return row
+            return msgspec.structs.replace(row, state="finished", finish="cancelled")
+
+        self._change(requests=tuple(ended(row) for row in self.current.requests))
+
+    async def chat(self, messages: Sequence[ChatMessage], params: SamplingParams) -> AsyncIterator[ChatDelta]:
+        """`answer` in words, each a delta; hold("chat") stops before every word."""
+        if self.current.status.state != "ready":
+            raise NoModelLoaded("no model is loaded", state=self.current.status.state)
+        self.chats.append((list(messages), params))
+        if "chat" in self.failures:
+            raise self.failures.pop("chat")
+        words = self.answer.split(" ")
+        try:
+            for index, word in enumerate(words):
+                await self._gate("chat")
+                yield ChatDelta(
+                    text=word if index == 0 else f" {word}",
+                    output_tokens=index + 1,
+                    ttft_s=0.08,
+                    tokens_per_s=45.0,
+                    finish="stop" if index == len(words) - 1 else None,
+                    prompt_tokens=24,
+                )
+                await asyncio.sleep(0)
+        finally:
+            self.closed_chats += 1
+
+    async def start_api(self) -> None:
+        """On."""
+        await self._record("start_api")
+        self.api = msgspec.structs.replace(self.api, running=True, error=None)
+
+    async def stop_api(self) -> None:
+        """Off."""
+        await self._record("stop_api")
+        self.api = msgspec.structs.replace(self.api, running=False, clients=0)
