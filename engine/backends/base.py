@@ -13,7 +13,7 @@ import msgspec
 from engine.config import ModelSpec, SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-LoadPhase = Literal["inspect", "kernels", "weights", "kv_cache", "warm_up"]
+LoadPhase = Literal["download", "inspect", "kernels", "weights", "kv_cache", "warm_up"]
 
 
 class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):

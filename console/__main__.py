@@ -1,0 +1,7 @@
+"""`python -m console`: the same as `ericllm`."""
+
+import sys
+
+from console.cli import main
+
+sys.exit(main())

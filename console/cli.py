@@ -1,0 +1,136 @@
+"""The `ericllm` command: flags in, console or headless server out.
+
+Nothing heavy is imported before it is known to be needed, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from console.config_file import sample
+from console.settings import APP_NAME, Flag, Settings, config_path, fields, load_settings
+from engine.errors import EngineError
+
+USAGE_ERROR = 2
+FAILURE = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, 1 after a failure, 2 for a bad value."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["config"]:
+        return _config(argv[1:])
+    try:
+        return _run(load_settings(_parse(argv)))
+    except EngineError as error:
+        print(f"{APP_NAME}: {error.message}", file=sys.stderr)
+        return USAGE_ERROR if error.http_status < 500 else FAILURE
+    except KeyboardInterrupt:
+        return 130
+
+
+def _config(argv: Sequence[str]) -> int:
+    parser = _Parser(prog=f"{APP_NAME} config", description="Print a commented config.toml, or where it belongs.")
+    parser.add_argument("what", choices=("sample", "path"))
+    what = parser.parse_args(argv).what
+    print(sample() if what == "sample" else config_path(), end="" if what == "sample" else "\n")
+    return 0
+
+
+def _run(settings: Settings) -> int:
+    from console.loading import choose_model
+
+    choice = choose_model(settings)
+    if not settings.headless and not sys.stdout.isatty():
+        print(f"{APP_NAME}: stdout is no terminal; running headless", file=sys.stderr)
+        settings = settings.model_copy(update={"headless": True})
+    if settings.headless:
+        from console.headless import run_headless
+
+        return run_headless(settings, choice)
+    from console.terminal import run_console
+
+    return run_console(settings, choice)
+
+
+def _parse(argv: Sequence[str]) -> dict[str, Any]:
+    """The flags given; anything else ends the program with one line."""
+    parser = _parser()
+    given, unknown = parser.parse_known_args(_dashed(argv))
+    if unknown:
+        names = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1)
+        parser.error(f"there is no {unknown[0]}{f'; did you mean {near[0]}?' if near else ''}")
+    return vars(given)
+
+
+def _dashed(argv: Sequence[str]) -> list[str]:
+    """Flags with dashes for underscores: `--max_prompts=8` -> `--max-prompts=8`."""
+    return [
+        argument.partition("=")[0].replace("_", "-") + "".join(argument.partition("=")[1:])
+        if argument.startswith("--")
+        else argument
+        for argument in argv
+    ]
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with one line for an error instead of the whole usage."""
+
+    def error(self, message: str) -> Any:
+        print(f"{APP_NAME}: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(USAGE_ERROR)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=APP_NAME,
+        description="Operator console for serving language models on your own hardware. Without arguments it opens "
+        "on the built-in demo model.",
+        epilog="Every flag may be written with dashes or underscores, and set as ERICLLM_<NAME> or in config.toml. "
+        "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
+    )
+    parser.add_argument("--version", action="version", version=f"{APP_NAME} {_version()}")
+    groups: dict[str, Any] = {}
+    for name, field, flag in fields():
+        group = groups.setdefault(flag.group, None) or parser.add_argument_group(flag.group)
+        groups[flag.group] = group
+        group.add_argument(f"--{name.replace('_', '-')}", dest=name, **_argument(name, field.annotation, flag))
+    return parser
+
+
+def _argument(name: str, annotation: Any, flag: Flag) -> dict[str, Any]:
+    field = Settings.model_fields[name]
+    default = (
+        "" if field.default is None or field.default == () or annotation is bool else f" (default {field.default})"
+    )
+    only = f" [{' and '.join(flag.backends)} backend only]" if flag.backends else ""
+    argument: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.description}{default}{only}"}
+    if annotation is bool:
+        negatable = field.default is True
+        return argument | {"action": argparse.BooleanOptionalAction if negatable else "store_true"}
+    if get_origin(annotation) is Literal:
+        values = get_args(annotation)
+        return argument | {"choices": values, "type": type(values[0])}
+    if name == "models_dir":
+        argument["action"] = "append"
+    return argument | {"metavar": flag.metavar}
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(APP_NAME)
+    except PackageNotFoundError:
+        return "0 (not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

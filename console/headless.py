@@ -1,0 +1,84 @@
+"""Engine and API without a screen: one line per event on stderr, SIGINT or SIGTERM drains and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+from console.loading import ModelChoice
+from console.logs import logging_to
+from console.runtime import Runtime
+from console.settings import APP_NAME, Settings, log_dir
+from engine.errors import EngineError
+
+DRAIN_S = 30.0
+
+
+def run_headless(settings: Settings, choice: ModelChoice) -> int:
+    """Serve until a signal comes; returns 0, or 1 where the API or the model could not be started."""
+    return asyncio.run(_serve(settings, choice))
+
+
+async def _serve(settings: Settings, choice: ModelChoice) -> int:
+    runtime = Runtime(settings, log_dir=log_dir())
+    stop = _Stop()
+    with logging_to(runtime.engine.log, log_dir(), verbose=settings.verbose, stderr=True):
+        try:
+            await runtime.start()
+            if settings.api:
+                _say(f"listening on {runtime.api_status().url}")
+            if not await _load(runtime, choice, stop):
+                return 0
+            _say(f"{choice.name} is ready")
+            await stop.asked.wait()
+        except EngineError as error:
+            _say(error.message)
+            return 1
+        finally:
+            await _close(runtime, stop)
+    return 0
+
+
+async def _load(runtime: Runtime, choice: ModelChoice, stop: _Stop) -> bool:
+    """Load the model, or give up when asked to stop; whether it is loaded."""
+    loading = asyncio.ensure_future(runtime.load(choice))
+    asked = asyncio.ensure_future(stop.asked.wait())
+    await asyncio.wait((loading, asked), return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if not loading.done():
+        await runtime.cancel_load()
+        await asyncio.wait((loading,))
+        return loading.exception() is None
+    await loading
+    return True
+
+
+async def _close(runtime: Runtime, stop: _Stop) -> None:
+    """Drain; a second signal ends the wait."""
+    _say("stopping")
+    draining = asyncio.ensure_future(runtime.close(drain_s=DRAIN_S))
+    hurried = asyncio.ensure_future(stop.hurried.wait())
+    await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        draining.cancel()
+        await runtime.close(drain_s=0.0)
+    hurried.cancel()
+
+
+class _Stop:
+    """SIGINT and SIGTERM: the first asks to leave, the second to hurry."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurried = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signal)
+
+    def _signal(self) -> None:
+        (self.hurried if self.asked.is_set() else self.asked).set()
+
+
+def _say(line: str) -> None:
+    print(f"{APP_NAME}: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,102 @@
+"""From a model's name and the settings to what the engine loads, or one sentence why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from console.settings import BackendKind, Settings, fields
+from engine.backends.base import LoadProgress
+from engine.config import EngineConfig, ModelSpec
+from engine.errors import InvalidRequest
+from engine.models.catalog import ModelEntry
+from engine.models.inspect import inspect
+from engine.models.resolve import is_hub_id, resolve, resolve_local
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """A model that was asked for. spec is None for a hub id that may have to be downloaded first."""
+
+    name: str
+    spec: ModelSpec | None
+
+
+def choose_model(settings: Settings) -> ModelChoice:
+    """Check --model and the flags that depend on it before anything is started.
+
+    Raises ModelNotFound for a name that is nothing on this machine and no hub id, InvalidRequest for a flag
+    that the model's backend cannot honour.
+    """
+    path = resolve_local(settings.model, settings.models_dir)
+    if path is not None:
+        return ModelChoice(settings.model, model_spec(settings, settings.model, path))
+    if not is_hub_id(settings.model):
+        resolve(settings.model, settings.models_dir)
+    return ModelChoice(settings.model, None)
+
+
+def find_model(
+    settings: Settings, name: str, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]
+) -> ModelSpec:
+    """The spec for any name, downloaded where it must be. Blocks: call it off the loop."""
+    path = resolve(name, settings.models_dir, report=report, cancelled=cancelled)
+    return model_spec(settings, name, path)
+
+
+def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
+    """What to load for a model folder; raises InvalidRequest for a flag that its backend cannot honour."""
+    backend = backend_for(settings, inspect(path))
+    refuse_unhonoured(settings, backend)
+    return ModelSpec(
+        path=path,
+        name=Path(name).name if "/" in name and path == Path(name).expanduser() else name,
+        backend=backend,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_input_len=settings.max_input_len,
+        cache_bits=settings.effective_cache_bits,
+        alpha_value=settings.alpha_value,
+        compress_pos_emb=settings.compress_pos_emb,
+        num_experts=settings.num_experts,
+        lora=settings.lora.expanduser() if settings.lora else None,
+        gpu_split_gb=settings.gpu_split,
+        gpu_balance=settings.gpu_balance,
+    )
+
+
+def backend_for(settings: Settings, entry: ModelEntry) -> BackendKind:
+    """--backend, or what the folder's format asks for."""
+    if settings.backend != "auto":
+        return settings.backend
+    return "exllamav2" if entry.quantisation.startswith("exl2") else "torch"
+
+
+def refuse_unhonoured(settings: Settings, backend: BackendKind) -> None:
+    """Raise InvalidRequest for the first setting that is not at its default and means nothing to `backend`."""
+    for name, field, flag in fields():
+        value = getattr(settings, name)
+        if flag.backends and backend not in flag.backends and value != field.default:
+            raise InvalidRequest(
+                f"--{name} means nothing to the {backend} backend; it needs --backend {flag.backends[0]}", param=name
+            )
+    if settings.gpu_balance and not _has_gpu():
+        raise InvalidRequest("--gpu_balance spreads workers over GPUs, and none was found", param="gpu_balance")
+
+
+def _has_gpu() -> bool:
+    from engine.devices import NvmlProbe
+
+    return bool(NvmlProbe().read())
+
+
+def engine_config(settings: Settings, log_dir: Path | None) -> EngineConfig:
+    """The engine's part of the settings."""
+    return EngineConfig(
+        num_workers=settings.num_workers,
+        max_prompts=settings.max_prompts,
+        timeout_s=settings.timeout,
+        worker_host=settings.worker_host,
+        log_dir=log_dir,
+    ).validate()

@@ -1,0 +1,156 @@
+"""The engine and the API server of one program, on one asyncio loop. Knows nothing of screens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from console.api.server import ApiServer, ApiSettings
+from console.link import ApiStatus
+from console.loading import ModelChoice, engine_config, find_model
+from console.settings import Settings
+from engine.backends.base import LoadProgress
+from engine.engine import Engine
+from engine.errors import EngineBusy, EngineError, ErrorInfo, LoadCancelled
+from engine.models.catalog import ModelEntry
+from engine.models.discover import discover
+from engine.snapshot import ModelStatus
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Runtime:
+    """One engine with its API server. Every coroutine runs on the loop that `start` ran on."""
+
+    def __init__(self, settings: Settings, *, log_dir: Path | None = None) -> None:
+        self.settings = settings
+        self.engine = Engine(engine_config(settings, log_dir))
+        self._api = ApiServer(self.engine, _api_settings(settings))
+        self._api_error: ErrorInfo | None = None
+        self._finding: _Finding | None = None
+
+    async def start(self) -> None:
+        """Start the engine; and the API where the settings want it. Raises EngineError when it cannot listen."""
+        await self.engine.start()
+        if self.settings.api:
+            await self.start_api()
+
+    async def load(self, choice: ModelChoice | str) -> None:
+        """Find (and download where needed) a model and load it; raises EngineError with the reason."""
+        if isinstance(choice, ModelChoice) and choice.spec is not None:
+            await self.engine.load(choice.spec)
+            return
+        name = choice.name if isinstance(choice, ModelChoice) else choice
+        if self._finding is not None:
+            raise EngineBusy(f"{self._finding.name} is being fetched; cancel that first", model=self._finding.name)
+        self._finding = finding = _Finding(name)
+        try:
+            spec = await asyncio.to_thread(find_model, self.settings, name, finding.report, finding.cancelled.is_set)
+        finally:
+            self._finding = None
+        if finding.cancelled.is_set():
+            raise LoadCancelled(f"Fetching {name} was cancelled", model=name)
+        await self.engine.load(spec)
+
+    async def cancel_load(self) -> None:
+        """Stop a download or a load under way."""
+        if self._finding is not None:
+            self._finding.cancelled.set()
+        else:
+            await self.engine.cancel_load()
+
+    def finding(self) -> ModelStatus | None:
+        """The download under way as a status, None when there is none."""
+        finding = self._finding
+        if finding is None or finding.progress is None:
+            return None
+        return ModelStatus(state="loading", progress=finding.progress)
+
+    async def list_models(self) -> Sequence[ModelEntry]:
+        """Models on this machine."""
+        return await asyncio.to_thread(discover, self.settings.models_dir)
+
+    async def start_api(self) -> None:
+        """Listen; raises EngineError with the reason, which `api_status` keeps too."""
+        try:
+            await self._api.start()
+            self._api_error = None
+        except EngineError as error:
+            self._api_error = error.info
+            raise
+
+    async def stop_api(self) -> None:
+        """Stop listening; requests under way over HTTP are cancelled."""
+        await self._api.stop(drain_s=0.0)
+
+    def api_status(self) -> ApiStatus:
+        """The server now; safe from any thread."""
+        status = self._api.status()
+        if self._api_error is None or status.running:
+            return status
+        return ApiStatus(host=status.host, port=status.port, key_required=status.key_required, error=self._api_error)
+
+    async def close(self, drain_s: float = 5.0) -> None:
+        """Stop taking requests, give running ones `drain_s` to end, stop everything."""
+        if self._finding is not None:
+            self._finding.cancelled.set()
+        await self._api.stop(drain_s=drain_s)
+        await self.engine.close(drain_s=drain_s)
+
+
+class _Finding:
+    """A model being looked for and downloaded, watched from two threads."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.cancelled = threading.Event()
+        self.progress: LoadProgress | None = None
+
+    def report(self, progress: LoadProgress) -> None:
+        self.progress = progress
+
+
+def _api_settings(settings: Settings) -> ApiSettings:
+    key = settings.api_key.get_secret_value() if settings.api_key else None
+    return ApiSettings(host=settings.host, port=settings.port, api_key=key)
+
+
+class LoopThread:
+    """An asyncio loop on a thread of its own: where the engine lives while a screen has the main thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine there; safe from any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call_soon(self, callback: Any, *arguments: Any) -> None:
+        """Call a function there; safe from any thread, ignored when the loop is gone."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def stop(self) -> None:
+        """End the loop and wait for its thread."""
+        self.call_soon(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()

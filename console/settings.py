@@ -1,0 +1,302 @@
+"""Every setting, once: this model makes the flags, the ERICLLM_* variables, config.toml and the sample file.
+
+A flag wins over a variable, a variable over config.toml, config.toml over the default.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import platformdirs
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from engine.errors import InvalidRequest
+
+APP_NAME = "ericllm"
+ENV_PREFIX = "ERICLLM_"
+NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_BACKEND_FACTORY"}
+
+Group = Literal["Model", "Engine", "API", "Console"]
+BackendKind = Literal["torch", "exllamav2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """What a field is besides its type: its group in the help, and which backends honour it.
+
+    metavar: how the help shows its value.  backends: None where every one does.
+    example: what the sample file shows where there is no default.
+    """
+
+    group: Group
+    metavar: str = ""
+    backends: tuple[BackendKind, ...] | None = None
+    example: str | int | float | None = None
+
+
+def config_path(env: Mapping[str, str] | None = None) -> Path:
+    """Where config.toml is read: ERICLLM_CONFIG, or the user's config folder (XDG)."""
+    named = (os.environ if env is None else env).get("ERICLLM_CONFIG")
+    return Path(named).expanduser() if named else Path(platformdirs.user_config_dir(APP_NAME)) / "config.toml"
+
+
+def data_dir() -> Path:
+    """Where conversations are kept (XDG data folder)."""
+    return Path(platformdirs.user_data_dir(APP_NAME))
+
+
+def log_dir() -> Path:
+    """Where logs and workers' native output go (XDG state folder)."""
+    return Path(platformdirs.user_log_dir(APP_NAME))
+
+
+def _split_list(value: object) -> object:
+    """'16,24' -> ['16', '24'], '' -> []; anything but text is left to pydantic."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")] if value.strip() else []
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return [value]
+    return value
+
+
+def _split_paths(value: object) -> object:
+    if isinstance(value, str):
+        return [part for part in value.split(os.pathsep) if part]
+    return value
+
+
+GigabyteList = Annotated[tuple[float, ...], NoDecode, BeforeValidator(_split_list)]
+PathList = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_paths)]
+
+
+class Settings(BaseSettings):
+    """All settings of the console and the engine. Build it with `load_settings`, which words the errors."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+    model: Annotated[
+        str, Flag("Model", "NAME"), Field(description="A folder, a name found in --models-dir, a hub id, or 'demo'")
+    ] = "demo"
+    models_dir: Annotated[
+        PathList,
+        Flag("Model", "DIR"),
+        Field(description="Folder searched for models; may be given again. The hub cache is searched too"),
+    ] = ()
+    backend: Annotated[
+        Literal["auto", "torch", "exllamav2"], Flag("Model"), Field(description="What computes the tokens")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        Flag("Model", backends=("torch",)),
+        Field(description="Type of weights and activations"),
+    ] = "auto"
+    lora: Annotated[
+        Path | None,
+        Flag("Model", "DIR", ("exllamav2",), example="~/models/my-lora"),
+        Field(description="Folder of a LoRA adapter to apply"),
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        Flag("Model", "TOKENS", example=8192),
+        Field(ge=1, description="Context length; the model's own if not given"),
+    ] = None
+    max_input_len: Annotated[
+        int | None, Flag("Model", "TOKENS", example=4096), Field(ge=1, description="Longest prompt accepted")
+    ] = None
+    alpha_value: Annotated[
+        float | None,
+        Flag("Model", "X", example=2.5),
+        Field(gt=0, description="RoPE scaling by NTK alpha, for longer contexts"),
+    ] = None
+    compress_pos_emb: Annotated[
+        float | None,
+        Flag("Model", "X", example=2.0),
+        Field(gt=0, description="RoPE scaling by linear compression of positions"),
+    ] = None
+    num_experts: Annotated[
+        int | None,
+        Flag("Model", "N", ("exllamav2",), example=2),
+        Field(ge=1, description="Experts per token of a mixture-of-experts model"),
+    ] = None
+
+    num_workers: Annotated[
+        int, Flag("Engine", "N"), Field(ge=1, le=64, description="Replicas of the model, each in its own process")
+    ] = 1
+    max_prompts: Annotated[
+        int, Flag("Engine", "N"), Field(ge=1, le=4096, description="Requests that a worker works on at once")
+    ] = 16
+    timeout: Annotated[
+        float, Flag("Engine", "SECONDS"), Field(ge=0, description="Time a request may take, waiting included; 0: any")
+    ] = 600.0
+    gpu_split: Annotated[
+        GigabyteList,
+        Flag("Engine", "GB,GB", ("exllamav2",)),
+        Field(description="GB of weights per GPU, for example 16,24"),
+    ] = ()
+    gpu_balance: Annotated[
+        bool, Flag("Engine"), Field(description="Spread whole workers over the GPUs, round-robin")
+    ] = False
+    cache_8bit: Annotated[
+        bool, Flag("Engine", backends=("exllamav2",)), Field(description="8-bit KV cache: the same as --cache-bits 8")
+    ] = False
+    cache_bits: Annotated[
+        Literal[16, 8, 6, 4], Flag("Engine", backends=("exllamav2",)), Field(description="Bits per KV cache element")
+    ] = 16
+    worker_host: Annotated[
+        Literal["process", "thread"],
+        Flag("Engine"),
+        Field(description="Where workers run: child processes, or threads of this one for debugging"),
+    ] = "process"
+
+    api: Annotated[bool, Flag("API"), Field(description="Serve HTTP from the start")] = True
+    host: Annotated[str, Flag("API", "ADDRESS"), Field(min_length=1, description="Address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Flag("API", "PORT"), Field(ge=0, le=65535, description="Port to listen on; 0: any free")] = (
+        8000
+    )
+    api_key: Annotated[
+        SecretStr | None,
+        Flag("API", "KEY", example="change-me"),
+        Field(description="Key that clients must send as a Bearer token"),
+    ] = None
+
+    headless: Annotated[bool, Flag("Console"), Field(description="Engine and API without a screen")] = False
+    theme: Annotated[str, Flag("Console", "NAME"), Field(description="Colour theme")] = "ericllm-dark"
+    verbose: Annotated[bool, Flag("Console"), Field(description="Log more")] = False
+
+    @field_validator("gpu_split")
+    @classmethod
+    def _positive_split(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if any(gigabytes <= 0 for gigabytes in value):
+            raise ValueError("every GPU's share must be more than 0 GB")
+        return value
+
+    @field_validator("models_dir")
+    @classmethod
+    def _existing_folders(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        folders = tuple(path.expanduser() for path in value)
+        for path in folders:
+            if not path.is_dir():
+                raise ValueError(f"there is no folder {path}")
+        return folders
+
+    @field_validator("lora")
+    @classmethod
+    def _existing_adapter(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.expanduser().is_dir():
+            raise ValueError(f"there is no folder {value}")
+        return value
+
+    @property
+    def effective_cache_bits(self) -> Literal[16, 8, 6, 4]:
+        """--cache-bits, or 8 where --cache_8bit was given."""
+        return 8 if self.cache_8bit else self.cache_bits
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """`load_settings` merges the sources itself, so that it can say where a bad value came from."""
+        return (init_settings,)
+
+
+def fields() -> Sequence[tuple[str, FieldInfo, Flag]]:
+    """Every setting with its flag, in the order of the model."""
+    return [
+        (name, field, next(extra for extra in field.metadata if isinstance(extra, Flag)))
+        for name, field in Settings.model_fields.items()
+    ]
+
+
+def load_settings(
+    flags: Mapping[str, Any], *, env: Mapping[str, str] | None = None, file: Path | None = None
+) -> Settings:
+    """The settings from flags given, ERICLLM_* variables and config.toml.
+
+    Raises InvalidRequest with one sentence that names the value and where it stands.
+    """
+    env = os.environ if env is None else env
+    file = config_path(env) if file is None else file
+    from_file = _read_file(file, required="ERICLLM_CONFIG" in env)
+    from_env = _read_env(env)
+    merged = {**from_file, **from_env, **flags}
+    try:
+        settings = Settings(**merged)
+    except ValidationError as error:
+        raise _worded(error, flags, from_env, file) from None
+    if settings.cache_8bit and settings.cache_bits not in (16, 8):
+        raise InvalidRequest(
+            f"--cache_8bit asks for 8 bits and --cache-bits for {settings.cache_bits}; give one of them",
+            param="cache_bits",
+        )
+    return settings
+
+
+def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for variable, value in env.items():
+        if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in Settings.model_fields:
+            raise InvalidRequest(f"{variable} is no setting of {APP_NAME}{_nearest(name, ENV_PREFIX)}", param=name)
+        values[name] = value
+    return values
+
+
+def _read_file(file: Path, *, required: bool) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise InvalidRequest(f"ERICLLM_CONFIG names {file}, which does not exist", param="config") from None
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidRequest(f"{file} cannot be read: {error}", param="config") from None
+    for name in values:
+        if name not in Settings.model_fields:
+            raise InvalidRequest(f"{name!r} in {file} is no setting of {APP_NAME}{_nearest(name)}", param=name)
+    return values
+
+
+def _nearest(name: str, prefix: str = "") -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, Settings.model_fields, n=1)
+    if not near:
+        return ""
+    return f"; did you mean {prefix + near[0].upper() if prefix else near[0]}?"
+
+
+def _worded(
+    error: ValidationError, flags: Mapping[str, Any], from_env: Mapping[str, Any], file: Path
+) -> InvalidRequest:
+    """One sentence for the first problem, naming the flag, the variable or the file it came from."""
+    problem = error.errors(include_url=False)[0]
+    name = str(problem["loc"][0])
+    if name in flags:
+        where = f"--{name}"
+    elif name in from_env:
+        where = ENV_PREFIX + name.upper()
+    else:
+        where = f"{name!r} in {file}"
+    value = flags.get(name, from_env.get(name, problem["input"]))
+    reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return InvalidRequest(f"{where} {_shown(value)}: {reason[0].lower()}{reason[1:]}", param=name)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(str(item) for item in value)
+    return str(value)

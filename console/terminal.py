@@ -1,0 +1,44 @@
+"""The console: a Textual app on the main thread, the engine and the API on a loop of their own thread."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+from console.loading import ModelChoice
+from console.local import LocalLink
+from console.logs import logging_to
+from console.runtime import LoopThread, Runtime
+from console.settings import APP_NAME, Settings, data_dir, log_dir
+from engine.errors import EngineError
+
+
+def run_console(settings: Settings, choice: ModelChoice) -> int:
+    """Open the console and load `choice` behind it; returns the exit code when the operator leaves."""
+    from console.app import EricApp
+
+    loop = LoopThread()
+    runtime = loop.submit(_make(settings)).result()
+    with logging_to(runtime.engine.log, log_dir(), verbose=settings.verbose, stderr=False):
+        try:
+            loop.submit(_open(runtime, choice))
+            app = EricApp(LocalLink(runtime, loop), theme=settings.theme, data_dir=data_dir())
+            app.run()
+            code = app.return_code or 0
+        finally:
+            print(f"{APP_NAME}: stopping", file=sys.stderr)
+            loop.submit(runtime.close()).result()
+            loop.stop()
+    return code
+
+
+async def _make(settings: Settings) -> Runtime:
+    return Runtime(settings, log_dir=log_dir())
+
+
+async def _open(runtime: Runtime, choice: ModelChoice) -> None:
+    """Start engine and API, then load. What fails is in the snapshot and the log, where the screens show it."""
+    with contextlib.suppress(EngineError):
+        await runtime.start()
+    with contextlib.suppress(EngineError):
+        await runtime.load(choice)
