@@ -1,0 +1,42 @@
+# `make run` opens the console on the demo model, `make test` runs every test that needs no GPU.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: run test lint format clean
+
+run: $(VENV)/.run
+	@$(BIN)/ericllm $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("EricLLM Console needs Python 3.11 or newer")'
+	@echo "Making $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/.made
+	@echo "Installing (once; torch is the large part) ..."
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.made
+	@echo "Installing with the dev extra ..."
+	@$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.run
