@@ -1,0 +1,60 @@
+"""LogRing: the last lines of every part, for the console's log screen. Thread-safe."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+
+from engine.snapshot import LogEntry
+
+RING_LINES = 5000
+
+
+class LogRing:
+    """The newest `capacity` lines and how many there ever were."""
+
+    def __init__(self, capacity: int = RING_LINES) -> None:
+        self._entries: deque[LogEntry] = deque(maxlen=capacity)
+        self._total = 0
+        self._lock = threading.Lock()
+
+    @property
+    def total(self) -> int:
+        """Lines ever appended."""
+        return self._total
+
+    def append(self, level: int, source: str, message: str) -> None:
+        """Add a line. level: as in `logging`."""
+        entry = LogEntry(at=time.time(), level=level, source=source, message=message)
+        with self._lock:
+            self._entries.append(entry)
+            self._total += 1
+
+    def after(self, seen: int) -> tuple[int, Sequence[LogEntry]]:
+        """The total so far, and the lines after the first `seen` ones, as far as they are still kept."""
+        with self._lock:
+            new = min(max(0, self._total - seen), len(self._entries))
+            return self._total, tuple(islice(self._entries, len(self._entries) - new, None))
+
+
+class RingHandler(logging.Handler):
+    """Feeds a LogRing from the `logging` module; the logger's name is the source unless one is given."""
+
+    def __init__(self, ring: LogRing, source: str | None = None, level: int = logging.INFO) -> None:
+        super().__init__(level)
+        self._ring = ring
+        self._source = source
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append the record's message, with the last line of its exception if it carries one."""
+        try:
+            message = record.getMessage()
+            if record.exc_info and record.exc_info[1] is not None:
+                message = f"{message}: {record.exc_info[1]!r}"
+            self._ring.append(record.levelno, self._source or record.name, message)
+        except Exception:  # as logging asks: a broken record must not break its caller
+            self.handleError(record)

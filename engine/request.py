@@ -1,0 +1,120 @@
+"""A request: as a caller hands it in (GenerateRequest) and as the engine follows it (Request)."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.backends.base import BackendRequest, FinishReason
+from engine.config import SamplingParams
+from engine.errors import ErrorInfo
+from engine.snapshot import RequestRow, RequestState
+from engine.stream import RequestStream
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens to continue, and how.
+
+    id: "" lets the engine make one; an id may not be that of a live request.  source: who asks, for the request table.
+    priority: higher goes first, equal ones in order of arrival.  timeout_s: from submit to the last token, time in the
+    queue included; None takes the engine's default, 0 is no limit.
+    """
+
+    prompt_ids: list[int]
+    params: SamplingParams = SamplingParams()
+    id: str = ""
+    source: str = "api"
+    priority: int = 0
+    timeout_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One admitted request from submit to its last delta. Times are the event loop's clock, in seconds.
+
+    params: resolved (seed and max_tokens set).  order: arrival number, unique in the engine; a request that lost its
+    worker keeps it and so returns to the head of the queue.  generated: every id that reached the engine so far.
+    deaths: workers that died while they worked on it.
+    """
+
+    id: str
+    source: str
+    priority: int
+    order: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    end_token_ids: tuple[int, ...]
+    timeout_s: float
+    created: float
+    stream: RequestStream
+    generated: list[int] = field(default_factory=list)
+    worker: str | None = None
+    deaths: int = 0
+    cached_tokens: int = 0
+    deadline: asyncio.TimerHandle | None = None
+    dispatched: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+    finish: FinishReason | None = None
+    error: ErrorInfo | None = None
+
+    @property
+    def wire_id(self) -> str:
+        """Its name on the worker's channel: unlike `id`, never used twice, so a late output can find no wrong owner."""
+        return f"{self.id}#{self.order}"
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from submit to the first token."""
+        return None if self.first_token is None else self.first_token - self.created
+
+    @property
+    def itl_s(self) -> float | None:
+        """Mean seconds between tokens."""
+        if self.first_token is None or self.last_token is None or len(self.generated) < 2:
+            return None
+        return (self.last_token - self.first_token) / (len(self.generated) - 1)
+
+    def for_backend(self) -> BackendRequest:
+        """What a worker gets: the prompt and what was generated so far."""
+        return BackendRequest(
+            id=self.wire_id,
+            prompt_ids=self.prompt_ids,
+            generated=list(self.generated),
+            params=self.params,
+            end_token_ids=self.end_token_ids,
+        )
+
+    def row(self, now: float, computed_tokens: int) -> RequestRow:
+        """Its line in the request table at `now`."""
+        end = now if self.finished is None else self.finished
+        itl_s = self.itl_s
+        return RequestRow(
+            id=self.id,
+            source=self.source,
+            state=self._state,
+            worker=self.worker,
+            prompt_tokens=len(self.prompt_ids),
+            computed_tokens=computed_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=len(self.generated),
+            max_tokens=self.params.max_tokens or 0,
+            age_s=end - self.created,
+            queued_s=(end if self.dispatched is None else self.dispatched) - self.created,
+            ttft_s=self.ttft_s,
+            itl_s=itl_s,
+            tokens_per_s=1 / itl_s if itl_s else None,
+            finish=self.finish,
+            error=self.error,
+        )
+
+    @property
+    def _state(self) -> RequestState:
+        if self.finish is not None:
+            return "finished"
+        if self.worker is None:
+            return "queued"
+        return "prefill" if self.first_token is None else "decode"

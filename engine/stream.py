@@ -1,0 +1,128 @@
+"""RequestStream: the reader's end of a request. A slow reader gets merged deltas and never holds a worker up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import msgspec
+
+from engine.backends.base import FinishReason, TokenLogprob
+from engine.errors import ErrorInfo
+
+
+class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new since the delta before.
+
+    token_ids: every new id, shown or not; logprobs: one per id where asked for.  text may be "" while it is held back
+    for a stop string or an unfinished character.  output_tokens: all so far.  finish is set on the last delta only;
+    error says why where finish is "error".
+    """
+
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    finish: FinishReason | None = None
+    error: ErrorInfo | None = None
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttft_s: float | None = None
+
+
+class RequestStream:
+    """An async iterator of deltas, for one reader on the engine's loop. The last one has `finish` set.
+
+    Leave it early through `aclose()`, `cancel()` or `async with`: the worker stops computing at once.
+    """
+
+    def __init__(self, request_id: str, prompt_tokens: int, on_cancel: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self._on_cancel = on_cancel
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._output_tokens = 0
+        self._cached_tokens = 0
+        self._ttft_s: float | None = None
+        self._finish: FinishReason | None = None
+        self._error: ErrorInfo | None = None
+        self._ended = False
+        self._news = asyncio.Event()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> StreamDelta:
+        """All that came since the last call, waiting while that is nothing."""
+        if self._ended:
+            raise StopAsyncIteration
+        await self._news.wait()
+        self._news.clear()
+        self._ended = self._finish is not None
+        delta = StreamDelta(
+            text="".join(self._text),
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            finish=self._finish,
+            error=self._error,
+            output_tokens=self._output_tokens,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            ttft_s=self._ttft_s,
+        )
+        self._text, self._token_ids, self._logprobs = [], [], []
+        return delta
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended, read to its end or not."""
+        return self._finish is not None
+
+    def cancel(self) -> None:
+        """End the request with finish "cancelled", unless it has ended; deltas so far can still be read."""
+        if not self.finished:
+            self._on_cancel()
+
+    async def aclose(self) -> None:
+        """Cancel if unfinished and stop reading. Idempotent."""
+        self.cancel()
+        self._ended = True
+        self._news.set()
+
+    # -- the engine's end ---------------------------------------------------------------------------------------
+
+    def push(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        *,
+        cached_tokens: int,
+        ttft_s: float | None,
+    ) -> None:
+        """Add to the next delta."""
+        if text:
+            self._text.append(text)
+        self._token_ids.extend(token_ids)
+        self._logprobs.extend(logprobs)
+        self._output_tokens += len(token_ids)
+        self._cached_tokens = cached_tokens
+        self._ttft_s = ttft_s
+        self._news.set()
+
+    def end(self, finish: FinishReason, error: ErrorInfo | None = None) -> None:
+        """Make the next delta the last."""
+        self._finish = finish
+        self._error = error
+        self._news.set()
