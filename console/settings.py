@@ -228,7 +228,7 @@ def load_settings(
     """
     env = os.environ if env is None else env
     file = config_path(env) if file is None else file
-    from_file = _read_file(file, required="ERICLLM_CONFIG" in env)
+    from_file = _read_file(file, required=bool(env.get("ERICLLM_CONFIG")))
     from_env = _read_env(env)
     merged = {**from_file, **from_env, **flags}
     try:

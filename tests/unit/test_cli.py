@@ -1,0 +1,83 @@
+"""The `ericllm` command as a shell sees it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from console.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def ericllm(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "console", *argv],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_names_every_flag() -> None:
+    help_text = ericllm("--help").stdout
+    assert all(f"--{name.replace('_', '-')}" in help_text for name in Settings.model_fields)
+
+
+def test_help_is_answered_in_under_half_a_second_of_work() -> None:
+    """Processor time of the child, which other load on the machine does not stretch."""
+    before = os.times()
+    assert ericllm("--help").returncode == 0
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    assert used < 0.5
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--model", "/no/such/folder"),
+        ("--max_prompts", "-1"),
+        ("--max-prompts=-1",),
+        ("--gpu_split", "24,x"),
+        ("--gpu-split", "24,x"),
+        ("--cache-bits", "5"),
+        ("--no-such-flag",),
+        ("--num_experts", "2"),
+        ("--lora", "/tmp"),
+        ("--cache_8bit",),
+        ("--gpu_split", "8,8"),
+        ("--backend", "exllamav2"),
+        ("config", "nonsense"),
+    ],
+)
+def test_a_bad_value_is_one_line_and_exit_code_2(argv: tuple[str, ...]) -> None:
+    result = ericllm(*argv, ERICLLM_CONFIG="", HF_HUB_OFFLINE="1")
+    assert result.returncode == 2, result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.stderr
+    assert re.match(r"ericllm( config)?: ", result.stderr)
+
+
+@pytest.mark.parametrize("flag", ["--max_prompts", "--max-prompts"])
+def test_every_flag_has_a_dashed_and_an_underscored_twin(flag: str) -> None:
+    assert "max_prompts 0" in ericllm(flag, "0").stderr
+
+
+def test_config_sample_prints_toml_and_config_path_where_it_belongs(tmp_path: Path) -> None:
+    assert "# max_prompts = 16" in ericllm("config", "sample").stdout
+    path = ericllm("config", "path", XDG_CONFIG_HOME=str(tmp_path)).stdout.strip()
+    assert path == str(tmp_path / "ericllm" / "config.toml")
+
+
+def test_version_is_printed() -> None:
+    assert re.match(r"ericllm \d", ericllm("--version").stdout)

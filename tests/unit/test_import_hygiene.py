@@ -1,0 +1,66 @@
+"""Who imports what, seen from a fresh interpreter: the layers, and the heavy libraries."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCREENS = ("textual", "rich")
+WEB = ("aiohttp",)
+TORCH = ("torch", "exllamav2", "transformers")
+
+
+def modules(folder: str) -> list[str]:
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if not name.endswith("__main__"):
+            found.append(name)
+    return found
+
+
+def loaded_after(names: list[str], forbidden: tuple[str, ...]) -> list[str]:
+    code = f"""
+import importlib, sys
+for name in {names!r}:
+    importlib.import_module(name)
+    bad = [m for m in {forbidden!r} if m in sys.modules]
+    if bad:
+        print(name, "loads", *bad)
+        break
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_the_engine_knows_no_screen_and_no_http() -> None:
+    assert loaded_after(modules("engine"), (*SCREENS, *WEB, "console")) == []
+
+
+def test_deciding_needs_no_torch() -> None:
+    heavy = ("engine.backends.torch", "engine.demo")
+    light = [name for name in modules("engine") if not name.startswith(heavy)]
+    light += [f"engine.backends.torch.{name}" for name in ("scheduler", "pages", "batch")] + ["engine.demo"]
+    assert loaded_after(light, TORCH) == []
+
+
+@pytest.mark.parametrize("name", ["console.headless", "console.runtime", "console.loading", "console.local"])
+def test_the_headless_path_loads_neither_textual_nor_torch(name: str) -> None:
+    assert loaded_after([name], (*SCREENS, *TORCH)) == []
+
+
+def test_the_api_loads_neither_textual_nor_torch() -> None:
+    assert loaded_after(modules("console/api"), (*SCREENS, *TORCH)) == []
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    assert loaded_after(["console.cli"], (*SCREENS, *WEB, *TORCH, "huggingface_hub", "tokenizers")) == []
+
+
+def test_the_screens_load_no_torch() -> None:
+    assert loaded_after(["console.app", *modules("console/screens"), *modules("console/widgets")], TORCH) == []

@@ -1,0 +1,113 @@
+"""One schema for every setting: order of sources, twins, refusals."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from console.config_file import sample
+from console.settings import Settings, fields, load_settings
+from engine.errors import InvalidRequest
+
+ERICLLM_FLAGS = {
+    *("verbose", "model", "lora", "host", "port", "max_model_len", "max_input_len", "gpu_split"),
+    *("gpu_balance", "max_prompts", "timeout", "alpha_value", "compress_pos_emb", "num_experts"),
+    *("cache_8bit", "num_workers"),
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return tmp_path / "config.toml"
+
+
+def test_every_flag_of_ericllm_is_a_setting() -> None:
+    assert ERICLLM_FLAGS <= set(Settings.model_fields)
+
+
+def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(config: Path) -> None:
+    env = {"ERICLLM_MAX_PROMPTS": "5"}
+    assert load_settings({}, env={}, file=config).max_prompts == 16
+    config.write_text("max_prompts = 4\n")
+    assert load_settings({}, env={}, file=config).max_prompts == 4
+    assert load_settings({}, env=env, file=config).max_prompts == 5
+    assert load_settings({"max_prompts": "6"}, env=env, file=config).max_prompts == 6
+
+
+def test_the_host_defaults_to_loopback(config: Path) -> None:
+    assert load_settings({}, env={}, file=config).host == "127.0.0.1"
+
+
+def test_gpu_split_reads_the_same_from_flag_variable_and_file(config: Path) -> None:
+    assert load_settings({"gpu_split": "16,24.5"}, env={}, file=config).gpu_split == (16.0, 24.5)
+    assert load_settings({}, env={"ERICLLM_GPU_SPLIT": "16,24.5"}, file=config).gpu_split == (16.0, 24.5)
+    config.write_text("gpu_split = [16, 24.5]\n")
+    assert load_settings({}, env={}, file=config).gpu_split == (16.0, 24.5)
+
+
+def test_models_dir_takes_several_folders(tmp_path: Path, config: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    folders = (tmp_path / "a", tmp_path / "b")
+    assert load_settings({"models_dir": [str(path) for path in folders]}, env={}, file=config).models_dir == folders
+    joined = ":".join(str(path) for path in folders)
+    assert load_settings({}, env={"ERICLLM_MODELS_DIR": joined}, file=config).models_dir == folders
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "text", "named"),
+    [
+        ({"gpu_split": "24,x"}, {}, "", "--gpu_split 24,x"),
+        ({"gpu_split": "24,-1"}, {}, "", "--gpu_split 24,-1"),
+        ({"max_prompts": "-1"}, {}, "", "--max_prompts -1"),
+        ({"num_workers": "0"}, {}, "", "--num_workers 0"),
+        ({"timeout": "-3"}, {}, "", "--timeout -3"),
+        ({"models_dir": ["/no/such/folder"]}, {}, "", "/no/such/folder"),
+        ({"lora": "/no/such/folder"}, {}, "", "/no/such/folder"),
+        ({}, {"ERICLLM_PORT": "http"}, "", "ERICLLM_PORT http"),
+        ({}, {"ERICLLM_MAX_PROMPT": "3"}, "", "did you mean ERICLLM_MAX_PROMPTS"),
+        ({}, {}, "port = 99999", "'port' in"),
+        ({}, {}, "prot = 1", "did you mean port"),
+        ({}, {}, "port = = 1", "cannot be read"),
+        ({"cache_8bit": True, "cache_bits": 4}, {}, "", "--cache_8bit asks for 8 bits"),
+    ],
+)
+def test_a_bad_value_is_one_sentence_that_names_it_and_where_it_stands(
+    config: Path, flags: dict[str, object], env: dict[str, str], text: str, named: str
+) -> None:
+    config.write_text(text)
+    with pytest.raises(InvalidRequest) as caught:
+        load_settings(flags, env=env, file=config)
+    assert named in caught.value.message
+    assert "\n" not in caught.value.message.removesuffix("\n")
+
+
+def test_the_sample_names_every_setting_and_reads_back_as_the_defaults(config: Path) -> None:
+    text = sample()
+    examples = {name: flag.example for name, _, flag in fields() if flag.example is not None}
+    active = "\n".join(
+        line.removeprefix("# ")
+        for line in text.splitlines()
+        if (match := re.match(r"# (\w+) = ", line)) and match[1] not in examples
+    )
+    config.write_text(active)
+    assert load_settings({}, env={}, file=config) == Settings()
+    assert all(re.search(rf"^# {name} = ", text, re.M) for name in Settings.model_fields)
+
+
+def test_the_samples_examples_are_valid_values(config: Path) -> None:
+    lines = [line.removeprefix("# ") for line in sample().splitlines() if re.match(r"# \w+ = ", line)]
+    config.write_text("\n".join(line for line in lines if not line.startswith("lora")))
+    settings = load_settings({}, env={}, file=config)
+    assert settings.max_model_len == 8192
+
+
+def test_the_api_key_does_not_show_when_settings_are_printed(config: Path) -> None:
+    settings = load_settings({"api_key": "s3cret"}, env={}, file=config)
+    assert "s3cret" not in repr(settings)
+
+
+def test_cache_8bit_means_eight_cache_bits(config: Path) -> None:
+    assert load_settings({"cache_8bit": True}, env={}, file=config).effective_cache_bits == 8
