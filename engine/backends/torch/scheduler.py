@@ -1,0 +1,294 @@
+"""Which tokens of which sequences the next step computes. Integers only; nothing here imports torch.
+
+There is no prefill phase and no decode phase: every sequence has tokens known and tokens computed, and each step
+spends one token budget letting the second catch up with the first (the idea of vLLM v1's scheduler). A long
+prompt, a decode, a prefix hit and a preempted sequence that starts over are all that one rule.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.pages import ROOT_KEY, PageKey, PagePool
+from engine.errors import ContextLengthExceeded
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way. Waiting ones hold no pages and have nothing computed.
+
+    token_ids: every token known, the prompt first; only ever appended to.
+    computed: how many of them have their KV in the pages.      pages: page table, in order.
+    keys: keys of the full pages of known tokens, as far as anyone asked; they outlive a preemption.
+    remembered: leading pages that the pool knows by key.
+    cached_tokens: prompt tokens found in the prefix cache when first admitted; None before that.
+    """
+
+    id: str
+    token_ids: list[int]
+    prompt_tokens: int
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    keys: list[PageKey] = field(default_factory=list)
+    remembered: int = 0
+    cached_tokens: int | None = None
+
+    @property
+    def known(self) -> int:
+        """Tokens known."""
+        return len(self.token_ids)
+
+    @property
+    def missing(self) -> int:
+        """Tokens known but not computed: 1 while decoding, more while a prompt is worked on."""
+        return len(self.token_ids) - self.computed
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one step does. sequences[i] is fed chunks[i]; exhausted ones have ended for want of pages."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    chunks: list[ChunkInput] = field(default_factory=list)
+    exhausted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that get a new token, in the order of the logits."""
+        return [seq for seq, chunk in zip(self.sequences, self.chunks, strict=True) if chunk.sample]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; they only grow."""
+
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens_computed: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    """First come, first served, over one pool of pages.
+
+    Pages: a sequence is admitted when all its known tokens fit, with a spare page for every running sequence so
+    that the next decodes do not undo the admission at once; after that it takes a page when it reaches its edge.
+    Where none is free the youngest sequence is preempted: its pages go back (and may be found again as a prefix),
+    it starts over at the head of the line, and nobody new is admitted in that step.
+
+    Budget: every decode gets its token in every step; prompts share what is left of step_tokens, oldest first.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_prompts: int,
+        step_tokens: int,
+        max_model_len: int,
+        max_input_len: int | None = None,
+    ) -> None:
+        self.pool = pool
+        self.max_prompts = max_prompts
+        self.step_tokens = step_tokens
+        self.max_model_len = max_model_len
+        self.max_input_len = max_model_len - 1 if max_input_len is None else max_input_len
+        self.counters = Counters()
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def waiting(self) -> abc.Sequence[Sequence]:
+        """Sequences not admitted yet, next one first."""
+        return self._waiting
+
+    @property
+    def running(self) -> abc.Sequence[Sequence]:
+        """Sequences being worked on, oldest first."""
+        return self._running
+
+    def submit(self, sequence: Sequence) -> None:
+        """Put it in the line. Raises ContextLengthExceeded where its prompt can never be computed."""
+        self._refuse_if_hopeless(sequence)
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget it, whatever its state, and free its pages."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        self._free(sequence)
+
+    def plan(self, *, admit: bool = True) -> Plan:
+        """Decide the next step and take the pages for it. Until `commit`, nothing counts as computed, so a step
+        that failed can be planned again."""
+        plan = Plan()
+        decodes = sum(seq.missing == 1 for seq in self._running)
+        budget = max(self.step_tokens - decodes, self._smallest_budget)
+        preemptions = self.counters.preemptions
+        index = 0
+        while index < len(self._running):
+            sequence = self._running[index]
+            index += 1
+            decode = sequence.missing == 1
+            count = 1 if decode else min(sequence.missing, budget)
+            if count == 0:
+                continue
+            if not self._secure(sequence, sequence.computed + count, plan):
+                break
+            budget -= 0 if decode else count
+            self._feed(plan, sequence, count)
+        if admit and self.counters.preemptions == preemptions:
+            self._admit(plan, budget)
+        return plan
+
+    def commit(self, plan: Plan, token_ids: abc.Iterable[int]) -> list[Sequence]:
+        """Note that the planned chunks are computed and that `plan.sampled` got these tokens. Returns the
+        sequences that thereby reached the context's end; they are removed."""
+        for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
+            prompt = sequence.prompt_tokens
+            self.counters.prompt_tokens_computed += min(chunk.end, prompt) - min(chunk.start, prompt)
+            sequence.computed = chunk.end
+            self._remember_full_pages(sequence)
+        full: list[Sequence] = []
+        for sequence, token_id in zip(plan.sampled, token_ids, strict=True):
+            sequence.token_ids.append(token_id)
+            if sequence.known >= self.max_model_len:
+                full.append(sequence)
+        for sequence in full:
+            self.remove(sequence)
+        return full
+
+    def shrink(self) -> bool:
+        """Make steps need less memory, after one ran out of it: halve the token budget for good and preempt the
+        youngest sequence unless it is alone. False where nothing is left to give up."""
+        alone, smallest = len(self._running) <= 1, self.step_tokens == self._smallest_budget
+        self.step_tokens = max(self.step_tokens // 2, self._smallest_budget)
+        if not alone:
+            self._preempt(self._running[-1])
+        return not (alone and smallest)
+
+    def check(self) -> None:
+        """Prove that pages and sequences agree; raises AssertionError with the numbers."""
+        self.pool.check([seq.pages for seq in self._running])
+        for seq in self._waiting:
+            assert not seq.pages and not seq.computed, f"{seq.id} waits but holds {len(seq.pages)} pages"
+        for seq in self._running:
+            room = len(seq.pages) * self.pool.page_tokens
+            assert seq.computed <= min(room, seq.known), f"{seq.id}: {seq.computed} of {seq.known}, room {room}"
+
+    @property
+    def _smallest_budget(self) -> int:
+        """Prompt tokens that a step takes on even where decodes alone use up step_tokens: prompts never starve."""
+        return min(self.step_tokens, self.pool.page_tokens)
+
+    # --- admission --------------------------------------------------------------------------------------------
+
+    def _refuse_if_hopeless(self, sequence: Sequence) -> None:
+        prompt = sequence.prompt_tokens
+        pool_tokens = self.pool.num_pages * self.pool.page_tokens
+        limit, reason = min(
+            (self.max_model_len - 1, f"the context is {self.max_model_len} tokens, the answer's first included"),
+            (self.max_input_len, f"max_input_len is {self.max_input_len}"),
+            (pool_tokens, f"the KV pages hold {pool_tokens} tokens"),
+        )
+        if prompt > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt} tokens, more than the {limit} that can be taken: {reason}",
+                prompt_tokens=prompt,
+                limit=limit,
+                max_model_len=self.max_model_len,
+                pool_tokens=pool_tokens,
+            )
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        while self._waiting and budget > 0 and len(self._running) < self.max_prompts:
+            sequence = self._waiting[0]
+            if self._outgrown(sequence):
+                plan.exhausted.append(self._waiting.popleft())
+                continue
+            if not self._start(sequence):
+                return
+            self._running.append(self._waiting.popleft())
+            count = min(sequence.missing, budget)
+            budget -= count
+            self._feed(plan, sequence, count)
+
+    def _outgrown(self, sequence: Sequence) -> bool:
+        """Whether its output so far (brought along from another worker) already fills all there is."""
+        return sequence.known >= self.max_model_len or self.pool.pages_for(sequence.known) > self.pool.num_pages
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Take pages for all its known tokens, cached ones first; False, and nothing taken, where they lack."""
+        pool = self.pool
+        findable = (sequence.known - 1) // pool.page_tokens  # at least one token must be left to compute
+        cached = pool.find(self._key(sequence, index) for index in range(findable))
+        pool.hold(cached)
+        needed = pool.pages_for(sequence.known) - len(cached)
+        fresh = pool.allocate(needed) if needed + len(self._running) <= pool.free_pages else None
+        if fresh is None:
+            pool.release(cached)
+            return False
+        sequence.pages = cached + fresh
+        sequence.remembered = len(cached)
+        sequence.computed = len(cached) * pool.page_tokens
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
+            self.counters.prefix_query_tokens += sequence.prompt_tokens
+            self.counters.prefix_hit_tokens += sequence.cached_tokens
+        return True
+
+    # --- pages ------------------------------------------------------------------------------------------------
+
+    def _secure(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
+        """Take pages for `tokens` tokens of a running sequence, preempting younger ones for them. False where
+        there is no younger one left: it is then preempted itself or, being alone, has ended."""
+        needed = self.pool.pages_for(tokens) - len(sequence.pages)
+        if needed <= 0:
+            return True
+        while (pages := self.pool.allocate(needed)) is None:
+            youngest = self._running[-1]
+            if len(self._running) == 1:
+                self.remove(sequence)
+                plan.exhausted.append(sequence)
+                return False
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        sequence.pages += pages
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.remove(sequence)
+        self._waiting.appendleft(sequence)
+        self.counters.preemptions += 1
+
+    def _free(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.computed = sequence.remembered = 0
+
+    def _key(self, sequence: Sequence, index: int) -> PageKey:
+        """Key of its page `index`, all of whose tokens are known; computed once."""
+        keys, size = sequence.keys, self.pool.page_tokens
+        while len(keys) <= index:
+            start = len(keys) * size
+            keys.append(self.pool.key(keys[-1] if keys else ROOT_KEY, sequence.token_ids[start : start + size]))
+        return keys[index]
+
+    def _remember_full_pages(self, sequence: Sequence) -> None:
+        for index in range(sequence.remembered, sequence.computed // self.pool.page_tokens):
+            self.pool.remember(sequence.pages[index], self._key(sequence, index))
+            sequence.remembered = index + 1
+
+    @staticmethod
+    def _feed(plan: Plan, sequence: Sequence, count: int) -> None:
+        start, end = sequence.computed, sequence.computed + count
+        plan.sequences.append(sequence)
+        plan.chunks.append(
+            ChunkInput(sequence.token_ids[start:end], start, sequence.pages, sample=end == sequence.known)
+        )
