@@ -1,0 +1,36 @@
+"""From token ids to text, one token at a time."""
+
+from __future__ import annotations
+
+import codecs
+
+from engine.text.tokenizer import Tokenizer
+
+
+class IncrementalDetokenizer:
+    """Turns the ids of one answer into text as they come, in constant time per token.
+
+    A character that is not whole yet is held back: at most three bytes, until it is whole, until a byte shows that
+    it never will be (it becomes U+FFFD then, as in decoding at once), or until `flush`. All pushes and the flush
+    together equal `Tokenizer.decode` of all ids. The one exception is SentencePiece's byte tokens: the library gives
+    up a whole run of them for one bad byte, which no stream can do; here the good characters of the run stay.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._pieces = tokenizer.pieces
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = True
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes; "" for a skipped control token or an unfinished character."""
+        if token_id in self._skipped:
+            return ""
+        if not self._at_start:
+            return self._characters.decode(self._pieces.inner(token_id))
+        self._at_start = False
+        return self._characters.decode(self._pieces.first(token_id))
+
+    def flush(self) -> str:
+        """The end of the text: U+FFFD for an unfinished character, else ""."""
+        return self._characters.decode(b"", final=True)

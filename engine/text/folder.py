@@ -1,0 +1,119 @@
+"""What the files beside tokenizer.json say: end tokens, special tokens, chat templates, sampling defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from engine.errors import UnsupportedModel
+from engine.models.files import read_json_object
+
+TokenToId = Callable[[str], int | None]
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling settings that the model's makers recommend (generation_config.json); None where they say nothing.
+
+    temperature is 0.0 (greedy) where they switch sampling off.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+class TokenizerFolder(msgspec.Struct, frozen=True, kw_only=True):
+    """The parsed files of one model folder; {} for those that it lacks."""
+
+    config: Mapping[str, object] = {}
+    generation: Mapping[str, object] = {}
+    tokenizer: Mapping[str, object] = {}
+    template_files: Mapping[str, str] = {}
+
+    @classmethod
+    def read(cls, path: Path) -> TokenizerFolder:
+        """Read a folder's files; raises UnsupportedModel for one that is broken."""
+        return cls(
+            config=read_json_object(path / "config.json"),
+            generation=read_json_object(path / "generation_config.json"),
+            tokenizer=read_json_object(path / "tokenizer_config.json"),
+            template_files=_read_templates(path),
+        )
+
+    def bos_token_id(self, token_to_id: TokenToId) -> int | None:
+        """The token that texts begin with: the tokenizer's own word first, then the model's."""
+        token = self.special_tokens().get("bos_token")
+        named = token_to_id(token) if token is not None else None
+        if named is not None:
+            return named
+        return next((i for source in (self.config, self.generation) for i in _ids(source.get("bos_token_id"))), None)
+
+    def eos_token_ids(self, token_to_id: TokenToId) -> tuple[int, ...]:
+        """Every end token that any of the files names, in the order of their authority, each once."""
+        ids = [*_ids(self.generation.get("eos_token_id")), *_ids(self.config.get("eos_token_id"))]
+        text_config = self.config.get("text_config")
+        if isinstance(text_config, dict):
+            ids += _ids(text_config.get("eos_token_id"))
+        token = self.special_tokens().get("eos_token")
+        if token is not None and (token_id := token_to_id(token)) is not None:
+            ids.append(token_id)
+        return tuple(dict.fromkeys(ids))
+
+    def special_tokens(self) -> dict[str, str]:
+        """bos_token, eos_token ... as text: what chat templates call them by."""
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        return {name: text for name in names if (text := _token_text(self.tokenizer.get(name))) is not None}
+
+    def chat_templates(self) -> dict[str, str]:
+        """Template sources by name ("default", "tool_use" ...); a file wins over tokenizer_config.json."""
+        return dict(_named_templates(self.tokenizer.get("chat_template"))) | dict(self.template_files)
+
+    def generation_defaults(self) -> GenerationDefaults:
+        """The recommended settings; raises UnsupportedModel for one of the wrong type."""
+        values = {field: self.generation.get(field) for field in GenerationDefaults.__struct_fields__}
+        if self.generation.get("do_sample") is False:
+            values["temperature"] = 0.0
+        try:
+            return msgspec.convert(values, GenerationDefaults)
+        except msgspec.ValidationError as error:
+            raise UnsupportedModel(f"generation_config.json has a setting of the wrong type: {error}") from error
+
+
+def _read_templates(path: Path) -> dict[str, str]:
+    """Templates in files of their own: chat_template.json (older), chat_template.jinja, additional_chat_templates/."""
+    templates = dict(_named_templates(read_json_object(path / "chat_template.json").get("chat_template")))
+    files = {file.stem: file for file in sorted(path.glob("additional_chat_templates/*.jinja"))}
+    files["default"] = path / "chat_template.jinja"
+    try:
+        return templates | {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnsupportedModel(f"a chat template in {path} cannot be read: {error}") from error
+
+
+def _named_templates(value: object) -> Iterator[tuple[str, str]]:
+    """A template, or a list of {"name", "template"}."""
+    if isinstance(value, str):
+        yield "default", value
+    elif isinstance(value, list):
+        for entry in value:
+            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                yield str(entry.get("name", "default")), entry["template"]
+
+
+def _token_text(value: object) -> str | None:
+    """A token written as "<s>" or {"content": "<s>", ...}."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _ids(value: object) -> list[int]:
+    """Token ids written as 2, [2, 3] or null."""
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]

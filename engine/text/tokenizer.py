@@ -1,0 +1,99 @@
+"""A model folder's tokenizer: text to ids and back, end tokens, chat template, sampling defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from engine.errors import InvalidRequest, UnsupportedModel
+from engine.text.chat_template import ChatTemplate
+from engine.text.folder import TokenizerFolder
+from engine.text.pieces import TokenPieces
+
+
+class Tokenizer:
+    """The tokenizer of one model; safe to use from several threads.
+
+    vocab_size: ids that the tokenizer knows (a model's embedding may have a few rows more).
+    eos_token_ids: every end token that the folder names; bos_token_id: None where the model has none.
+    special_ids: control tokens, which skip_special_tokens leaves out of text.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, folder: TokenizerFolder) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.pieces = TokenPieces(backend)
+        self.vocab_size = backend.get_vocab_size()
+        self.special_ids = self.pieces.special_ids
+        self.bos_token_id = folder.bos_token_id(backend.token_to_id)
+        self.eos_token_ids = folder.eos_token_ids(backend.token_to_id)
+        self.generation_defaults = folder.generation_defaults()
+        self._templates = {
+            name: ChatTemplate(source, folder.special_tokens()) for name, source in folder.chat_templates().items()
+        }
+
+    @classmethod
+    def from_folder(cls, path: Path) -> Tokenizer:
+        """The tokenizer in a model folder; raises UnsupportedModel where there is none that can be read."""
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            others = [name for name in ("tokenizer.model", "vocab.json", "tiktoken.model") if (path / name).is_file()]
+            but = f" ({others[0]} alone is not read)" if others else ""
+            raise UnsupportedModel(f"{path} has no tokenizer.json, which is needed to read and write text{but}")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises Exception itself
+            raise UnsupportedModel(f"tokenizer.json in {path} cannot be read: {error}") from error
+        return cls(backend, TokenizerFolder.read(path))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; with the tokens that the model expects around a text (BOS, say), but never BOS twice.
+
+        Text made by `apply_chat_template` has its control tokens already: encode it without add_special_tokens.
+        """
+        ids = list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2:
+            del ids[0]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; unknown ids are left out, broken UTF-8 becomes U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def id_to_token(self, token_id: int) -> str:
+        """The vocabulary's own spelling of a token ("Ġthe", "▁the"); "" for an unknown id."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token by its vocabulary spelling, None where there is none."""
+        return self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, in bytes; one token may be a part of a character."""
+        return self.pieces.inner(token_id)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model says how a chat becomes a prompt."""
+        return bool(self._templates)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **kwargs: object,
+    ) -> str:
+        """The prompt text of a chat, control tokens included; raises InvalidRequest where it cannot be made."""
+        if not self._templates:
+            raise InvalidRequest(
+                "this model has no chat template; send its prompt as plain text to the completions endpoint",
+                param="messages",
+            )
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._templates.get(name) or next(iter(self._templates.values()))
+        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
