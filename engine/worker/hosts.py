@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import socket
+import subprocess
+import threading
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from engine.backends.base import Backend
-from engine.config import ModelSpec
-from engine.worker.protocol import Command, Event
+from engine.errors import WorkerFailed
+from engine.worker.channel import EngineChannel, WorkerChannel, socket_pair
+from engine.worker.factory import BackendFactory, create_backend
+from engine.worker.logs import forwarded_logs
+from engine.worker.loop import WorkerLoop
+from engine.worker.native import NativeOutput
+from engine.worker.process import reap, signal_name, spawn
+from engine.worker.protocol import Command, Event, Shutdown
 
-BackendFactory = Callable[[ModelSpec], Backend]
+TERMINATE_PATIENCE_S = 2.0
+KILL_PATIENCE_S = 10.0
+
+__all__ = ["BackendFactory", "ProcessHost", "ThreadHost", "WorkerExit", "WorkerHost"]
+
+_logger = logging.getLogger(__name__)
 
 
 class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,12 +41,15 @@ class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerHost(Protocol):
-    """Runs one worker. Used on the engine's loop alone; both callbacks are called there."""
+    """Runs one worker, once. Used on the engine's loop alone; both callbacks are called there."""
 
     pid: int | None
 
     async def start(self, on_event: Callable[[Event], None], on_exit: Callable[[WorkerExit], None]) -> None:
-        """Start it; its first event is Hello. Raises WorkerFailed where it cannot be started at all."""
+        """Start it; its first event is Hello. Raises WorkerFailed where it cannot be started at all.
+
+        on_exit is called exactly once, after the last event.
+        """
 
     def send(self, command: Command) -> None:
         """Queue a command; never blocks, and is ignored once the worker has ended."""
@@ -38,3 +59,185 @@ class WorkerHost(Protocol):
 
     def kill(self) -> None:
         """End it at once: SIGKILL for a process; a thread is abandoned. on_exit follows."""
+
+
+class _Host:
+    """What both hosts share: the engine's end of the channel, and an end that is told once.
+
+    The end is told when two things have happened, in any order: the channel has closed (so every event has been
+    handed out), and the worker has ended (so the reason is known).
+    """
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.pid: int | None = None
+        self._channel: EngineChannel | None = None
+        self._channel_closed = False
+        self._exit: WorkerExit | None = None
+        self._told = asyncio.Event()
+
+    def _listen(self, on_event: Callable[[Event], None], on_exit: Callable[[WorkerExit], None]) -> None:
+        self._on_event = on_event
+        self._on_exit = on_exit
+
+    async def _connect(self, sock: socket.socket) -> None:
+        self._channel = await EngineChannel.connect(sock, self._deliver, self._on_channel_closed)
+
+    def _deliver(self, event: Event) -> None:
+        """Hand out an event; one that its listener trips over must not cost the worker its channel."""
+        try:
+            self._on_event(event)
+        except Exception:
+            _logger.exception("an event of worker %s could not be handled: %s", self.worker_id, type(event).__name__)
+
+    def send(self, command: Command) -> None:
+        """Queue a command; never blocks, and is ignored once the worker has ended."""
+        if self._channel is not None:
+            self._channel.send(command)
+
+    def _on_channel_closed(self) -> None:
+        self._channel_closed = True
+        self._tell_if_over()
+
+    def _ended(self, reason: WorkerExit) -> None:
+        self._exit = self._exit or reason
+        self._tell_if_over()
+
+    def _tell_if_over(self) -> None:
+        if self._channel_closed and self._exit is not None and not self._told.is_set():
+            self._told.set()
+            self._on_exit(self._exit)
+
+    async def _told_within(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._told.wait()
+        return self._told.is_set()
+
+
+class ProcessHost(_Host):
+    """A worker in a child process: a crash, an out-of-memory or a hung kernel takes it down and nothing else.
+
+    log_path: a file that its stdout and stderr are appended to as well.
+    Start it on a loop whose thread outlives it (see process.spawn).
+    """
+
+    def __init__(self, worker_id: str, *, log_path: Path | None = None) -> None:
+        super().__init__(worker_id)
+        self._log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output: NativeOutput | None = None
+
+    async def start(self, on_event: Callable[[Event], None], on_exit: Callable[[WorkerExit], None]) -> None:
+        """Start the process; its first event is Hello. Raises WorkerFailed where it cannot be started at all."""
+        self._listen(on_event, on_exit)
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket_pair()
+        try:
+            self._output = NativeOutput(self._deliver, self._log_path)
+            try:
+                self._process = spawn(self.worker_id, theirs, self._output.child_fd)
+            except OSError:
+                self._output.finish()
+                raise
+            finally:
+                self._output.started()
+        except OSError as error:
+            ours.close()
+            raise WorkerFailed(
+                f"worker {self.worker_id} could not be started: {error}", worker=self.worker_id
+            ) from error
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+
+        def reaped(code: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                loop.call_soon_threadsafe(self._reaped, code)
+
+        reap(self._process, reaped)
+        await self._connect(ours)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Shutdown and wait, then SIGTERM, then SIGKILL; the process is gone and reaped when this returns."""
+        if self._process is None:
+            return
+        self.send(Shutdown())
+        if await self._told_within(timeout_s):
+            return
+        self._process.terminate()
+        if await self._told_within(TERMINATE_PATIENCE_S):
+            return
+        self.kill()
+        if not await self._told_within(KILL_PATIENCE_S):
+            self._give_up()
+
+    def kill(self) -> None:
+        """SIGKILL; on_exit follows."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _reaped(self, code: int) -> None:
+        assert self._output is not None
+        self._output.finish()
+        reason = WorkerExit(code=code) if code >= 0 else WorkerExit(signal=signal_name(-code))
+        self._ended(msgspec.structs.replace(reason, log_tail=self._output.tail))
+
+    def _on_channel_closed(self) -> None:
+        """A process that closed its channel is leaving; one that does not get out by itself is helped."""
+        super()._on_channel_closed()
+        if not self._told.is_set():
+            asyncio.get_running_loop().call_later(KILL_PATIENCE_S, self.kill)
+
+    def _give_up(self) -> None:
+        """It sits in the kernel and cannot die yet: it is reaped when it does, and nobody waits for that."""
+        assert self._channel is not None and self._output is not None
+        self._channel.abort()
+        self._channel_closed = True
+        self._ended(WorkerExit(signal="SIGKILL", log_tail=self._output.tail))
+
+
+class ThreadHost(_Host):
+    """The same loop in a daemon thread of this process, over the same kind of channel. For tests and debugging:
+    a failed self-check of the backend ends the worker, and nothing can kill it."""
+
+    def __init__(self, worker_id: str, *, backend_factory: BackendFactory | None = None) -> None:
+        super().__init__(worker_id)
+        self._backend_factory = backend_factory or create_backend
+
+    async def start(self, on_event: Callable[[Event], None], on_exit: Callable[[WorkerExit], None]) -> None:
+        """Start the thread; its first event is Hello."""
+        self._listen(on_event, on_exit)
+        self._loop = asyncio.get_running_loop()
+        ours, theirs = socket_pair()
+        await self._connect(ours)
+        threading.Thread(target=self._run, args=(theirs,), name=f"worker-{self.worker_id}", daemon=True).start()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Shutdown and wait; a thread that does not end in time is abandoned."""
+        if self._channel is None:
+            return
+        self.send(Shutdown())
+        if not await self._told_within(timeout_s):
+            self.kill()
+            await self._told.wait()
+
+    def kill(self) -> None:
+        """Abandon the thread: it ends by itself when it next looks at its channel. on_exit follows."""
+        if self._channel is not None:
+            self._channel.abort()
+            self._loop.call_soon(self._ended, WorkerExit(log_tail="the worker's thread was abandoned"))
+
+    def _run(self, sock: socket.socket) -> None:
+        channel = WorkerChannel(sock)
+        reason = WorkerExit(code=1)
+        try:
+            with forwarded_logs(channel, this_thread_only=True):
+                healthy = WorkerLoop(channel, self._backend_factory, strict=True).run()
+            reason = WorkerExit(code=0 if healthy else 1)
+        except BaseException:
+            reason = WorkerExit(code=1, log_tail=traceback.format_exc())
+        finally:
+            channel.close()
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._ended, reason)

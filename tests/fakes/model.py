@@ -35,7 +35,9 @@ def write_fake_model(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_ID}))
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<eos>", "chat_template": _CHAT_TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"})
+        json.dumps(
+            {"eos_token": "<eos>", "chat_template": _CHAT_TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+        )
     )
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
     return folder

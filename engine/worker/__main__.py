@@ -1,0 +1,77 @@
+"""A worker process: `python -m engine.worker --id w0 --fd N --parent PID`, started by ProcessHost alone.
+
+For tests, the environment variable ERICLLM_BACKEND_FACTORY="module:function" names a Callable[[ModelSpec], Backend]
+to use in place of the real backends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from typing import cast
+
+from engine.worker.channel import WorkerChannel
+from engine.worker.factory import BackendFactory, create_backend
+from engine.worker.logs import forwarded_logs
+from engine.worker.loop import WorkerLoop
+from engine.worker.protocol import Load
+
+ORPHAN_GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run one worker until it is told to stop or the engine is gone; the exit status."""
+    parser = argparse.ArgumentParser(prog="engine.worker")
+    parser.add_argument("--id", required=True)
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not _die_with(options.parent):
+        return 1
+    sock = socket.socket(fileno=options.fd)
+    sock.set_inheritable(False)
+    channel = WorkerChannel(sock, on_eof=_leave_anyway)
+    logging.captureWarnings(True)
+    logging.getLogger("engine").setLevel(logging.INFO)
+    with forwarded_logs(channel):
+        return 0 if WorkerLoop(channel, _factory(), before_load=_limit_threads).run() else 1
+
+
+def _die_with(parent_pid: int) -> bool:
+    """Have the kernel kill this process when its parent dies (Linux); False where it is dead already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    return os.getppid() == parent_pid
+
+
+def _leave_anyway() -> None:
+    """The engine is gone: give the loop a moment to end by itself, then end even in the middle of a native call."""
+    time.sleep(ORPHAN_GRACE_S)
+    os._exit(1)
+
+
+def _limit_threads(load: Load) -> None:
+    """For libraries that read the environment when they are first imported."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = str(max(1, load.threads))
+
+
+def _factory() -> BackendFactory:
+    name = os.environ.get("ERICLLM_BACKEND_FACTORY")
+    if name is None:
+        return create_backend
+    module, _, function = name.partition(":")
+    return cast(BackendFactory, getattr(importlib.import_module(module), function))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

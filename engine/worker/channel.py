@@ -1,0 +1,160 @@
+"""The two ends of a worker's channel: a blocking one for the worker, an asyncio one for the engine.
+
+The worker's commands are read by a thread of their own, so a step that takes long never holds up the sender, and the
+end of the channel (the engine is gone) is seen even while a step runs. The engine's end reads whenever its loop runs,
+which is why the worker may write without looking: it is held up only as long as the engine's loop is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from engine.worker.protocol import Codec, Command, Event, split_frames
+
+_READ_BYTES = 1 << 20
+_SOCKET_BUFFER_BYTES = 1 << 20
+
+_logger = logging.getLogger(__name__)
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """A connected pair of stream sockets with roomy buffers; neither is inherited by child processes."""
+    pair = socket.socketpair()
+    for end in pair:
+        with contextlib.suppress(OSError):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+    return pair
+
+
+class WorkerChannel:
+    """The worker's end. `take` is for the loop's thread; `send` may be called from any."""
+
+    def __init__(self, sock: socket.socket, *, on_eof: Callable[[], None] | None = None) -> None:
+        """on_eof: called on the reader's thread when the engine's end closed first, after `closed` turned true."""
+        self._sock = sock
+        self._on_eof = on_eof
+        self._codec = Codec()
+        self._sending = threading.Lock()
+        self._commands: deque[Command] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._left = False
+        threading.Thread(target=self._read, name="worker-commands", daemon=True).start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether either end is closed."""
+        return self._closed
+
+    def take(self, timeout_s: float) -> list[Command]:
+        """All commands that wait, in order; with none, waits that long for the first. Empty once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._commands or self._closed, timeout_s)
+            taken = list(self._commands)
+            self._commands.clear()
+            return taken
+
+    def holds(self, *kinds: type[Command]) -> bool:
+        """Whether a command of one of these kinds waits to be taken."""
+        with self._changed:
+            return any(isinstance(command, kinds) for command in self._commands)
+
+    def send(self, event: Event) -> None:
+        """Write an event; does nothing once the channel is closed."""
+        with self._sending:
+            if self._closed:
+                return
+            try:
+                self._sock.sendall(self._codec.frame(event))
+            except OSError:
+                self._end()
+
+    def close(self) -> None:
+        """Close this end: the engine sees the end of the channel after all that was sent."""
+        self._left = True
+        self._end()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _read(self) -> None:
+        buffer = bytearray()
+        codec = Codec()
+        try:
+            while chunk := self._sock.recv(_READ_BYTES):
+                buffer += chunk
+                arrived = [codec.command(body) for body in split_frames(buffer)]
+                with self._changed:
+                    self._commands.extend(arrived)
+                    self._changed.notify_all()
+        except OSError:
+            pass
+        except msgspec.MsgspecError:
+            _logger.exception("the engine sent something that is no command")
+        self._end()
+        if not self._left and self._on_eof is not None:
+            self._on_eof()
+
+
+class EngineChannel(asyncio.Protocol):
+    """The engine's end, on its asyncio loop: events to `on_event` (which must not raise) in order, then `on_closed`."""
+
+    def __init__(self, on_event: Callable[[Event], None], on_closed: Callable[[], None]) -> None:
+        self._on_event = on_event
+        self._on_closed = on_closed
+        self._codec = Codec()
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def connect(
+        cls, sock: socket.socket, on_event: Callable[[Event], None], on_closed: Callable[[], None]
+    ) -> EngineChannel:
+        """Take over this end of a socket pair."""
+        channel = cls(on_event, on_closed)
+        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=sock)
+        return channel
+
+    def send(self, command: Command) -> None:
+        """Queue a command; never blocks, and does nothing once the channel is closed."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(self._codec.frame(command))
+
+    def abort(self) -> None:
+        """Close at once, whatever is still on its way."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio: the socket is ours."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """asyncio: bytes came; hand out the whole frames among them."""
+        self._buffer += data
+        for body in split_frames(self._buffer):
+            try:
+                event = self._codec.event(body)
+            except msgspec.MsgspecError:
+                _logger.exception("a worker sent something that is no event")
+                self.abort()
+                return
+            self._on_event(event)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """asyncio: the other end closed, or we did."""
+        self._on_closed()

@@ -1,0 +1,94 @@
+"""Loading a model inside a worker: progress at a readable pace, and every failure as a value."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from engine.backends.base import Backend, LoadedModel, LoadPhase, LoadProgress
+from engine.errors import EngineError, LoadCancelled, ModelLoadFailed
+from engine.text.tokenizer import Tokenizer
+from engine.worker.factory import BackendFactory
+from engine.worker.protocol import Load
+
+PROGRESS_INTERVAL_S = 0.1
+
+_logger = logging.getLogger(__name__)
+
+
+class ProgressThrottle:
+    """Passes on the first and the last report of each phase, and of the others one per interval."""
+
+    def __init__(self, send: Callable[[LoadProgress], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._send = send
+        self._clock = clock
+        self._phase: LoadPhase | None = None
+        self._sent_at = 0.0
+
+    def report(self, progress: LoadProgress) -> None:
+        """Send the report on, or drop it."""
+        now = self._clock()
+        ends = progress.phase != self._phase or progress.done >= progress.total
+        if ends or now - self._sent_at >= PROGRESS_INTERVAL_S:
+            self._phase = progress.phase
+            self._sent_at = now
+            self._send(progress)
+
+
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded model: what computes it, its tokenizer and what the load said of it."""
+
+    backend: Backend
+    tokenizer: Tokenizer
+    model: LoadedModel
+
+
+def load_replica(
+    load: Load,
+    create_backend: BackendFactory,
+    *,
+    report: Callable[[LoadProgress], None],
+    cancelled: Callable[[], bool],
+) -> Replica:
+    """Load the model that `load` names; raises EngineError, with nothing left allocated."""
+    backend: Backend | None = None
+    try:
+        tokenizer = Tokenizer.from_folder(Path(load.spec.path))
+        backend = create_backend(load.spec)
+        limit_torch_threads(load.threads)
+        model = backend.load(
+            load.spec,
+            max_prompts=load.max_prompts,
+            step_tokens=load.step_tokens,
+            page_tokens=load.page_tokens,
+            report=ProgressThrottle(report).report,
+            cancelled=cancelled,
+        )
+        if cancelled():
+            raise LoadCancelled(f"the load of {load.spec.name} was cancelled")
+        return Replica(backend=backend, tokenizer=tokenizer, model=model)
+    except Exception as error:
+        if backend is not None:
+            backend.unload()
+        if isinstance(error, EngineError):
+            raise
+        _logger.exception("loading %s failed", load.spec.name)
+        raise ModelLoadFailed(f"{load.spec.name} could not be loaded: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """The error in one line: the first line of its text, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def limit_torch_threads(threads: int) -> None:
+    """Let torch use that many CPU threads, if the backend brought it into the process."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(max(1, threads))

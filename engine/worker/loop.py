@@ -1,0 +1,261 @@
+"""The loop of one model replica: drain commands, one backend step, text stage, one event batch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import psutil
+
+from engine.backends.base import Backend, BackendRequest, BackendStats, FinishReason, TokenEvent, TokenLogprob
+from engine.errors import EngineError, ErrorInfo, InvalidRequest, NoModelLoaded, WorkerFailed
+from engine.text.stage import TextStage
+from engine.worker import protocol
+from engine.worker.channel import WorkerChannel
+from engine.worker.factory import BackendFactory
+from engine.worker.loading import Replica, load_replica, reason
+
+HEARTBEAT_S = 1.0
+MAX_FAILED_STEPS = 2
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Output:
+    """What the current step brought for one request so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: ErrorInfo | None = None
+    cached_tokens: int | None = None
+
+    def add(self, event: TokenEvent, stage: TextStage) -> None:
+        """Take in one token or end of the backend's. The text stage's end goes before the backend's own."""
+        if event.cached_tokens is not None:
+            self.cached_tokens = event.cached_tokens
+        if event.token_id is not None:
+            self.token_ids.append(event.token_id)
+            if event.logprob is not None:
+                self.logprobs.append(event.logprob)
+            shown = stage.push(event.token_id)
+            self.text += shown.text
+            self.finish = shown.finish
+        if self.finish is None and event.finish is not None:
+            self.text += stage.flush()
+            if event.finish == "error":
+                self.fail(event.message or "the backend failed the request")
+            self.finish = event.finish
+
+    def fail(self, message: str) -> _Output:
+        """End the request with WorkerFailed."""
+        self.finish = "error"
+        self.error = WorkerFailed(message).info
+        return self
+
+    def message(self, request_id: str) -> protocol.RequestOutput:
+        """The output as it is sent."""
+        return protocol.RequestOutput(
+            request_id=request_id,
+            token_ids=self.token_ids,
+            text=self.text,
+            logprobs=self.logprobs,
+            finish=self.finish,
+            error=self.error,
+            cached_tokens=self.cached_tokens,
+        )
+
+
+class WorkerLoop:
+    """Runs one backend on the calling thread for whoever holds the other end of `channel`.
+
+    before_load: called with each Load before anything of it happens.
+    strict: a failed backend check ends the worker instead of being logged (for tests).
+    """
+
+    def __init__(
+        self,
+        channel: WorkerChannel,
+        create_backend: BackendFactory,
+        *,
+        before_load: Callable[[protocol.Load], None] | None = None,
+        strict: bool = False,
+    ) -> None:
+        self._channel = channel
+        self._create_backend = create_backend
+        self._before_load = before_load
+        self._strict = strict
+        self._process = psutil.Process()
+        self._replica: Replica | None = None
+        self._stages: dict[str, TextStage] = {}
+        self._outputs: dict[str, _Output] = {}
+        self._failed_steps = 0
+        self._unchecked = False
+        self._stopping = False
+
+    def run(self) -> bool:
+        """Work until Shutdown or the channel's end, then unload; False where the backend broke for good."""
+        self._channel.send(protocol.Hello(pid=os.getpid()))
+        try:
+            while not (self._stopping or self._channel.closed):
+                self._turn()
+            return True
+        except Exception as error:
+            _logger.exception("the worker cannot go on")
+            broken = error if isinstance(error, WorkerFailed) else WorkerFailed(f"the worker broke: {reason(error)}")
+            self._channel.send(protocol.WorkerError(error=broken.info))
+            return False
+        finally:
+            try:
+                self._unload()
+            finally:
+                self._channel.close()
+
+    def _turn(self) -> None:
+        """Obey what has come, then do one step; with nothing to do, wait up to a heartbeat and say how things are."""
+        busy = self._busy_backend() is not None
+        if not busy:
+            self._check()
+        for command in self._channel.take(0.0 if busy else HEARTBEAT_S):
+            self._obey(command)
+            if self._stopping:
+                return
+        backend = self._busy_backend()
+        if backend is not None:
+            self._step(backend)
+        else:
+            self._send_batch()
+
+    def _busy_backend(self) -> Backend | None:
+        backend = self._replica.backend if self._replica is not None else None
+        return backend if backend is not None and backend.has_work() else None
+
+    # --- commands -------------------------------------------------------------------------------------
+
+    def _obey(self, command: protocol.Command) -> None:
+        match command:
+            case protocol.Submit(request=request):
+                self._submit(request)
+            case protocol.Cancel(request_id=request_id):
+                self._forget(request_id)
+            case protocol.SetMaxPrompts(max_prompts=max_prompts):
+                if self._replica is not None:
+                    self._replica.backend.set_max_prompts(max_prompts)
+            case protocol.Load():
+                self._load(command)
+            case protocol.CancelLoad():
+                pass  # the load that it meant is over
+            case protocol.Shutdown():
+                self._stopping = True
+
+    def _load(self, load: protocol.Load) -> None:
+        self._unload()
+        if self._before_load is not None:
+            self._before_load(load)
+        started_s = time.monotonic()
+        try:
+            self._replica = load_replica(
+                load,
+                self._create_backend,
+                report=lambda progress: self._channel.send(protocol.Progress(progress=progress)),
+                cancelled=lambda: self._channel.closed or self._channel.holds(protocol.CancelLoad, protocol.Shutdown),
+            )
+        except EngineError as error:
+            self._channel.send(protocol.LoadFailed(error=error.info))
+            return
+        self._failed_steps = 0
+        self._channel.send(protocol.Loaded(model=self._replica.model, load_s=time.monotonic() - started_s))
+
+    def _unload(self) -> None:
+        self._stages.clear()
+        self._outputs.clear()
+        if self._replica is not None:
+            self._replica.backend.unload()
+            self._replica = None
+
+    def _submit(self, request: BackendRequest) -> None:
+        try:
+            if self._replica is None:
+                raise NoModelLoaded("the worker holds no model", state="unloaded")
+            if request.id in self._stages:
+                self._forget(request.id)
+                raise InvalidRequest(f"a request with the id {request.id} is already being worked on", param="id")
+            stage = TextStage(self._replica.tokenizer, request)
+            self._replica.backend.submit(request)
+            self._stages[request.id] = stage
+        except EngineError as error:
+            self._outputs[request.id] = _Output(finish="error", error=error.info)
+        except Exception as error:
+            _logger.exception("request %s could not be taken", request.id)
+            self._outputs[request.id] = _Output().fail(f"the request could not be taken: {reason(error)}")
+
+    def _forget(self, request_id: str) -> None:
+        self._outputs.pop(request_id, None)
+        if self._stages.pop(request_id, None) is not None and self._replica is not None:
+            self._replica.backend.cancel(request_id)
+
+    # --- steps ----------------------------------------------------------------------------------------
+
+    def _step(self, backend: Backend) -> None:
+        started_s = time.monotonic()
+        self._unchecked = True
+        try:
+            events = backend.step()
+        except Exception as error:
+            self._step_failed(error, backend)
+        else:
+            self._failed_steps = 0
+            for event in events:
+                self._apply(event, backend)
+        self._send_batch(time.monotonic() - started_s)
+
+    def _apply(self, event: TokenEvent, backend: Backend) -> None:
+        """One token through its request's text stage; tokens past a request's end are dropped."""
+        stage = self._stages.get(event.request_id)
+        if stage is None:
+            return
+        output = self._outputs.setdefault(event.request_id, _Output())
+        try:
+            output.add(event, stage)
+        except Exception as error:
+            _logger.exception("the text of request %s failed", event.request_id)
+            output.fail(f"the answer's text could not be made: {reason(error)}")
+        if output.finish is not None:
+            del self._stages[event.request_id]
+            if event.finish is None:
+                backend.cancel(event.request_id)
+
+    def _step_failed(self, error: Exception, backend: Backend) -> None:
+        """Fail everybody who was in the step; give up when steps go on failing."""
+        _logger.exception("a step failed")
+        for request_id in list(self._stages):
+            self._forget(request_id)
+            self._outputs[request_id] = _Output().fail(f"the step failed: {reason(error)}")
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            self._send_batch()
+            raise WorkerFailed(f"{self._failed_steps} steps in a row failed: {reason(error)}") from error
+
+    def _check(self) -> None:
+        """The backend's accounts, once after it became idle."""
+        if not self._unchecked or self._replica is None:
+            return
+        self._unchecked = False
+        try:
+            self._replica.backend.check()
+        except AssertionError as error:
+            if self._strict:
+                raise
+            _logger.error("the backend's accounts do not add up: %s", reason(error))
+
+    def _send_batch(self, step_s: float = 0.0) -> None:
+        outputs = [output.message(request_id) for request_id, output in self._outputs.items()]
+        self._outputs.clear()
+        stats = self._replica.backend.stats() if self._replica is not None else BackendStats()
+        rss_bytes = self._process.memory_info().rss
+        self._channel.send(protocol.StepBatch(outputs=outputs, stats=stats, step_s=step_s, rss_bytes=rss_bytes))

@@ -1,0 +1,86 @@
+"""The native output of a child process: kept off the screen, and in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import logging
+import os
+import re
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.worker.protocol import LogLine
+
+NATIVE_LOGGER = "native"
+TAIL_LINES = 40
+_MAX_LINE_CHARS = 2000
+_READ_BYTES = 1 << 16
+
+
+class NativeOutput:
+    """What a child process writes to its stdout and stderr: read here, so that it never reaches the screen.
+
+    Every line goes to `on_line` as a LogLine and into the tail; the bytes as they are into the file at `log_path`.
+    Lives on the asyncio loop that made it.
+    """
+
+    def __init__(self, on_line: Callable[[LogLine], None], log_path: Path | None = None) -> None:
+        """Open the pipe; raises OSError where the file cannot be written."""
+        self._on_line = on_line
+        self._file = None
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = log_path.open("ab", buffering=0)
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unfinished = ""
+        self._read_fd, self.child_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._read_fd, self._read)
+
+    @property
+    def tail(self) -> str:
+        """The last lines, joined."""
+        return "\n".join(self._tail)
+
+    def started(self) -> None:
+        """The child has its end now: give up ours."""
+        os.close(self.child_fd)
+
+    def finish(self) -> None:
+        """The child has ended: take what is left in the pipe, and close it."""
+        while self._read():
+            pass
+        self._take_lines("\n")
+        self._loop.remove_reader(self._read_fd)
+        os.close(self._read_fd)
+        if self._file is not None:
+            self._file.close()
+
+    def _read(self) -> bool:
+        """Take what one read gives; whether there may be more."""
+        try:
+            chunk = os.read(self._read_fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self._loop.remove_reader(self._read_fd)
+            return False
+        if self._file is not None:
+            self._file.write(chunk)
+        self._take_lines(self._decoder.decode(chunk))
+        return True
+
+    def _take_lines(self, text: str) -> None:
+        """Carriage returns end a line too: progress bars are made of them."""
+        *lines, self._unfinished = re.split(r"[\r\n]", self._unfinished + text)
+        if len(self._unfinished) > _MAX_LINE_CHARS:
+            lines.append(self._unfinished)
+            self._unfinished = ""
+        for line in lines:
+            if line := line.rstrip()[:_MAX_LINE_CHARS]:
+                self._tail.append(line)
+                self._on_line(LogLine(level=logging.INFO, logger=NATIVE_LOGGER, message=line))

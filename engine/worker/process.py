@@ -1,0 +1,62 @@
+"""Starting a worker as a child process, and never losing it: it is reaped whenever it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import engine
+
+
+def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Popen[bytes]:
+    """Start `python -m engine.worker` on its end of the channel; raises OSError.
+
+    A fresh interpreter (nothing is forked into it but the socket), in a session of its own so that a Ctrl-C in the
+    terminal passes it by. Call it on a thread that lives as long as the worker may: on Linux the kernel kills the
+    child when the thread that started it ends, which is how no worker outlives a killed engine.
+    """
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-m", "engine.worker"),
+            *("--id", worker_id, "--fd", str(sock.fileno()), "--parent", str(os.getpid())),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=output_fd,
+        stderr=output_fd,
+        pass_fds=(sock.fileno(),),
+        start_new_session=True,
+        env=_environment(),
+    )
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with the folder of this package importable, output unbuffered and crashes traced into the log."""
+    env = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONFAULTHANDLER="1")
+    root = str(Path(engine.__file__).resolve().parent.parent)
+    if root != sysconfig.get_path("purelib"):
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
+    return env
+
+
+def reap(process: subprocess.Popen[bytes], on_exit: Callable[[int], None]) -> None:
+    """Wait for the end on a thread of its own (works under any asyncio loop, on any thread); gives the return code."""
+
+    def wait() -> None:
+        on_exit(process.wait())
+
+    threading.Thread(target=wait, name=f"reap-{process.pid}", daemon=True).start()
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
