@@ -1,0 +1,16 @@
+"""The architectures that the torch backend knows, by their name in config.json. No torch here.
+
+A new one is a module with an `ARCHITECTURE` of its own, listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from engine.backends.torch.archs import llama, mistral, qwen2, qwen3
+from engine.backends.torch.archs.base import Architecture
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {module.ARCHITECTURE.name: module.ARCHITECTURE for module in (llama, mistral, qwen2, qwen3)}
+)

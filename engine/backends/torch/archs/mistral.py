@@ -1,0 +1,13 @@
+"""Mistral 7B and its kin: Llama's block with a sliding window in every layer, null for none (Jiang et al. 2023)."""
+
+from __future__ import annotations
+
+from engine.backends.torch.archs.base import Architecture, RawConfig, Traits
+
+
+def _traits(raw: RawConfig, layers: int) -> Traits:
+    window = raw.get("sliding_window", 4096)
+    return Traits(windows=(window if isinstance(window, int) else None,) * layers)
+
+
+ARCHITECTURE = Architecture("MistralForCausalLM", _traits)

@@ -1,0 +1,55 @@
+"""The pool of KV pages: keys and values of every layer, addressed by page and by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.backends.base import LoadProgress
+from engine.backends.torch import memory
+from engine.backends.torch.model_config import ModelConfig
+
+
+class KvPool:
+    """Per layer one tensor [pages, page_tokens, 2 * kv_heads, head_dim]: a token's key heads, then its value heads.
+
+    Keys and values of a token lie side by side so that one copy writes both and one gather of whole pages reads
+    both. A slot is a token's place: page * page_tokens + offset.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_tokens: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        report: Callable[[LoadProgress], None],
+    ) -> None:
+        """Allocate zeroed pages (stale bits could be NaN, which no mask hides), touching them so that the memory is
+        really held. Raises InsufficientMemory with the numbers."""
+        self.page_tokens = page_tokens
+        shape = (num_pages, page_tokens, 2 * config.kv_heads, config.head_dim)
+        layer_bytes = num_pages * page_tokens * 2 * config.kv_heads * config.head_dim * dtype.itemsize
+        self.total_bytes = layer_bytes * config.layers
+        memory.require(self.total_bytes, device, f"{num_pages} KV pages of {page_tokens} tokens")
+        self.layers: list[Tensor] = []
+        for layer in range(config.layers):
+            self.layers.append(torch.empty(shape, dtype=dtype, device=device).zero_())
+            report(LoadProgress(phase="kv_cache", done=layer_bytes * (layer + 1), total=self.total_bytes))
+
+    def write(self, layer: int, slots: Tensor, keys_values: Tensor) -> None:
+        """Store `keys_values` [T, 2 * kv_heads, head_dim] at `slots` [T]."""
+        self.layers[layer].flatten(0, 1).index_copy_(0, slots, keys_values)
+
+    def read(self, layer: int, pages: Tensor | slice, sequences: int) -> Tensor:
+        """Tokens of `pages` (equally many for each of `sequences`, in order): [sequences, tokens, 2 * kv_heads, d].
+
+        A slice of adjacent pages is a view; anything else is a copy.
+        """
+        pool = self.layers[layer]
+        found = pool[pages] if isinstance(pages, slice) else pool.index_select(0, pages)
+        return found.view(sequences, -1, *pool.shape[2:])

@@ -1,0 +1,105 @@
+"""Linear layers whose weights are packed once for oneDNN where that is faster, and plain elsewhere."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor
+
+Linear = Callable[[Tensor], Tensor]
+"""x [T, in] -> [T, out]."""
+
+PACK_FLOAT32_MIN_ELEMENTS = 1 << 18
+"""Below this, float32 multiplies faster unpacked."""
+
+_CHECK_ROWS = 3
+
+
+class PlainLinear:
+    """x @ weight.T + bias, with the weight as the checkpoint has it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """The same product over a weight that oneDNN laid out for this machine: it is not re-laid out on every call."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._bias = bias
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
+        return product
+
+
+class LinearFactory:
+    """Makes linear layers, packed where that pays. The packing operators are private to torch, so their results are
+    compared with the plain product once per weight shape, and any doubt falls back to plain."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._may_pack = device.type == "cpu" and _packing_available(dtype)
+        self._trusted: dict[tuple[torch.Size, bool], bool] = {}
+
+    def make(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> Linear:
+        """A layer for `weight` [out, in] and `bias` [out], packed unless `pack` forbids it.
+
+        The packed form is a copy: its plain form is freed once the caller drops `weight`.
+        """
+        large_enough = weight.dtype != torch.float32 or weight.numel() >= PACK_FLOAT32_MIN_ELEMENTS
+        if not (pack and self._may_pack and large_enough):
+            return PlainLinear(weight, bias)
+        try:
+            packed = PackedLinear(weight, bias)
+            key = (weight.shape, bias is not None)
+            if key not in self._trusted:
+                self._trusted[key] = _agree(packed, PlainLinear(weight, bias), weight)
+        except RuntimeError:
+            self._may_pack = False
+            return PlainLinear(weight, bias)
+        return packed if self._trusted[key] else PlainLinear(weight, bias)
+
+
+def native_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, or ARM's BF16)."""
+    if not _mkldnn_flag("_is_mkldnn_bf16_supported"):
+        return False
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(probe() for probe in probes if probe is not None)
+
+
+def _packing_available(dtype: torch.dtype) -> bool:
+    match dtype:
+        case torch.bfloat16:
+            return _mkldnn_flag("_is_mkldnn_bf16_supported")
+        case torch.float16:
+            return _mkldnn_flag("_is_mkldnn_fp16_supported")
+        case _:
+            return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def _mkldnn_flag(name: str) -> bool:
+    return (
+        torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, name)
+        and bool(getattr(torch.ops.mkldnn, name)())
+    )
+
+
+def _agree(packed: Linear, plain: Linear, weight: Tensor) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_CHECK_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
+    expected, found = plain(x).float(), packed(x).float()
+    allowed = (1e-4 if weight.dtype == torch.float32 else 2e-2) * max(float(expected.abs().max()), 1e-6)
+    return bool((expected - found).abs().max() <= allowed)

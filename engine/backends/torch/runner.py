@@ -1,0 +1,147 @@
+"""One model on one device: loads it, holds its KV pages, and runs one batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.backends.base import LoadProgress
+from engine.backends.torch import memory
+from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.kv import KvPool
+from engine.backends.torch.linear import LinearFactory, native_bfloat16
+from engine.backends.torch.loading import DecoderLoader, tensor_shapes, weights_bytes
+from engine.backends.torch.model import Decoder
+from engine.backends.torch.model_config import CheckpointDtype, read_model_config
+from engine.backends.torch.settings import apply_settings, refuse_settings
+from engine.backends.torch.step_plan import StepPlanner
+from engine.backends.torch.weights import Checkpoint, WeightReader
+from engine.config import DtypeName, ModelSpec
+from engine.errors import InvalidRequest
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class ModelRunner:
+    """A loaded model. `allocate_kv` comes before the first `forward`; torch's thread count is the caller's."""
+
+    def __init__(self, decoder: Decoder, *, dtype: torch.dtype, device: torch.device, parameters: int) -> None:
+        self.config = decoder.config
+        self.parameters = parameters
+        self.weights_bytes = weights_bytes(decoder.config, dtype)
+        self._dtype, self._device = dtype, device
+        self._decoder: Decoder | None = decoder
+        self._kv: KvPool | None = None
+        self._planner: StepPlanner | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        spec: ModelSpec,
+        *,
+        report: Callable[[LoadProgress], None],
+        cancelled: Callable[[], bool],
+    ) -> ModelRunner:
+        """Load the model folder `path` as `spec` says.
+
+        Raises InvalidRequest for a setting that cannot be honoured, else ModelLoadFailed or a child of it; nothing
+        stays allocated then.
+        """
+        report(LoadProgress(phase="inspect", done=0, total=1, unit="steps"))
+        device = pick_device(spec.device)
+        refuse_settings(spec, on_cpu=device.type == "cpu")
+        config = apply_settings(read_model_config(path), spec)
+        dtype = pick_dtype(spec.dtype, config.checkpoint_dtype, device)
+        checkpoint = Checkpoint.open(path)
+        shapes = tensor_shapes(config)
+        checkpoint.require(shapes)
+        memory.require(weights_bytes(config, dtype), device, "the weights")
+        report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
+        reader = WeightReader(
+            checkpoint, checkpoint.stored_bytes(shapes), dtype=dtype, device=device, report=report, cancelled=cancelled
+        )
+        with torch.inference_mode():
+            decoder = DecoderLoader(config, reader, LinearFactory(device, dtype), device).load()
+        return cls(decoder, dtype=dtype, device=device, parameters=reader.elements)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype that the weights and the KV pages have, such as "bfloat16"."""
+        return str(self._dtype).removeprefix("torch.")
+
+    @property
+    def device_name(self) -> str:
+        """The device, as in ModelSpec.device: "cpu" or "cuda:N"."""
+        return str(self._device)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that the KV pages take; 0 before `allocate_kv`."""
+        return self._kv.total_bytes if self._kv else 0
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token keeps."""
+        return self.config.kv_elements_per_token * self._dtype.itemsize
+
+    def free_bytes(self) -> int:
+        """Bytes that the device can still give."""
+        return memory.free_bytes(self._device)
+
+    def allocate_kv(self, num_pages: int, page_tokens: int, *, report: Callable[[LoadProgress], None]) -> int:
+        """Hold `num_pages` pages of `page_tokens` tokens in place of any earlier ones; returns their bytes.
+
+        Raises InsufficientMemory with the numbers where they do not fit.
+        """
+        self._kv = self._planner = None
+        with torch.inference_mode():
+            kv = KvPool(self.config, num_pages, page_tokens, dtype=self._dtype, device=self._device, report=report)
+        self._planner = StepPlanner(
+            frozenset(self.config.traits.windows),
+            self.config.heads // self.config.kv_heads,
+            page_tokens,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        self._kv = kv
+        return kv.total_bytes
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[ChunkInput]) -> Tensor:
+        """Feed `chunks` in one batch; returns float32 logits [chunks with sample, vocab], in their order."""
+        if self._decoder is None or self._kv is None or self._planner is None:
+            raise RuntimeError("forward needs a loaded model with its KV pages allocated")
+        return self._decoder.logits(self._planner.plan(chunks), self._kv)
+
+    def unload(self) -> None:
+        """Give the weights and the KV pages back; idempotent."""
+        self._decoder = self._kv = self._planner = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that `name` ("auto", "cpu", "cuda:N") means here. Raises InvalidRequest for one that is not there."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda:0" if count else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal() or int(index or 0) >= count:
+        raise InvalidRequest(
+            f"device is {name}; this machine has cpu" + "".join(f", cuda:{number}" for number in range(count)),
+            param="device",
+            value=name,
+        )
+    return torch.device("cuda", int(index or 0))
+
+
+def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: as asked; else on CUDA as stored, on a CPU bfloat16 where it is native, or float32."""
+    if wanted == "auto":
+        wanted = stored if device.type == "cuda" else "bfloat16" if native_bfloat16() else "float32"
+    return _DTYPES[wanted]

@@ -1,0 +1,52 @@
+"""What the settings of a load make of a model: context length, RoPE, and what cannot be honoured. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.backends.torch.model_config import ModelConfig
+from engine.config import ModelSpec
+from engine.errors import InvalidRequest
+
+
+def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:
+    """`config` with the context length and RoPE settings of `spec`. Raises InvalidRequest naming the setting.
+
+    alpha_value and compress_pos_emb each stretch the longest context by their value; max_model_len picks a length
+    up to that, which is also what it is when not given.
+    """
+    stretch = 1.0
+    for param in ("alpha_value", "compress_pos_emb"):
+        value = getattr(spec, param)
+        if value is not None and not value >= 1.0:
+            raise InvalidRequest(f"{param} is {value:g}; it must be 1 or more", param=param, value=value)
+        stretch *= value or 1.0
+    longest = int(config.max_model_len * stretch)
+    if config.rope.kind == "dynamic":
+        longest = int(longest * config.rope.factor)
+    length = int(config.max_model_len * stretch) if spec.max_model_len is None else spec.max_model_len
+    if not 1 <= length <= longest:
+        raise InvalidRequest(
+            f"max_model_len is {length}; this model takes from 1 to {longest} tokens "
+            "(alpha_value and compress_pos_emb stretch it)",
+            param="max_model_len",
+            value=length,
+            limit=longest,
+        )
+    alpha, compress = spec.alpha_value or 1.0, spec.compress_pos_emb or 1.0
+    rope = replace(config.rope, alpha=alpha, compress=compress, max_positions=int(length / (alpha * compress)))
+    return replace(config, rope=rope, max_model_len=length)
+
+
+def refuse_settings(spec: ModelSpec, *, on_cpu: bool) -> None:
+    """Raise InvalidRequest for the first setting of `spec` that the torch backend cannot honour."""
+    refused: tuple[tuple[str, bool, str], ...] = (
+        ("cache_bits", spec.cache_bits != 16, "keeps keys and values in 16 bits or more"),
+        ("num_experts", spec.num_experts is not None, "knows no mixture-of-experts model"),
+        ("lora", spec.lora is not None, "takes no LoRA adapter"),
+        ("gpu_split", bool(spec.gpu_split_gb), "puts each worker on one device"),
+        ("gpu_balance", spec.gpu_balance and on_cpu, "runs on the CPU here, where there is nothing to balance"),
+    )
+    for param, is_set, reason in refused:
+        if is_set:
+            raise InvalidRequest(f"{param} cannot be honoured: the torch backend {reason}", param=param)
