@@ -1,0 +1,105 @@
+"""Streaming text: what the pushes and the flush give together is the text of all ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import UnsupportedModel
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.folder import TokenizerFolder
+from engine.text.tokenizer import Tokenizer
+from tests.fakes import tiny_tokenizers
+
+KINDS = ("byte_level", "byte_fallback", "metaspace")
+
+
+@cache
+def tokenizer(kind: str) -> Tokenizer:
+    return Tokenizer(getattr(tiny_tokenizers, kind)(), TokenizerFolder())
+
+
+def stream(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[str]:
+    """The text of each push, then of the flush."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
+
+
+def is_lone_byte(token: str) -> bool:
+    return token.startswith("<0x") and int(token[3:5], 16) >= 0x80
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), skip=st.booleans())
+def test_streamed_text_of_any_ids_is_their_decoded_text(kind: str, data: st.DataObject, skip: bool) -> None:
+    subject = tokenizer(kind)
+    known = [i for i in range(subject.vocab_size + 3) if not is_lone_byte(subject.id_to_token(i))]
+    ids = data.draw(st.lists(st.sampled_from(known), max_size=40))
+    assert "".join(stream(subject, ids, skip_special_tokens=skip)) == subject.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("the 世界😀👩‍👩‍👧é  \n"))))
+def test_streamed_text_of_any_text_is_its_decoded_text(kind: str, text: str) -> None:
+    subject = tokenizer(kind)
+    ids = subject.encode(text)
+    assert "".join(stream(subject, ids)) == subject.decode(ids)
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_byte_level_text_comes_back_as_it_was(text: str) -> None:
+    subject = tokenizer("byte_level")
+    assert "".join(stream(subject, subject.encode(text))) == text
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_a_character_of_several_tokens_appears_once_and_whole(kind: str) -> None:
+    subject = tokenizer(kind)
+    ids = subject.encode("a😀b", add_special_tokens=False)
+    texts = [text for text in stream(subject, ids) if text.strip()]
+    assert texts == ["a", "😀", "b"]
+
+
+def test_a_byte_that_no_character_begins_with_is_not_held_back() -> None:
+    subject = tokenizer("byte_fallback")
+    bad = subject.token_to_id("<0xFF>")
+    assert bad is not None
+    assert stream(subject, [bad, bad]) == ["\ufffd", "\ufffd", ""]
+
+
+def test_an_unfinished_character_is_shown_as_broken_by_the_flush() -> None:
+    subject = tokenizer("byte_level")
+    ids = subject.encode("😀")[:-1]
+    assert stream(subject, ids) == [""] * len(ids) + ["\ufffd"]
+
+
+def test_a_bad_byte_token_does_not_take_the_good_characters_before_it_along() -> None:
+    subject = tokenizer("byte_fallback")
+    ids = subject.encode("😀", add_special_tokens=False)[-4:]
+    bad = subject.token_to_id("<0xFF>")
+    assert bad is not None
+    assert "".join(stream(subject, [*ids, bad])) == "😀\ufffd"
+
+
+def test_a_space_after_a_skipped_control_token_is_kept() -> None:
+    subject = tokenizer("byte_fallback")
+    the, end = subject.token_to_id("▁the"), subject.token_to_id("</s>")
+    assert the is not None and end is not None
+    assert stream(subject, [end, the, end, the]) == ["", "the", "", " the", ""]
+
+
+def test_ids_beyond_the_vocabulary_make_no_text() -> None:
+    subject = tokenizer("byte_level")
+    assert stream(subject, [subject.vocab_size + 100]) == ["", ""]
+
+
+def test_a_decoder_that_looks_ahead_is_refused_by_name() -> None:
+    backend = tiny_tokenizers.metaspace()
+    backend.decoder = tokenizers.decoders.CTC()
+    with pytest.raises(UnsupportedModel, match="CTC"):
+        Tokenizer(backend, TokenizerFolder())
