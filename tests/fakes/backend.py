@@ -50,7 +50,7 @@ class Gate:
     """Lets a backend through as often as the test says; closed at first. Thread-safe."""
 
     def __init__(self, allowed: int = 0) -> None:
-        self._allowed: float = allowed
+        self._allowed = allowed
         self._waiting = 0
         self._changed = threading.Condition()
 
@@ -65,9 +65,10 @@ class Gate:
         self.allow(10**12)
 
     def wait_until_reached(self) -> None:
-        """Wait until somebody stands before the closed gate."""
+        """Wait until somebody stands before the gate and may not pass."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._waiting > 0, PATIENCE_S), "nobody came to the gate"
+            stopped = self._changed.wait_for(lambda: self._waiting > 0 and self._allowed < 1, PATIENCE_S)
+            assert stopped, "nobody came to the gate"
 
     def enter(self, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Pass, waiting for permission; returns without it once `cancelled()` is true."""
@@ -80,6 +81,7 @@ class Gate:
                 self._allowed = max(0, self._allowed - 1)
             finally:
                 self._waiting -= 1
+                self._changed.notify_all()
 
 
 class FakeBackend:
