@@ -256,6 +256,16 @@ def test_tokens_not_computed_yet_are_no_prefix_for_others() -> None:
     assert fed(step(s)) == {"a": 9, "b": 7}
 
 
+def test_only_the_computed_part_of_a_long_prompt_is_a_prefix_for_others() -> None:
+    s = scheduler(page_tokens=4, step_tokens=18)
+    a = submit(s, "a", 40, first=1)
+    step(s)
+    s.remove(a)
+    b = submit(s, "b", 40, first=1)
+    step(s)
+    assert b.cached_tokens == 16
+
+
 def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
     s = scheduler(pages=8, page_tokens=4, max_prompts=2)
     a, b = submit(s, "a", 12), submit(s, "b", 12)
@@ -315,6 +325,16 @@ def test_shrinking_halves_the_budget_and_preempts_until_nothing_is_left_to_give(
     s.check()
 
 
+STREAMS = [[0, 1, 0, 0, 1] * 6, [1, 1, 0] * 10]
+PROMPTS = st.builds(
+    lambda stream, length, tail: (stream[:length] + tail)[:29],
+    st.sampled_from(STREAMS),
+    st.integers(1, 29),
+    st.lists(st.integers(0, 1), max_size=3),
+)
+"""Prompts that often share a long prefix."""
+
+
 class SchedulerWalk(RuleBasedStateMachine):
     """Random life of a small scheduler, with a fake KV cache: a page's slots hold the very tokens fed to it.
 
@@ -331,9 +351,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.expected: dict[str, list[int]] = {}
         self.count = 0
 
-    @rule(
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=29), generated=st.lists(st.integers(0, 1), max_size=4)
-    )
+    @rule(prompt=PROMPTS, generated=st.lists(st.integers(0, 1), max_size=4))
     def submit(self, prompt: list[int], generated: list[int]) -> None:
         self.count += 1
         new = Sequence(str(self.count), prompt + generated, len(prompt))
