@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.backends.torch.archs import ARCHITECTURES
 from engine.backends.torch.archs.base import TensorNames
-from engine.backends.torch.linear import Linear, LinearFactory
+from engine.backends.torch.linear import Linear, LinearFactory, PackedLinear
 from engine.backends.torch.model import Block, Decoder
 from engine.backends.torch.model_config import ModelConfig
 from engine.backends.torch.rope import RotaryEmbedding
@@ -79,13 +79,18 @@ class DecoderLoader:
         """Read everything. Raises ModelLoadFailed or LoadCancelled."""
         names = ARCHITECTURES[self.config.architecture].names
         embedding = self.reader.read(f"{names.embedding}.weight")
+        blocks = tuple(self._block(layer, names) for layer in range(self.config.layers))
+        final_norm = self.reader.read(f"{names.final_norm}.weight")
+        head = self._head(embedding, names)
+        copied_bytes = embedding.nbytes if self.config.tie_embeddings and isinstance(head, PackedLinear) else 0
         return Decoder(
             config=self.config,
             embedding=embedding,
-            blocks=tuple(self._block(layer, names) for layer in range(self.config.layers)),
-            final_norm=self.reader.read(f"{names.final_norm}.weight"),
-            head=self._head(embedding, names),
+            blocks=blocks,
+            final_norm=final_norm,
+            head=head,
             rope=RotaryEmbedding(self.config.rope, self.config.head_dim, self.device),
+            weights_bytes=weights_bytes(self.config, embedding.dtype) + copied_bytes,
         )
 
     def _block(self, layer: int, names: TensorNames) -> Block:
@@ -107,9 +112,8 @@ class DecoderLoader:
 
     def _linear(self, prefix: str, *names: str, bias: bool) -> Linear:
         weight = self.reader.read(*(f"{prefix}.{name}.weight" for name in names))
-        return self.linears.make(
-            weight, self.reader.read(*(f"{prefix}.{name}.bias" for name in names)) if bias else None
-        )
+        biases = self.reader.read(*(f"{prefix}.{name}.bias" for name in names)) if bias else None
+        return self.linears.make(weight, biases)
 
     def _head(self, embedding: Tensor, names: TensorNames) -> Linear:
         if not self.config.tie_embeddings:

@@ -39,6 +39,7 @@ class Decoder:
     final_norm: Tensor
     head: Linear
     rope: RotaryEmbedding
+    weights_bytes: int
 
     def logits(self, plan: StepPlan, kv: KvPool) -> Tensor:
         """Run one step: write its keys and values to `kv`, return float32 logits [len(plan.sampled_rows), vocab]."""

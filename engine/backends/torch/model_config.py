@@ -200,9 +200,8 @@ def _native_length(rope: RopeConfig, max_positions: int) -> int:
 def _checkpoint_dtype(raw: RawConfig) -> CheckpointDtype:
     name = raw.get("torch_dtype") or raw.get("dtype") or "float32"
     if not _is_checkpoint_dtype(name):
-        raise UnsupportedModel(
-            f"the weights are {name}; the torch backend reads {', '.join(get_args(CheckpointDtype))}"
-        )
+        known = ", ".join(get_args(CheckpointDtype))
+        raise UnsupportedModel(f"the weights are {name}; the torch backend reads {known}")
     return name
 
 

@@ -31,7 +31,7 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, *, dtype: torch.dtype, device: torch.device, parameters: int) -> None:
         self.config = decoder.config
         self.parameters = parameters
-        self.weights_bytes = weights_bytes(decoder.config, dtype)
+        self.weights_bytes = decoder.weights_bytes
         self._dtype, self._device = dtype, device
         self._decoder: Decoder | None = decoder
         self._kv: KvPool | None = None

@@ -1,0 +1,152 @@
+"""config.json and the settings of a load become one checked value, or one sentence naming what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.backends.torch.archs import ARCHITECTURES
+from engine.backends.torch.model_config import ModelConfig, read_model_config
+from engine.backends.torch.settings import apply_settings, refuse_settings
+from engine.config import ModelSpec
+from engine.errors import InvalidRequest, UnsupportedModel
+from tests.fakes.tiny_models import tiny_config
+
+
+def read(folder: Path, architecture: str = "LlamaForCausalLM", **overrides: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(tiny_config(architecture, **overrides)))
+    return read_model_config(folder)
+
+
+def spec(**settings: Any) -> ModelSpec:
+    return ModelSpec(path=Path("model"), name="model", **settings)
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel) as refusal:
+        read(tmp_path, "GPT2LMHeadModel")
+    for name in ("GPT2LMHeadModel", *ARCHITECTURES):
+        assert name in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    ("method", "hint"), [("exl2", "exllamav2 backend on a CUDA GPU"), ("gptq", "unquantized"), ("awq", "unquantized")]
+)
+def test_quantized_weights_are_refused_by_the_name_of_their_method(tmp_path: Path, method: str, hint: str) -> None:
+    with pytest.raises(UnsupportedModel, match=method) as refusal:
+        read(tmp_path, quantization_config={"quant_method": method, "bits": 4})
+    assert hint in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_key_value_heads": 3}, "3 key-value heads"),
+        ({"head_dim": 15}, "head size of 15"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused_by_what_is_wrong(
+    tmp_path: Path, overrides: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModel) as refusal:
+        read(tmp_path, **overrides)
+    assert named in refusal.value.message
+
+
+def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"no config\.json"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_broken_config_is_refused_by_its_path(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UnsupportedModel, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_a_single_end_token_and_a_list_of_them_are_both_read(tmp_path: Path) -> None:
+    assert read(tmp_path, eos_token_id=7).eos_token_ids == (7,)
+    assert read(tmp_path, eos_token_id=[7, 9]).eos_token_ids == (7, 9)
+    assert read(tmp_path, eos_token_id=None).eos_token_ids == ()
+
+
+def test_a_null_window_of_mistral_and_an_unused_one_of_qwen_mean_no_window(tmp_path: Path) -> None:
+    assert read(tmp_path, "MistralForCausalLM", sliding_window=None).sliding_window is None
+    assert read(tmp_path, "Qwen2ForCausalLM", sliding_window=32, use_sliding_window=False).sliding_window is None
+    assert read(tmp_path, "MistralForCausalLM", sliding_window=32).sliding_window == 32
+
+
+def test_a_model_with_one_unwindowed_layer_has_no_window_as_a_whole(tmp_path: Path) -> None:
+    config = read(tmp_path, "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=32, max_window_layers=1)
+    assert config.traits.windows == (None, 32)
+    assert config.sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (None, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}, 512),
+        ({"rope_type": "dynamic", "factor": 2.0}, 512),
+    ],
+)
+def test_the_context_is_as_long_as_the_scaling_makes_it(
+    tmp_path: Path, scaling: dict[str, Any] | None, expected: int
+) -> None:
+    assert apply_settings(read(tmp_path, rope_scaling=scaling), spec()).max_model_len == expected
+
+
+def test_alpha_value_and_compress_pos_emb_stretch_the_context(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    assert apply_settings(config, spec(alpha_value=2.0)).max_model_len == 1024
+    assert apply_settings(config, spec(compress_pos_emb=3.0)).max_model_len == 1536
+    assert apply_settings(config, spec(alpha_value=2.0, max_model_len=600)).max_model_len == 600
+
+
+def test_a_context_longer_than_the_model_takes_is_refused_with_the_limit(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="600") as refusal:
+        apply_settings(read(tmp_path), spec(max_model_len=600))
+    assert refusal.value.details["param"] == "max_model_len"
+    assert refusal.value.details["limit"] == 512
+
+
+@pytest.mark.parametrize("param", ["alpha_value", "compress_pos_emb"])
+@pytest.mark.parametrize("value", [0.5, 0.0, -1.0, float("nan")])
+def test_a_stretch_below_one_is_refused_by_its_name(tmp_path: Path, param: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=param):
+        apply_settings(read(tmp_path), spec(**{param: value}))
+
+
+@pytest.mark.parametrize(
+    ("param", "settings"),
+    [
+        ("cache_bits", {"cache_bits": 8}),
+        ("num_experts", {"num_experts": 2}),
+        ("lora", {"lora": Path("adapter")}),
+        ("gpu_split", {"gpu_split_gb": (8.0,)}),
+        ("gpu_balance", {"gpu_balance": True}),
+    ],
+)
+def test_a_setting_that_cannot_be_honoured_is_refused_by_its_name(param: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        refuse_settings(spec(**settings), on_cpu=True)
+    assert refusal.value.details["param"] == param
+    assert param in refusal.value.message
+
+
+def test_balancing_workers_over_gpus_is_not_the_backends_to_refuse() -> None:
+    refuse_settings(spec(gpu_balance=True), on_cpu=False)
