@@ -23,7 +23,7 @@ from engine.worker.logs import forwarded_logs
 from engine.worker.loop import WorkerLoop
 from engine.worker.protocol import Load
 
-ORPHAN_GRACE_S = 5.0
+ORPHAN_GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 from zlib import crc32
 
 from engine.backends.base import (
@@ -90,7 +94,7 @@ class FakeBackend:
     reply: (prompt_ids, index) -> token id.   gate: passed once per step.   load_gate: once per reported load step.
     load_error: raised in the middle of every load until set to None.   fail_at_steps: numbers of steps (from 1,
     over the backend's life) that raise RuntimeError.   check_error: raised by check().
-    Ends a request itself never: the text stage does. `known` says what a test may want to look at afterwards.
+    It ends no request by itself: the text stage does. `submitted` and `cancelled` are kept for the test to look at.
     """
 
     def __init__(
@@ -246,6 +250,59 @@ class FakeBackend:
         self._started.clear()
 
 
+class NoisyBackend(FakeBackend):
+    """Writes to the process's stdout and stderr below Python with every load, as native libraries do."""
+
+    def load(self, spec: ModelSpec, **settings: Any) -> LoadedModel:
+        """Load, loudly."""
+        os.write(1, b"native out\n")
+        os.write(2, b"native \xff err, unfinished")
+        return super().load(spec, **settings)
+
+
+class CrashingBackend(FakeBackend):
+    """Brings its process down with a segmentation fault's signal in its third step."""
+
+    def step(self) -> Sequence[TokenEvent]:
+        """Step, or crash."""
+        if self.steps == 2:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().step()
+
+
+class StuckBackend(FakeBackend):
+    """Says so on stdout and never comes back from its third step, deaf to SIGTERM, as a hung kernel is."""
+
+    def step(self) -> Sequence[TokenEvent]:
+        """Step, or hang."""
+        if self.steps == 2:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.write(1, b"stuck\n")
+            ctypes.CDLL(None).pause()
+        return super().step()
+
+
 def make(spec: ModelSpec) -> FakeBackend:
     """A plain FakeBackend: what ERICLLM_BACKEND_FACTORY names to run one in a child process."""
+    return FakeBackend(max_model_len=10**6)
+
+
+def make_noisy(spec: ModelSpec) -> FakeBackend:
+    """Likewise, a NoisyBackend."""
+    return NoisyBackend()
+
+
+def make_crashing(spec: ModelSpec) -> FakeBackend:
+    """Likewise, a CrashingBackend."""
+    return CrashingBackend()
+
+
+def make_stuck(spec: ModelSpec) -> FakeBackend:
+    """Likewise, a StuckBackend."""
+    return StuckBackend()
+
+
+def make_telling(spec: ModelSpec) -> FakeBackend:
+    """A FakeBackend; the thread count that it finds in its environment goes to stdout."""
+    os.write(1, b"OMP_NUM_THREADS=%d\n" % int(os.environ["OMP_NUM_THREADS"]))
     return FakeBackend()

@@ -1,0 +1,259 @@
+"""Workers in real child processes: what they say, how they end, and that none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.errors import WorkerFailed
+from engine.worker import hosts
+from engine.worker.hosts import ProcessHost, WorkerExit
+from engine.worker.protocol import CancelLoad, LogLine, StepBatch
+from tests.fakes.backend import PATIENCE_S, expected_text
+from tests.fakes.model import write_fake_model
+from tests.fakes.worker import Probe, load_command, submit_command
+
+StartWorker = Callable[..., Awaitable[Probe]]
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT_IDS = list(b"hello")
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    return write_fake_model(tmp_path / "fake")
+
+
+@pytest.fixture
+async def start_worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartWorker]:
+    """Starts child processes around fake backends; afterwards none of them may be left, not even as a zombie."""
+    started: list[Probe] = []
+
+    async def start(factory: str = "make", log_path: Path | None = None) -> Probe:
+        monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", f"tests.fakes.backend:{factory}")
+        probe = Probe(ProcessHost(f"w{len(started)}", log_path=log_path))
+        started.append(probe)
+        return await probe.start()
+
+    yield start
+    for probe in started:
+        await probe.host.stop(5.0)
+        assert len(probe.exits) == 1
+        assert not psutil.pid_exists(probe.host.pid)
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait for the end of a process that need not be our child."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        ready, _, _ = select.select([descriptor], [], [], PATIENCE_S)
+        assert ready, f"process {pid} is still there"
+    finally:
+        os.close(descriptor)
+
+
+async def test_a_worker_process_answers_and_leaves_with_code_zero(start_worker, model_folder):
+    probe = await start_worker()
+    assert probe.events[0].pid == probe.host.pid != os.getpid()
+    await probe.load(model_folder)
+    probe.send(submit_command("r", max_tokens=6))
+    text, last = await probe.answer("r")
+    assert (text, last.finish) == (expected_text(PROMPT_IDS, 6), "length")
+    await probe.host.stop(PATIENCE_S)
+    assert probe.exits == [WorkerExit(code=0)]
+
+
+async def test_two_workers_at_once_keep_their_answers_apart(start_worker, model_folder):
+    probes = [await start_worker(), await start_worker()]
+    await asyncio.gather(*(probe.load(model_folder) for probe in probes))
+    for number, probe in enumerate(probes):
+        probe.send(*(submit_command(f"r{index}", f"{number}/{index}", max_tokens=50) for index in range(4)))
+    for number, probe in enumerate(probes):
+        texts = dict.fromkeys((f"r{index}" for index in range(4)), "")
+        async for output in probe.outputs(*texts):
+            texts[output.request_id] += output.text
+        assert list(texts.values()) == [expected_text(list(f"{number}/{i}".encode()), 50) for i in range(4)]
+
+
+async def test_a_prompt_of_100k_tokens_passes_whole(start_worker, model_folder):
+    prompt = "0123456789" * 10_000
+    probe = await start_worker()
+    await probe.load(model_folder)
+    probe.send(submit_command("r", prompt, max_tokens=3))
+    assert (await probe.answer("r"))[0] == expected_text(list(prompt.encode()), 3)
+
+
+async def test_native_output_goes_to_the_log_and_never_to_our_own_stdout(start_worker, model_folder, tmp_path, capfd):
+    log_path = tmp_path / "logs" / "w0.log"
+    probe = await start_worker("make_noisy", log_path)
+    await probe.load(model_folder)
+    await probe.host.stop(PATIENCE_S)
+    assert capfd.readouterr() == ("", "")
+    assert probe.exits[0].log_tail == "native out\nnative \ufffd err, unfinished"
+    lines = [event.message for event in probe.events if isinstance(event, LogLine) and event.logger == "native"]
+    assert lines == ["native out", "native \ufffd err, unfinished"]
+    assert log_path.read_bytes() == b"native out\nnative \xff err, unfinished"
+
+
+async def test_a_crash_is_told_once_with_the_name_of_its_signal_and_where_it_was(start_worker, model_folder):
+    probe = await start_worker("make_crashing")
+    await probe.load(model_folder)
+    probe.send(submit_command("r", max_tokens=10))
+    exit_reason = await probe.wait_for(WorkerExit)
+    assert (exit_reason.code, exit_reason.signal) == (None, "SIGSEGV")
+    assert "Segmentation fault" in exit_reason.log_tail
+    outputs = [output for event in probe.events if isinstance(event, StepBatch) for output in event.outputs]
+    assert "".join(output.text for output in outputs) == expected_text(PROMPT_IDS, 2)
+    probe.send(submit_command("late"))
+
+
+async def test_a_sigkill_is_told_by_name(start_worker, model_folder):
+    probe = await start_worker()
+    await probe.load(model_folder)
+    probe.send(submit_command("r", max_tokens=10**6))
+    await probe.wait_for(StepBatch)
+    os.kill(probe.host.pid, signal.SIGKILL)
+    assert (await probe.wait_for(WorkerExit)).signal == "SIGKILL"
+
+
+async def start_stuck(start_worker, model_folder) -> Probe:
+    """A worker that hangs in a native call."""
+    probe = await start_worker("make_stuck")
+    await probe.load(model_folder)
+    probe.send(submit_command("r", max_tokens=10))
+    assert (await probe.wait_for(LogLine)).message == "stuck"
+    return probe
+
+
+async def test_a_worker_that_hangs_and_ignores_sigterm_is_killed(start_worker, model_folder, monkeypatch):
+    monkeypatch.setattr(hosts, "TERMINATE_PATIENCE_S", 0.1)
+    probe = await start_stuck(start_worker, model_folder)
+    await probe.host.stop(0.1)
+    assert probe.exits == [WorkerExit(signal="SIGKILL", log_tail="stuck")]
+
+
+@pytest.mark.slow
+async def test_a_worker_that_hangs_leaves_by_itself_when_its_channel_ends(start_worker, model_folder):
+    probe = await start_stuck(start_worker, model_folder)
+    probe.host._channel.abort()
+    assert (await probe.wait_for(WorkerExit)).code == 1
+
+
+async def test_stopping_twice_and_killing_after_the_end_change_nothing(start_worker):
+    probe = await start_worker()
+    await asyncio.gather(probe.host.stop(PATIENCE_S), probe.host.stop(PATIENCE_S))
+    probe.host.kill()
+    probe.send(CancelLoad())
+    assert probe.exits == [WorkerExit(code=0)]
+
+
+async def test_a_worker_that_cannot_import_its_backend_says_why_in_the_tail(monkeypatch):
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.no_such_module:make")
+    probe = Probe(ProcessHost("w0"))
+    await probe.host.start(probe._on_event, probe._on_exit)
+    exit_reason = await probe.wait_for(WorkerExit)
+    assert exit_reason.code == 1
+    assert "No module named 'tests.fakes.no_such_module'" in exit_reason.log_tail
+
+
+async def test_a_worker_that_cannot_be_started_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    probe = Probe(ProcessHost("w0"))
+    with pytest.raises(WorkerFailed, match=r"worker w0 could not be started: .*No such file"):
+        await probe.start()
+    await probe.host.stop(1.0)
+    assert probe.exits == []
+
+
+async def test_a_worker_starts_from_any_folder(start_worker, model_folder, tmp_path, monkeypatch):
+    (tmp_path / "logging.py").write_text("raise SystemExit('the folder we are in is no place to import from')")
+    monkeypatch.chdir(tmp_path)
+    probe = await start_worker()
+    await probe.load(model_folder)
+
+
+async def test_the_thread_count_is_in_the_environment_before_the_backend_comes(start_worker, model_folder):
+    probe = await start_worker("make_telling")
+    await probe.load(model_folder)
+    await probe.host.stop(PATIENCE_S)
+    assert probe.exits[0].log_tail == f"OMP_NUM_THREADS={load_command(model_folder).threads}"
+
+
+def in_thread(main: Callable[[], Awaitable[None]]) -> None:
+    """Run `main` on a loop on a thread of its own, as the console runs its engine."""
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(asyncio.run, main()).result(PATIENCE_S)
+
+
+def test_a_worker_is_driven_from_a_loop_on_another_thread(model_folder, monkeypatch):
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend:make")
+
+    async def main() -> None:
+        probe = await Probe(ProcessHost("w0")).start()
+        await probe.load(model_folder)
+        probe.send(submit_command("r", max_tokens=6))
+        assert (await probe.answer("r"))[0] == expected_text(PROMPT_IDS, 6)
+        await probe.host.stop(PATIENCE_S)
+        assert probe.exits == [WorkerExit(code=0)]
+
+    in_thread(main)
+
+
+def test_a_worker_whose_loop_ended_without_a_stop_ends_too():
+    pids: list[int] = []
+
+    async def main() -> None:
+        pids.append((await Probe(ProcessHost("w0")).start()).host.pid)
+
+    in_thread(main)
+    wait_until_gone(pids[0])
+
+
+_PARENT = """
+import asyncio, sys
+from engine.worker import hosts
+from engine.worker.hosts import ProcessHost
+
+async def main():
+    host = ProcessHost("orphan")
+    await host.start(lambda event: print(host.pid, flush=True), lambda reason: None)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_no_worker_outlives_an_engine_that_was_killed():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, env=dict(os.environ, PYTHONPATH=str(ROOT)), text=True
+    )
+    try:
+        worker_pid = int(parent.stdout.readline())
+        assert psutil.Process(worker_pid).ppid() == parent.pid
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    wait_until_gone(worker_pid)
+
+
+async def test_a_worker_without_death_signals_still_ends_with_its_channel(start_worker, model_folder):
+    """The other way out for orphans: it needs no Linux, and the loop ends cleanly between two steps."""
+    probe = await start_worker()
+    await probe.load(model_folder)
+    probe.send(submit_command("r", max_tokens=10**6))
+    await probe.wait_for(StepBatch)
+    probe.host._channel.abort()
+    assert (await probe.wait_for(WorkerExit)).code == 0

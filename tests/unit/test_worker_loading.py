@@ -1,0 +1,62 @@
+"""Progress at a readable pace, and the choice of a backend."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from engine.backends.base import LoadProgress
+from engine.config import ModelSpec
+from engine.errors import InvalidRequest, UnsupportedModel
+from engine.worker.factory import create_backend, is_exl2
+from engine.worker.loading import ProgressThrottle, limit_torch_threads, reason
+from tests.fakes.model import fake_spec
+
+
+def test_progress_passes_ends_of_phases_always_and_the_rest_ten_times_a_second():
+    sent: list[tuple[str, int]] = []
+    now = [0.0]
+    throttle = ProgressThrottle(lambda progress: sent.append((progress.phase, progress.done)), lambda: now[0])
+    for done in range(5):
+        throttle.report(LoadProgress(phase="weights", done=done, total=4))
+        now[0] += 0.06
+    throttle.report(LoadProgress(phase="kv_cache", done=0, total=2))
+    throttle.report(LoadProgress(phase="kv_cache", done=1, total=2))
+    throttle.report(LoadProgress(phase="kv_cache", done=2, total=2))
+    assert sent == [("weights", 0), ("weights", 2), ("weights", 4), ("kv_cache", 0), ("kv_cache", 2)]
+
+
+def test_a_reason_is_one_line():
+    assert reason(ValueError("one\ntwo")) == "one"
+    assert reason(MemoryError()) == "MemoryError"
+
+
+def test_torch_gets_the_thread_count_where_the_backend_brought_it_in(monkeypatch):
+    counts: list[int] = []
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(set_num_threads=counts.append))
+    limit_torch_threads(3)
+    monkeypatch.delitem(sys.modules, "torch")
+    limit_torch_threads(4)
+    assert counts == [3]
+
+
+def test_the_exllamav2_backend_is_refused_by_the_name_of_its_flag(tmp_path):
+    with pytest.raises(InvalidRequest, match="--backend exllamav2") as caught:
+        create_backend(fake_spec(tmp_path, backend="exllamav2"))
+    assert caught.value.details["param"] == "backend"
+
+
+def test_exl2_weights_are_refused_with_what_would_be_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "exl2", "bits": 4.0}}))
+    with pytest.raises(UnsupportedModel, match=r"EXL2 weights.*unquantised safetensors"):
+        create_backend(ModelSpec(path=tmp_path, name="m"))
+
+
+@pytest.mark.parametrize("config", ["", "[]", "{}", '{"quantization_config": null}', '{"quantization_config": []}'])
+def test_a_config_that_says_nothing_of_exl2_is_not_exl2(tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    assert not is_exl2(tmp_path)
+    assert not is_exl2(tmp_path / "nowhere")
