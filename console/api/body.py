@@ -1,0 +1,102 @@
+"""Reading a request body: JSON, then the fields of a schema. Whatever is wrong with it names its field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from console.api.parameters import Refusal
+from engine.errors import InvalidRequest
+
+T = TypeVar("T", bound="Body")
+
+
+class Body(BaseModel):
+    """Base of every request body. null is the same as leaving a field out.
+
+    refused: fields that clients send but we do not honour: fine at their neutral values, an error otherwise.
+    inert: fields that change nothing about an answer, whatever their value.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    refused: ClassVar[Mapping[str, Refusal]] = {}
+    inert: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Self:
+        """The body in `raw`; raises InvalidRequest, its details naming the field as `param`."""
+        try:
+            document = from_json(raw, allow_inf_nan=False)
+        except ValueError as error:
+            raise InvalidRequest(f"The body is not valid JSON: {error}") from None
+        if not isinstance(document, dict):
+            raise InvalidRequest(f"The body must be a JSON object, not {_kind(document)}")
+        try:
+            return cls.model_validate(cls._screen(document))
+        except ValidationError as error:
+            raise _explain(error.errors(include_url=False)[0]) from None
+
+    @classmethod
+    def _screen(cls, document: dict[str, object]) -> dict[str, object]:
+        """Only the fields that we honour; raises for the others unless they are inert or neutral."""
+        kept = {}
+        for name, value in document.items():
+            if name in cls.model_fields:
+                if value is not None:
+                    kept[name] = value
+            elif name in cls.refused:
+                cls.refused[name].check(name, value)
+            elif name not in cls.inert:
+                raise InvalidRequest(f"{name} is not a field that this endpoint knows", param=name)
+        return kept
+
+
+async def read(request: web.Request, schema: type[T]) -> T:
+    """The request's body as `schema`; raises InvalidRequest (and aiohttp's 413 for a body beyond the limit)."""
+    return schema.parse(await request.read())
+
+
+def _explain(error: ErrorDetails) -> InvalidRequest:
+    """Pydantic's finding as one sentence that begins with the field's name."""
+    param = _dotted(error["loc"])
+    if error["type"] == "missing":
+        return InvalidRequest(f"{param} is missing", param=param)
+    if error["type"] == "extra_forbidden":
+        return InvalidRequest(f"{param} is not a field that this endpoint knows", param=param)
+    reason = error["msg"].removeprefix("Input ")
+    return InvalidRequest(f"{param} {reason}, not {_shown(error['input'])}", param=param)
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    """('stop', 1) -> 'stop[1]'."""
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def _shown(value: Any) -> str:
+    """A wrong value, or what kind it is where it would be long."""
+    return repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else _kind(value)
+
+
+def _kind(value: object) -> str:
+    """What JSON calls the value's type."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case list():
+            return "an array"
+        case _:
+            return "an object"

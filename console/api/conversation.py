@@ -1,0 +1,90 @@
+"""Chat messages as clients send them, and the prompt text that the model's template makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from console.api.parameters import MESSAGE_REFUSED
+from engine.errors import InvalidRequest
+from engine.text.tokenizer import Tokenizer
+
+Turn = dict[str, object]
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+
+
+def read_messages(messages: Sequence[object]) -> list[Turn]:
+    """The turns as a template wants them, each with plain text; raises InvalidRequest saying which message is wrong."""
+    if not messages:
+        raise InvalidRequest("messages is empty; there is nothing to answer", param="messages")
+    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def render(
+    tokenizer: Tokenizer,
+    turns: Sequence[Turn],
+    *,
+    add_generation_prompt: bool,
+    continue_final: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    """The prompt text. continue_final: it ends within the last turn, so that the answer goes on from there.
+
+    Raises InvalidRequest where the template cannot render the turns.
+    """
+    if taken := sorted(_RESERVED & variables.keys()):
+        raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]}", param="chat_template_kwargs")
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, **variables)
+    return _up_to(text, str(turns[-1]["content"]).strip()) if continue_final else text
+
+
+def _read_message(message: object, where: str) -> Turn:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{where} should be an object with role and content", param=where)
+    for name, value in message.items():
+        if name in MESSAGE_REFUSED:
+            MESSAGE_REFUSED[name].check(f"{where}.{name}", value)
+        elif name not in ("role", "content", "name"):
+            raise InvalidRequest(f"{where}.{name} is not a field of a message", param=f"{where}.{name}")
+    turn: Turn = {"role": _role(message.get("role"), where), "content": _content(message.get("content"), where)}
+    if (name := message.get("name")) is not None:
+        turn["name"] = name
+    return turn
+
+
+def _role(role: object, where: str) -> str:
+    if not isinstance(role, str) or role not in _ROLES:
+        shown = f"not {role!r}" if isinstance(role, str) else "and is missing"
+        raise InvalidRequest(f"{where}.role should be one of {', '.join(_ROLES)}, {shown}", param=f"{where}.role")
+    return _ROLES[role]
+
+
+def _content(content: object, where: str) -> str:
+    """Text, or the text of all parts, each on a line of its own."""
+    where = f"{where}.content"
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} should be a string or an array of text parts", param=where)
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: object, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise InvalidRequest(f"{where} should have the type text; other content is not supported", param=where)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where}.text should be a string", param=f"{where}.text")
+    return text
+
+
+def _up_to(text: str, ending: str) -> str:
+    """`text` cut after the last `ending`: what a template adds after a turn is not part of it."""
+    found = text.rfind(ending) if ending else -1
+    if found < 0:
+        raise InvalidRequest(
+            "continue_final_message needs a last message whose text the chat template keeps", param="messages"
+        )
+    return text[: found + len(ending)]

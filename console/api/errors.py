@@ -1,0 +1,132 @@
+"""Errors as HTTP shows them: OpenAI's shape for every one, and the few that only HTTP knows."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from aiohttp import web
+
+from engine.errors import EngineError
+
+RETRY_AFTER_S = 1.0
+
+
+class NotAuthorized(EngineError):
+    """The key is missing or wrong."""
+
+    code = "invalid_api_key"
+    http_status = 401
+
+
+class NotFound(EngineError):
+    """No such path; details: path."""
+
+    code = "not_found"
+    http_status = 404
+
+
+class MethodNotAllowed(EngineError):
+    """The path knows other methods; details: allowed."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class BodyTooLarge(EngineError):
+    """The body is longer than allowed; details: limit_bytes."""
+
+    code = "body_too_large"
+    http_status = 413
+
+
+class BadHttp(EngineError):
+    """The request is no HTTP that we understand."""
+
+    code = "bad_request"
+    http_status = 400
+
+
+class RequestCancelled(EngineError):
+    """The request was cancelled on the server's side: by the operator, or because the server stops.
+
+    499 rather than a 5xx: clients repeat those by themselves, which is not what the operator meant.
+    """
+
+    code = "request_cancelled"
+    http_status = 499
+
+
+class InternalError(EngineError):
+    """Something nobody foresaw; the log has the details."""
+
+    code = "internal_error"
+    http_status = 500
+
+
+class CannotListen(EngineError):
+    """The server could not be started; details: host, port."""
+
+    code = "cannot_listen"
+    http_status = 500
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """OpenAI's error object. param: the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(msgspec.Struct, frozen=True):
+    """What an error answer holds."""
+
+    error: ErrorBody
+
+
+def envelope(error: EngineError) -> ErrorEnvelope:
+    """The error in OpenAI's shape."""
+    param = error.details.get("param")
+    return ErrorEnvelope(
+        ErrorBody(
+            message=error.message,
+            type=_type_of(error.http_status),
+            param=None if param is None else str(param),
+            code=error.code,
+        )
+    )
+
+
+def error_response(error: EngineError) -> web.Response:
+    """The error as an answer, with Retry-After where trying again makes sense."""
+    response = json_response(envelope(error), status=error.http_status)
+    if error.http_status in (429, 503):
+        delay_s = error.details.get("retry_after_s")
+        seconds = delay_s if isinstance(delay_s, int | float) else RETRY_AFTER_S
+        response.headers["Retry-After"] = str(max(1, math.ceil(seconds)))
+    if error.http_status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowed):
+        response.headers["Allow"] = str(error.details["allowed"])
+    return response
+
+
+def json_response(body: object, *, status: int = 200) -> web.Response:
+    """A struct (or anything msgspec knows) as a JSON answer."""
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def _type_of(status: int) -> str:
+    match status:
+        case 401 | 403:
+            return "authentication_error"
+        case 404:
+            return "not_found_error"
+        case 429:
+            return "rate_limit_error"
+        case status if status >= 500:
+            return "server_error"
+        case _:
+            return "invalid_request_error"

@@ -1,0 +1,99 @@
+"""POST /generate: the endpoint of EricLLM, and of vLLM's demo server.
+
+The answer is {"text": prompt + completion}: a string for one prompt and one answer, as EricLLM gives it, else a list,
+as vLLM gives it. With `stream` every line is a JSON object {"text": [...]} that holds all texts so far, as vLLM's
+demo server sends them; a failure is a last line {"error": {...}}.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+from pydantic import Field
+
+from console.api.body import read
+from console.api.context import ApiContext, new_id
+from console.api.errors import json_response
+from console.api.generation import Generation
+from console.api.parameters import GENERATE_REFUSED
+from console.api.prompts import read_prompts
+from console.api.sampling import SamplingFields, sampling_params
+from console.api.served import served_model
+from console.api.stream import JSON_LINES, ChunkStream
+from engine.errors import InvalidRequest
+
+
+class GenerateBody(SamplingFields):
+    """What the endpoint takes, with EricLLM's defaults. prompt: as /v1/completions takes it.
+
+    token_repetition_penalty: EricLLM's name for repetition_penalty, which vLLM's clients send.
+    """
+
+    refused = GENERATE_REFUSED
+    inert = frozenset({"request_id"})
+
+    prompt: object
+    max_tokens: int = 128
+    temperature: float | None = 0.7
+    top_k: Annotated[int | None, Field(ge=-1)] = 40
+    top_p: float | None = 0.5
+    min_p: float | None = 0.0
+    typical_p: float | None = 1.0
+    token_repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100.0)] = None
+
+
+class GenerateText(msgspec.Struct, frozen=True):
+    """The answer, and each line of a stream."""
+
+    text: str | list[str]
+
+
+class Generate:
+    """The endpoint."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        return [web.post("/generate", self._post)]
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        body = _one_penalty(await read(request, GenerateBody))
+        model = served_model(self._context.engine, body.model)
+        params = sampling_params(body, model, max_tokens=body.max_tokens)
+        prompts = await read_prompts(body.prompt, model)
+        starts = [prompt.text for prompt in prompts for _ in range(body.n)]
+        ids = [prompt.ids for prompt in prompts]
+        with self._context.generate(new_id("gen"), ids, params, body.n) as generation:
+            if body.stream:
+                async with ChunkStream(request, self._context.settings, JSON_LINES) as chunks:
+                    await _send(generation, starts, chunks)
+                return chunks.response
+            answers = await generation.answers()
+            texts = [start + answer.text for start, answer in zip(starts, answers, strict=True)]
+            single = body.n == 1 and isinstance(body.prompt, str)
+            return json_response(GenerateText(texts[0] if single else texts))
+
+
+async def _send(generation: Generation, texts: list[str], chunks: ChunkStream) -> None:
+    """A line with all texts so far for every delta that shows something."""
+    async with aclosing(generation.deltas()) as deltas:
+        async for i, delta in deltas:
+            texts[i] += delta.text
+            if delta.text or delta.finish:
+                await chunks.send(GenerateText(texts))
+
+
+def _one_penalty(body: GenerateBody) -> GenerateBody:
+    """The body with its penalty under one name; raises InvalidRequest for fields that disagree."""
+    ours, theirs = body.repetition_penalty, body.token_repetition_penalty
+    if ours is not None and theirs is not None and ours != theirs:
+        raise InvalidRequest(
+            "token_repetition_penalty and repetition_penalty differ; send one of them", param="token_repetition_penalty"
+        )
+    penalty = ours if theirs is None else theirs
+    return body.model_copy(update={"repetition_penalty": 1.0 if penalty is None else penalty})

@@ -1,0 +1,155 @@
+"""Generation: every engine request behind one HTTP request. All of them are submitted, or none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import msgspec
+
+from console.api.errors import RequestCancelled
+from engine.backends.base import FinishReason, TokenLogprob
+from engine.config import SamplingParams
+from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
+from engine.errors import EngineError, WorkerFailed, from_info
+
+_SEEDS = 2**64
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice, whole: what its deltas add up to."""
+
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class TokenCount:
+    """What a generation has used so far. prompt: each prompt counts once, however many answers it gets."""
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+class Generation:
+    """`n` answers to each prompt, in the order prompt 0 answer 0, prompt 0 answer 1, ...
+
+    Use it with `with`: entering submits, leaving cancels whatever has not ended, so a client that goes away at any
+    moment leaves nothing running. Entering raises what Engine.submit raises.
+    """
+
+    def __init__(
+        self, engine: Engine, request_id: str, prompts: Sequence[list[int]], params: SamplingParams, n: int = 1
+    ) -> None:
+        self._engine = engine
+        self._requests = [
+            GenerateRequest(prompt_ids=ids, params=_for_choice(params, choice))
+            for ids in prompts
+            for choice in range(n)
+        ]
+        self._ids = [
+            request_id if len(self._requests) == 1 else f"{request_id}-{i}" for i in range(len(self._requests))
+        ]
+        self._n = n
+        self._streams: list[RequestStream] = []
+        self._output_tokens = [0] * len(self._requests)
+        self._cached_tokens = [0] * len(self._requests)
+
+    def __enter__(self) -> Generation:
+        try:
+            for request in self._requests:
+                self._streams.append(self._engine.submit(request))
+        except BaseException:
+            self.cancel()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End every answer that has not ended; whoever reads them gets RequestCancelled."""
+        for stream in self._streams:
+            stream.cancel()
+
+    @property
+    def tokens(self) -> TokenCount:
+        """Tokens used so far."""
+        return TokenCount(
+            prompt=sum(stream.prompt_tokens for stream in self._streams[:: self._n]),
+            cached=sum(self._cached_tokens[:: self._n]),
+            output=sum(self._output_tokens),
+        )
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, StreamDelta], None]:
+        """(choice, delta) as they come; raises EngineError once any answer has failed or was cancelled."""
+        async with aclosing(self._merged()) as merged:
+            async for choice, delta in merged:
+                self._output_tokens[choice] = delta.output_tokens
+                self._cached_tokens[choice] = delta.cached_tokens
+                if (failure := _failure(delta)) is None:
+                    yield choice, delta
+                    continue
+                if delta.text or delta.token_ids:
+                    yield choice, msgspec.structs.replace(delta, finish=None, error=None)
+                raise failure
+
+    async def answers(self) -> list[Answer]:
+        """Every answer, whole; raises EngineError as `deltas` does."""
+        answers = [Answer() for _ in self._streams]
+        pieces: list[list[str]] = [[] for _ in self._streams]
+        async with aclosing(self.deltas()) as deltas:
+            async for choice, delta in deltas:
+                pieces[choice].append(delta.text)
+                answers[choice].logprobs.extend(delta.logprobs)
+                answers[choice].finish = delta.finish
+        for answer, texts in zip(answers, pieces, strict=True):
+            answer.text = "".join(texts)
+        return answers
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, StreamDelta], None]:
+        if len(self._streams) == 1:
+            async for delta in self._streams[0]:
+                yield 0, delta
+            return
+        waiting = {_next(stream): choice for choice, stream in enumerate(self._streams)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=waiting.__getitem__):
+                    choice, delta = waiting.pop(task), task.result()
+                    yield choice, delta
+                    if delta.finish is None:
+                        waiting[_next(self._streams[choice])] = choice
+        finally:
+            for task in waiting:
+                task.cancel()
+
+
+def _next(stream: RequestStream) -> asyncio.Future[StreamDelta]:
+    return asyncio.ensure_future(stream.__anext__())
+
+
+def _for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """Answers to one prompt differ by their seed; it wraps around where it would leave 64 bits."""
+    if params.seed is None or choice == 0:
+        return params
+    seed = (params.seed + choice + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+    return msgspec.structs.replace(params, seed=seed)
+
+
+def _failure(delta: StreamDelta) -> EngineError | None:
+    """What a reader is told instead of an answer that did not end by itself."""
+    if delta.finish == "cancelled":
+        return RequestCancelled("The request was cancelled on the server")
+    if delta.finish == "error":
+        return from_info(delta.error) if delta.error else WorkerFailed("The request failed for an unknown reason")
+    return None

@@ -1,0 +1,162 @@
+"""What happens to every request: an id, a count, a key check, and errors in one shape."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from console.api.errors import (
+    BadHttp,
+    BodyTooLarge,
+    InternalError,
+    MethodNotAllowed,
+    NotAuthorized,
+    NotFound,
+    error_response,
+)
+from console.api.settings import ApiSettings
+from engine.errors import EngineClosed, EngineError
+
+log = logging.getLogger("api")
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""What load balancers ask, which hold no key."""
+
+_QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Traffic:
+    """Requests under way and so far."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.closing = False
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Wait until no request is under way, `timeout_s` at most."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return
+
+    def enter(self) -> None:
+        """A request begins."""
+        self.total += 1
+        self._under_way += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        """A request has ended."""
+        self._under_way -= 1
+        if not self._under_way:
+            self._idle.set()
+
+
+def counting(traffic: Traffic) -> Middleware:
+    """Counts, logs one line per request, and turns requests away while the server stops."""
+
+    @web.middleware
+    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request["request_id"] = _request_id(request)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        status = 499
+        traffic.enter()
+        try:
+            if traffic.closing:
+                response: web.StreamResponse = error_response(EngineClosed("The server is stopping"))
+                response.force_close()
+            else:
+                response = await handler(request)
+            status = response.status
+            return response
+        finally:
+            traffic.leave()
+            level = logging.DEBUG if request.path in _QUIET_PATHS else logging.INFO
+            log.log(level, "%s %s %d in %.3f s", request.method, request.path, status, clock() - began)
+
+    return count
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error in OpenAI's shape. What nobody foresaw goes to the log and is told in a plain sentence."""
+    try:
+        return await handler(request)
+    except EngineError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        return error_response(_from_http(request, error))
+    except web.RequestPayloadError as error:
+        return error_response(BadHttp(f"The body could not be read: {error}"))
+    except ConnectionError:
+        raise
+    except Exception:
+        log.exception("%s %s broke", request.method, request.path)
+        return error_response(InternalError("The server failed to answer; its log says why"))
+
+
+def authorizing(settings: ApiSettings) -> Middleware:
+    """Asks for the key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`, where there is one."""
+    expected = None if settings.api_key is None else _digest(settings.api_key)
+
+    @web.middleware
+    async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if expected is not None and request.path not in OPEN_PATHS:
+            given = _given_key(request)
+            if given is None:
+                raise NotAuthorized("This server needs a key: send it as Authorization: Bearer KEY")
+            if not hmac.compare_digest(_digest(given), expected):
+                raise NotAuthorized("That key is not valid here")
+        return await handler(request)
+
+    return authorize
+
+
+async def sign(request: web.Request, response: web.StreamResponse) -> None:
+    """Put the request's id on its answer."""
+    response.headers["X-Request-Id"] = request["request_id"]
+
+
+def _request_id(request: web.Request) -> str:
+    """The client's own id where it is harmless, else a new one."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _given_key(request: web.Request) -> str | None:
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return request.headers.get("X-API-Key")
+
+
+def _digest(key: str) -> bytes:
+    """Keys are compared by digest: in constant time whatever their lengths."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def _from_http(request: web.Request, error: web.HTTPException) -> EngineError:
+    match error:
+        case web.HTTPNotFound():
+            return NotFound(f"There is nothing at {request.path}", path=request.path)
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            return MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}", allowed=allowed)
+        case web.HTTPRequestEntityTooLarge():
+            limit = request.client_max_size
+            return BodyTooLarge(f"The body is longer than the {limit} bytes that are allowed", limit_bytes=limit)
+        case _:
+            return BadHttp(error.reason)

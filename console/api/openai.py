@@ -1,0 +1,75 @@
+"""What OpenAI's two dialects share: usage, stream options, and how a stream is told apart from a whole answer."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from pydantic import BaseModel, ConfigDict
+
+from console.api.generation import Generation
+from console.api.sampling import SamplingFields
+from engine.errors import InvalidRequest
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """cached_tokens: prompt tokens found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens that a request used."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+UsageField = Usage | msgspec.UnsetType | None
+"""Left out of chunks, or, where it was asked for, null in all of them but the last."""
+
+
+class StreamOptions(BaseModel):
+    """include_usage: send the usage as a last chunk."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    include_usage: bool | None = None
+
+
+class OpenAiFields(SamplingFields):
+    """Fields of both dialects besides sampling."""
+
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with the usage; raises InvalidRequest where there is no stream."""
+        if self.stream_options is None:
+            return False
+        if not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        return bool(self.stream_options.include_usage)
+
+
+def blank_usage(include_usage: bool) -> UsageField:
+    """What chunks before the last say."""
+    return None if include_usage else msgspec.UNSET
+
+
+def usage_of(generation: Generation) -> Usage:
+    """What the generation used so far."""
+    tokens = generation.tokens
+    return Usage(
+        prompt_tokens=tokens.prompt,
+        completion_tokens=tokens.output,
+        total_tokens=tokens.prompt + tokens.output,
+        prompt_tokens_details=PromptDetails(tokens.cached),
+    )
+
+
+def now() -> int:
+    """`created`: unix time in whole seconds."""
+    return int(time.time())

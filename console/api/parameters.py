@@ -1,0 +1,109 @@
+"""The one table of parameters that clients send and we do not honour, and of those that mean nothing to us.
+
+A refused parameter is fine while its value changes nothing; any other value is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a parameter is not honoured, and the values (besides null) at which that makes no difference."""
+
+    reason: str
+    neutral: tuple[object, ...] = ()
+
+    def check(self, name: str, value: object) -> None:
+        """Pass a neutral value; raises InvalidRequest for any other."""
+        if value is not None and not any(value == neutral and _same_kind(value, neutral) for neutral in self.neutral):
+            raise InvalidRequest(f"{name} is not supported: {self.reason}", param=name)
+
+
+def _same_kind(value: object, neutral: object) -> bool:
+    """Keeps true and 1 apart."""
+    return isinstance(value, bool) == isinstance(neutral, bool)
+
+
+_NO_TOOLS = "this server does not call tools"
+_NO_GRAMMAR = "answers cannot be held to a format"
+_NO_BEAMS = "answers are sampled; there is no beam search"
+_TEXT_ONLY = "this server takes and gives text only"
+_NO_PROMPT_LOGPROBS = "log-probabilities are given of the answer's tokens only"
+
+SAMPLING_REFUSED: Mapping[str, Refusal] = {
+    "allowed_token_ids": Refusal("use logit_bias", ([],)),
+    "bad_words": Refusal("use logit_bias", ([],)),
+    "detokenize": Refusal("answers are text", (True,)),
+    "early_stopping": Refusal(_NO_BEAMS, (False,)),
+    "guided_choice": Refusal(_NO_GRAMMAR, ([],)),
+    "guided_grammar": Refusal(_NO_GRAMMAR),
+    "guided_json": Refusal(_NO_GRAMMAR),
+    "guided_regex": Refusal(_NO_GRAMMAR),
+    "length_penalty": Refusal(_NO_BEAMS, (1.0, 0.0)),
+    "priority": Refusal("requests are served in order of arrival", (0,)),
+    "prompt_logprobs": Refusal(_NO_PROMPT_LOGPROBS),
+    "response_format": Refusal(_NO_GRAMMAR, ({"type": "text"},)),
+    "spaces_between_special_tokens": Refusal("special tokens are shown as the tokenizer writes them", (True,)),
+    "structured_outputs": Refusal(_NO_GRAMMAR),
+    "truncate_prompt_tokens": Refusal("a prompt that is too long is refused, never cut"),
+    "use_beam_search": Refusal(_NO_BEAMS, (False,)),
+}
+"""Asked of every dialect by clients of vLLM."""
+
+COMPLETION_REFUSED: Mapping[str, Refusal] = {
+    **SAMPLING_REFUSED,
+    "add_special_tokens": Refusal("prompts are tokenized with the model's own special tokens", (True,)),
+    "suffix": Refusal("text can be continued, not filled in", ("",)),
+}
+
+CHAT_REFUSED: Mapping[str, Refusal] = {
+    **SAMPLING_REFUSED,
+    "add_special_tokens": Refusal("the chat template adds the special tokens", (False,)),
+    "audio": Refusal(_TEXT_ONLY),
+    "chat_template": Refusal("the model's own chat template is used"),
+    "documents": Refusal("put documents into the messages", ([],)),
+    "echo": Refusal("the answer alone is given; use continue_final_message to go on from a text", (False,)),
+    "function_call": Refusal(_NO_TOOLS, ("none",)),
+    "functions": Refusal(_NO_TOOLS, ([],)),
+    "modalities": Refusal(_TEXT_ONLY, (["text"],)),
+    "prediction": Refusal("answers are not predicted"),
+    "reasoning_effort": Refusal("use chat_template_kwargs where the model's template knows it"),
+    "store": Refusal("answers are not kept", (False,)),
+    "tool_choice": Refusal(_NO_TOOLS, ("none", "auto")),
+    "tools": Refusal(_NO_TOOLS, ([],)),
+    "verbosity": Refusal("say in a message how long the answer should be", ("medium",)),
+    "web_search_options": Refusal("this server does not search the web"),
+}
+
+GENERATE_REFUSED: Mapping[str, Refusal] = {
+    **SAMPLING_REFUSED,
+    "filters": Refusal("use stop", ([],)),
+    "logprobs": Refusal("use /v1/completions for log-probabilities"),
+    "top_a": Refusal("use min_p", (0, 1)),
+}
+"""top_a: EricLLM's clients send its default, 1.0, which never did anything."""
+
+MESSAGE_REFUSED: Mapping[str, Refusal] = {
+    "audio": Refusal(_TEXT_ONLY),
+    "function_call": Refusal(_NO_TOOLS),
+    "refusal": Refusal("put what was said into content"),
+    "tool_call_id": Refusal(_NO_TOOLS),
+    "tool_calls": Refusal(_NO_TOOLS, ([],)),
+}
+
+OPENAI_INERT = frozenset(
+    {
+        "metadata",  # labels of the client's own
+        "parallel_tool_calls",  # there are no tools, so none run in parallel
+        "prompt_cache_key",  # a hint: prefixes are cached by what they are
+        "request_id",  # answers carry ids of our own
+        "safety_identifier",  # who asks; not looked at
+        "service_tier",  # there is one
+        "user",  # who asks; not looked at
+    }
+)

@@ -1,0 +1,26 @@
+"""ApiSettings: where the HTTP server listens and what it puts up with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """How to serve HTTP.
+
+    port: 0 takes any free one.  api_key: None lets everybody in.
+    max_body_bytes: longest request body.  max_choices: answers one HTTP request may ask for (prompts times n).
+    ping_s: seconds without a chunk after which a stream sends a comment, so that proxies keep it open.
+    write_timeout_s: a client that reads nothing for so long is cut off.
+    stall_s: a worker that works on requests without a step for so long makes /health fail.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    max_body_bytes: int = 8 * 2**20
+    max_choices: int = 512
+    ping_s: float = 15.0
+    write_timeout_s: float = 60.0
+    stall_s: float = 60.0

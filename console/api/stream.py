@@ -1,0 +1,108 @@
+"""Streams to a client: framing, keep-alive pings, and errors that come after the first byte."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+import msgspec
+from aiohttp import web
+
+from console.api.errors import InternalError, envelope
+from console.api.settings import ApiSettings
+from engine.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+DONE = b"[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How one JSON document becomes a chunk. ping: what is sent to keep a silent stream open."""
+
+    content_type: str
+    frame: Callable[[bytes], bytes]
+    ping: bytes | None = None
+
+
+SSE = Framing("text/event-stream", lambda document: b"data: %b\n\n" % document, b": ping\n\n")
+JSON_LINES = Framing("application/x-ndjson", lambda document: b"%b\n" % document)
+
+
+class ChunkStream:
+    """An answer in chunks. Use it with `async with`, once nothing can be refused any more: entering sends the headers.
+
+    An EngineError that leaves the block is sent as a last chunk, in the shape of an error answer, and so is the news
+    of any other exception: a stream that ends without its regular end is never taken for a whole answer.
+    """
+
+    def __init__(self, request: web.Request, settings: ApiSettings, framing: Framing = SSE) -> None:
+        self._request = request
+        self._settings = settings
+        self._framing = framing
+        self._clock = asyncio.get_running_loop().time
+        self._sent_at = self._clock()
+        self._pinging: asyncio.Task[None] | None = None
+        self.response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.response.content_type = framing.content_type
+
+    async def __aenter__(self) -> ChunkStream:
+        await self.response.prepare(self._request)
+        if self._framing.ping is not None:
+            self._pinging = asyncio.create_task(self._keep_alive(self._framing.ping))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if self._pinging is not None:
+            self._pinging.cancel()
+        if isinstance(error, ConnectionError):
+            return True
+        if error is not None and not isinstance(error, Exception):
+            return False
+        with suppress(ConnectionError):
+            if error is not None:
+                await self.send(envelope(self._shown(error)))
+            await self._in_time(self.response.write_eof())
+        return True
+
+    async def send(self, document: object) -> None:
+        """Send one struct as a chunk; raises ConnectionError when the client is gone or reads no more."""
+        await self.send_raw(msgspec.json.encode(document))
+
+    async def send_raw(self, document: bytes) -> None:
+        """Send bytes as one chunk."""
+        self._sent_at = self._clock()
+        await self._in_time(self.response.write(self._framing.frame(document)))
+
+    async def _in_time(self, writing: Awaitable[None]) -> None:
+        """Write, and cut off a client that reads nothing for too long: its buffers are memory of ours."""
+        try:
+            async with asyncio.timeout(self._settings.write_timeout_s):
+                await writing
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the client stopped reading") from None
+
+    async def _keep_alive(self, ping: bytes) -> None:
+        with suppress(ConnectionError):
+            while True:
+                silence_s = self._clock() - self._sent_at
+                if silence_s < self._settings.ping_s:
+                    await asyncio.sleep(self._settings.ping_s - silence_s)
+                else:
+                    self._sent_at = self._clock()
+                    await self._in_time(self.response.write(ping))
+
+    def _shown(self, error: BaseException) -> EngineError:
+        if isinstance(error, EngineError):
+            return error
+        log.error("%s %s broke in its stream", self._request.method, self._request.path, exc_info=error)
+        return InternalError("The server failed while it answered; its log says why")
