@@ -1,4 +1,7 @@
-"""LogRing: the last lines of every part, for the console's log screen. Thread-safe."""
+"""LogRing: the last lines of every part, for the console's log screen. Thread-safe.
+
+The engine writes to `logging` like everybody else; the program that runs it adds a RingHandler where it wants a ring.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +45,18 @@ class LogRing:
 
 
 class RingHandler(logging.Handler):
-    """Feeds a LogRing from the `logging` module; the logger's name is the source unless one is given."""
+    """Feeds a LogRing from `logging`. The source is the record's `source` (given as `extra`) or its logger's name."""
 
-    def __init__(self, ring: LogRing, source: str | None = None, level: int = logging.INFO) -> None:
+    def __init__(self, ring: LogRing, level: int = logging.NOTSET) -> None:
         super().__init__(level)
         self._ring = ring
-        self._source = source
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append the record's message, with the last line of its exception if it carries one."""
+        """Append the record's message, with its exception in one line if it carries one."""
         try:
             message = record.getMessage()
             if record.exc_info and record.exc_info[1] is not None:
                 message = f"{message}: {record.exc_info[1]!r}"
-            self._ring.append(record.levelno, self._source or record.name, message)
+            self._ring.append(record.levelno, getattr(record, "source", record.name), message)
         except Exception:  # as logging asks: a broken record must not break its caller
             self.handleError(record)

@@ -88,17 +88,19 @@ class Request:
             end_token_ids=self.end_token_ids,
         )
 
-    def row(self, now: float, computed_tokens: int) -> RequestRow:
-        """Its line in the request table at `now`."""
+    def row(self, now: float, computed_tokens: int | None = None) -> RequestRow:
+        """Its line in the request table at `now`. computed_tokens: where its worker told; else every token whose
+        successor is known."""
         end = now if self.finished is None else self.finished
         itl_s = self.itl_s
+        known = len(self.prompt_ids) + len(self.generated) - 1 if self.generated else 0
         return RequestRow(
             id=self.id,
             source=self.source,
             state=self._state,
             worker=self.worker,
             prompt_tokens=len(self.prompt_ids),
-            computed_tokens=computed_tokens,
+            computed_tokens=known if computed_tokens is None else computed_tokens,
             cached_tokens=self.cached_tokens,
             output_tokens=len(self.generated),
             max_tokens=self.params.max_tokens or 0,

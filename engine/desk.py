@@ -1,0 +1,200 @@
+"""Desk: every live request from admission to its last delta. Deadlines, outputs, losses and the books about them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from engine.backends.base import BackendStats, FinishReason
+from engine.dispatcher import Dispatcher, Slot
+from engine.errors import EngineError, ErrorInfo, InvalidRequest, QueueFull, RequestTimeout, WorkerFailed
+from engine.metrics import Metrics
+from engine.replica import Replica
+from engine.request import Request
+from engine.snapshot import RequestRow
+from engine.worker.protocol import RequestOutput, StepBatch
+
+MAX_DEATHS = 3
+_RECENT_REQUESTS = 50
+_MAX_RETRY_AFTER_S = 60
+
+
+class Desk:
+    """Takes requests in, hands them to workers through `assign`, and ends each exactly once.
+
+    on_left: called with each request that ended, so that whoever holds its worker can free the place.
+    """
+
+    def __init__(self, metrics: Metrics, on_left: Callable[[Request], None]) -> None:
+        self.live: dict[str, Request] = {}
+        self.recent: deque[RequestRow] = deque(maxlen=_RECENT_REQUESTS)
+        self._queue = Dispatcher()
+        self._metrics = metrics
+        self._on_left = on_left
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a worker."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Requests that a worker works on."""
+        return len(self.live) - len(self._queue)
+
+    async def wait_idle(self) -> None:
+        """Return when no request is live."""
+        await self._idle.wait()
+
+    # -- in and out ---------------------------------------------------------------------------------------------
+
+    def check_room(self, request_id: str, max_queue: int, free: int) -> None:
+        """Raise QueueFull or InvalidRequest where a request of this id cannot be taken; free: places on workers."""
+        if request_id in self.live:
+            raise InvalidRequest(f"a request with the id {request_id} is being worked on already", param="id")
+        if self.queued >= max_queue + free:
+            raise QueueFull(
+                f"{self.queued} requests are waiting, and {max_queue} may; try again later",
+                queued=self.queued,
+                limit=max_queue,
+                retry_after_s=self.retry_after_s(),
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue an admitted request and start its clock."""
+        self.live[request.id] = request
+        self._idle.clear()
+        self._metrics.count("requests")
+        if request.timeout_s > 0:
+            request.deadline = asyncio.get_running_loop().call_later(request.timeout_s, self._expire, request)
+        self._queue.add(request)
+
+    def assign(self, slots: Sequence[Slot]) -> list[tuple[Request, str]]:
+        """The requests that go to a worker now, each with its worker's id."""
+        now = _now()
+        assigned = self._queue.assign(slots)
+        for request, _ in assigned:
+            if request.dispatched is None:
+                request.dispatched = now
+                self._metrics.dispatched(now - request.created)
+        return assigned
+
+    def cancel(self, request_id: str) -> bool:
+        """End a live request with finish "cancelled"; False if there is none of that id."""
+        request = self.live.get(request_id)
+        if request is not None:
+            self._finish(request, "cancelled")
+        return request is not None
+
+    def end_all(self, error: EngineError) -> None:
+        """End every live request with this error."""
+        for request in list(self.live.values()):
+            self._finish(request, "error", error.info)
+
+    def retry_after_s(self) -> int:
+        """Seconds until a place is likely to be free, from how fast requests end lately; 1 while that is unknown."""
+        rate = self._metrics.finish_rate.per_second(_now())
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(1 / rate))) if rate else 1
+
+    # -- what workers report ------------------------------------------------------------------------------------
+
+    def stepped(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
+        """Hand a step's outputs to their requests. An output of a request that is no longer the worker's is dropped."""
+        now = _now()
+        self._metrics.count("preemptions", max(0, batch.stats.preemptions - before.preemptions))
+        tokens = 0
+        for output in batch.outputs:
+            request = replica.active.get(output.request_id)
+            if request is None:
+                continue
+            tokens += len(output.token_ids)
+            self._take(request, output, now)
+            if output.finish is not None:
+                del replica.active[output.request_id]
+                self._finish(request, output.finish, _error_of(output, replica.id))
+        if tokens:
+            replica.rate.add(now, tokens)
+            self._metrics.produced(now, tokens)
+
+    def lost(self, worker: str, requests: Iterable[Request], error: ErrorInfo) -> None:
+        """A worker died: its requests go back to the head of the queue, but one that saw too many deaths ends."""
+        self._queue.forget_worker(worker)
+        for request in requests:
+            request.deaths += 1
+            request.worker = None
+            if request.deaths >= MAX_DEATHS:
+                failed = WorkerFailed(
+                    f"the request was given up: {request.deaths} workers died while they worked on it; "
+                    f"the last: {error.message}",
+                    worker=worker,
+                    deaths=request.deaths,
+                )
+                self._finish(request, "error", failed.info)
+            else:
+                self._metrics.count("requeued")
+                self._queue.add(request)
+
+    def forget_worker(self, worker: str) -> None:
+        """The worker was stopped; its pages are gone."""
+        self._queue.forget_worker(worker)
+
+    def _take(self, request: Request, output: RequestOutput, now: float) -> None:
+        if output.token_ids:
+            self._count_tokens(request, output, now)
+        request.stream.push(
+            output.text,
+            output.token_ids,
+            output.logprobs,
+            cached_tokens=request.cached_tokens,
+            ttft_s=request.ttft_s,
+        )
+
+    def _count_tokens(self, request: Request, output: RequestOutput, now: float) -> None:
+        if request.first_token is None:
+            request.first_token = now
+            request.cached_tokens = output.cached_tokens or 0
+            self._metrics.started(now, len(request.prompt_ids), request.cached_tokens, now - request.created)
+        elif request.last_token is not None:
+            self._metrics.gap(now, now - request.last_token, len(output.token_ids))
+        request.last_token = now
+        request.generated.extend(output.token_ids)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _expire(self, request: Request) -> None:
+        timeout = RequestTimeout(
+            f"the request did not finish within {request.timeout_s:g} s; it had {len(request.generated)} output tokens",
+            timeout_s=request.timeout_s,
+            output_tokens=len(request.generated),
+        )
+        self._finish(request, "error", timeout.info)
+
+    def _finish(self, request: Request, reason: FinishReason, error: ErrorInfo | None = None) -> None:
+        if request.finish is not None:
+            return
+        now = _now()
+        request.finish, request.error, request.finished = reason, error, now
+        del self.live[request.id]
+        self._queue.remove(request)
+        if request.deadline is not None:
+            request.deadline.cancel()
+        self._metrics.finished(now, reason, now - request.created, len(request.generated))
+        self.recent.append(request.row(now))
+        request.stream.end(reason, error)
+        if not self.live:
+            self._idle.set()
+        self._on_left(request)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _error_of(output: RequestOutput, worker: str) -> ErrorInfo | None:
+    if output.finish != "error":
+        return None
+    return output.error or WorkerFailed(f"worker {worker} failed the request without saying why", worker=worker).info

@@ -1,0 +1,206 @@
+"""Pool: the replicas of the loaded model, grown and shrunk to what is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+
+import msgspec
+
+from engine.backends.base import BackendStats, LoadedModel, LoadProgress
+from engine.config import EngineConfig, ModelSpec
+from engine.desk import Desk
+from engine.dispatcher import Slot
+from engine.errors import ErrorInfo, from_info
+from engine.metrics import Metrics
+from engine.placement import Placement
+from engine.replica import Backoff, Replica
+from engine.request import Request
+from engine.worker.hosts import BackendFactory, ProcessHost, ThreadHost, WorkerHost
+from engine.worker.protocol import Load, StepBatch
+
+_log = logging.getLogger("engine")
+
+
+def host_factory(config: EngineConfig, backend_factory: BackendFactory | None) -> Callable[[str], WorkerHost]:
+    """How `config` wants worker hosts made."""
+    if config.worker_host == "thread":
+        return lambda worker_id: ThreadHost(worker_id, backend_factory=backend_factory)
+
+    def process(worker_id: str) -> WorkerHost:
+        folder = config.log_dir
+        return ProcessHost(worker_id, log_path=None if folder is None else folder / f"worker-{worker_id}.log")
+
+    return process
+
+
+class Pool:
+    """Replicas by worker id, oldest first. It is the owner that each replica reports to.
+
+    on_change: called after every change of a replica's state or progress, and when requests came back to the queue.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        config: EngineConfig,
+        *,
+        new_host: Callable[[str], WorkerHost],
+        desk: Desk,
+        metrics: Metrics,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.spec = spec
+        self._config = config
+        self._max_prompts = config.max_prompts
+        self._new_host = new_host
+        self._desk = desk
+        self._metrics = metrics
+        self._on_change = on_change
+        self._replicas: dict[str, Replica] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._stopped = False
+        self._first: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def __getitem__(self, worker_id: str) -> Replica:
+        return self._replicas[worker_id]
+
+    # -- what is asked of it ------------------------------------------------------------------------------------
+
+    async def first_ready(self) -> LoadedModel:
+        """Wait until one replica is ready; raises the first one's error once all of them have failed."""
+        return await asyncio.shield(self._first)
+
+    @property
+    def size(self) -> int:
+        """Replicas that are to stay."""
+        return sum(replica.state not in ("draining", "stopping") for replica in self)
+
+    def grow(self, placements: Sequence[Placement]) -> None:
+        """Start a replica for each placement, in the background; none once `stop` was called."""
+        for placement in () if self._stopped else placements:
+            worker_id = next(name for name in (f"w{n}" for n in count()) if name not in self._replicas)
+            replica = Replica(
+                worker_id,
+                self._load_command(placement),
+                device=placement.device,
+                new_host=self._new_host,
+                owner=self,
+                backoff=Backoff(self._config.restart_backoff_s, self._config.max_restart_backoff_s),
+            )
+            self._replicas[worker_id] = replica
+            replica.start()
+
+    def revive(self, limit: int) -> int:
+        """Keep up to `limit` draining replicas after all; how many it kept."""
+        draining = [replica for replica in self if replica.state == "draining"][:limit]
+        for replica in draining:
+            replica.undrain()
+        return len(draining)
+
+    def shrink(self, number: int) -> None:
+        """Let go of the `number` youngest: a ready one takes nothing new and stops when empty, others stop now."""
+        staying = [replica for replica in self if replica.state not in ("draining", "stopping")]
+        for replica in staying[len(staying) - number :]:
+            if replica.state == "ready":
+                replica.drain()
+            else:
+                self._leave(replica)
+
+    def drop_failed(self) -> None:
+        """Let go of replicas that never got ready."""
+        for replica in [replica for replica in self if replica.state == "failed"]:
+            self._leave(replica)
+
+    def set_max_prompts(self, max_prompts: int) -> None:
+        """Let each replica work on at most this many requests."""
+        self._max_prompts = max_prompts
+        for replica in self:
+            replica.set_max_prompts(max_prompts)
+
+    def slots(self) -> list[Slot]:
+        """The replicas that take requests."""
+        return [
+            Slot(worker=replica.id, active=len(replica.active), max_prompts=self._max_prompts)
+            for replica in self
+            if replica.state == "ready"
+        ]
+
+    def settle(self, replica: Replica) -> None:
+        """A place became free: a draining replica that is empty leaves."""
+        if replica.state == "draining" and not replica.active:
+            self._leave(replica)
+
+    async def stop(self) -> None:
+        """Stop every replica; returns when nothing of them is left."""
+        self._stopped = True
+        if not self._first.done():
+            self._first.cancel()
+        for replica in list(self):
+            self._leave(replica)
+        while self._leaving:
+            await asyncio.wait(self._leaving)
+
+    # -- what replicas report -----------------------------------------------------------------------------------
+
+    def replica_changed(self, replica: Replica) -> None:
+        """ReplicaOwner: the first one ready ends `first_ready`; so does the last one's failure."""
+        if not self._first.done():
+            if replica.model is not None:
+                self._first.set_result(replica.model)
+            elif all(each.state in ("failed", "stopping") for each in self):
+                self._fail(each.last_error for each in self)
+        self.settle(replica)
+        self._on_change()
+
+    def replica_stepped(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
+        """ReplicaOwner: outputs go to their requests."""
+        self._desk.stepped(replica, batch, before)
+
+    def replica_lost(self, replica: Replica, requests: list[Request], error: ErrorInfo) -> None:
+        """ReplicaOwner: its requests go back to the queue. A draining one does not come back."""
+        restarts = replica.state == "restarting"
+        if restarts:
+            self._metrics.count("worker_restarts")
+        text = "%s; it is %s, and %d requests go back to the queue"
+        will = "restarted" if restarts else "not restarted"
+        _log.error(text, error.message, will, len(requests), extra={"source": replica.id})
+        self._desk.lost(replica.id, requests, error)
+        self._on_change()
+
+    def progress(self) -> LoadProgress | None:
+        """The progress of the replica that is furthest behind among those that load."""
+        loading = [replica.progress for replica in self if replica.progress is not None]
+        return min(loading, key=lambda progress: progress.done / max(1, progress.total), default=None)
+
+    def _fail(self, errors: Iterable[ErrorInfo | None]) -> None:
+        error = next((error for error in errors if error is not None), None)
+        if error is not None:
+            self._first.set_exception(from_info(error))
+            self._first.exception()
+
+    def _load_command(self, placement: Placement) -> Load:
+        return Load(
+            spec=msgspec.structs.replace(self.spec, device=placement.device),
+            max_prompts=self._max_prompts,
+            step_tokens=self._config.step_tokens,
+            page_tokens=self._config.page_tokens,
+            threads=placement.threads,
+        )
+
+    def _leave(self, replica: Replica) -> None:
+        task = asyncio.get_running_loop().create_task(self._forget(replica, replica.stop()))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _forget(self, replica: Replica, stopped: asyncio.Task[None]) -> None:
+        await stopped
+        self._desk.forget_worker(replica.id)
+        if self._replicas.get(replica.id) is replica:
+            del self._replicas[replica.id]
+        self._on_change()
