@@ -54,13 +54,11 @@ class WorkerChannel:
         """Whether either end is closed."""
         return self._closed
 
-    def take(self, timeout_s: float) -> list[Command]:
-        """All commands that wait, in order; with none, waits that long for the first. Empty once closed."""
+    def take(self, timeout_s: float = 0.0) -> Command | None:
+        """The command that came first; with none, waits that long for one. What it leaves, `holds` can see."""
         with self._changed:
             self._changed.wait_for(lambda: self._commands or self._closed, timeout_s)
-            taken = list(self._commands)
-            self._commands.clear()
-            return taken
+            return self._commands.popleft() if self._commands else None
 
     def holds(self, *kinds: type[Command]) -> bool:
         """Whether a command of one of these kinds waits to be taken."""

@@ -134,19 +134,11 @@ class ProcessHost(_Host):
         loop = asyncio.get_running_loop()
         ours, theirs = socket_pair()
         try:
-            self._output = NativeOutput(self._deliver, self._log_path)
-            try:
-                self._process = spawn(self.worker_id, theirs, self._output.child_fd)
-            except OSError:
-                self._output.finish()
-                raise
-            finally:
-                self._output.started()
+            self._process = self._spawn(theirs)
         except OSError as error:
             ours.close()
-            raise WorkerFailed(
-                f"worker {self.worker_id} could not be started: {error}", worker=self.worker_id
-            ) from error
+            message = f"worker {self.worker_id} could not be started: {error}"
+            raise WorkerFailed(message, worker=self.worker_id) from error
         finally:
             theirs.close()
         self.pid = self._process.pid
@@ -157,6 +149,16 @@ class ProcessHost(_Host):
 
         reap(self._process, reaped)
         await self._connect(ours)
+
+    def _spawn(self, sock: socket.socket) -> subprocess.Popen[bytes]:
+        self._output = NativeOutput(self._deliver, self._log_path)
+        try:
+            return spawn(self.worker_id, sock, self._output.child_fd)
+        except OSError:
+            self._output.finish()
+            raise
+        finally:
+            self._output.started()
 
     async def stop(self, timeout_s: float) -> None:
         """Shutdown and wait, then SIGTERM, then SIGKILL; the process is gone and reaped when this returns."""

@@ -121,10 +121,12 @@ class WorkerLoop:
         busy = self._busy_backend() is not None
         if not busy:
             self._check()
-        for command in self._channel.take(0.0 if busy else HEARTBEAT_S):
+        command = self._channel.take(0.0 if busy else HEARTBEAT_S)
+        while command is not None:
             self._obey(command)
             if self._stopping:
                 return
+            command = self._channel.take()
         backend = self._busy_backend()
         if backend is not None:
             self._step(backend)

@@ -224,6 +224,19 @@ async def test_a_load_is_cancelled_between_two_reports_and_the_worker_stays_usab
     assert (await probe.answer("r"))[0] == expected_text(PROMPT_IDS, 2)
 
 
+async def test_a_cancel_that_comes_right_behind_its_load_is_not_lost(start_worker, model_folder):
+    gate = Gate()
+    backend = FakeBackend(gate=gate)
+    probe = await start_worker(backend)
+    await probe.load(model_folder)
+    probe.send(submit_command("r"))
+    gate.wait_until_reached()
+    backend.load_gate = Gate()
+    probe.send(load_command(model_folder), CancelLoad())
+    gate.open()
+    assert (await probe.wait_for(LoadFailed)).error.code == "load_cancelled"
+
+
 async def test_a_shutdown_during_a_load_ends_it(start_worker, model_folder):
     load_gate = Gate()
     probe = await start_worker(FakeBackend(load_gate=load_gate))
