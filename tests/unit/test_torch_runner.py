@@ -218,3 +218,9 @@ def test_a_load_reports_inspection_before_weights(tmp_path: Path) -> None:
 def test_settings_are_refused_before_the_folder_is_read(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="cache_bits"):
         load_runner(tmp_path / "nowhere", cache_bits=4)
+
+
+def test_an_allocation_that_fails_in_torch_is_told_in_our_words() -> None:
+    device = torch.device("cpu")
+    with pytest.raises(InsufficientMemory, match="the weights need"), memory.room_for(1, device, "the weights"):
+        torch.empty(1 << 50)

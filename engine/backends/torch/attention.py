@@ -24,21 +24,19 @@ def attend(layer: int, window: int | None, qkv: Tensor, plan: StepPlan, kv: KvPo
             keys_values = rows[:, heads:].unsqueeze(0)
         else:
             keys_values = kv.read(layer, view.pages, group.sequences)[:, view.skip : view.skip + view.tokens]
-        run = _one_chunk if group.sequences == 1 and group.width > 1 else _many_chunks
-        parts.append(run(rows[:, :heads], keys_values, group, view))
+        if group.sequences == 1 and group.width > 1:
+            parts.append(_one_chunk(rows[:, :heads], keys_values, view))
+        else:
+            parts.append(_many_chunks(rows[:, :heads], keys_values, group, view))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _one_chunk(queries: Tensor, keys_values: Tensor, group: QueryGroup, view: KeyView) -> Tensor:
-    """queries [n, H, d] over keys_values [1, L, 2K, d]. Grouped heads share their keys through a zero stride."""
-    rows, heads, size = queries.shape
-    kv_heads = keys_values.shape[2] // 2
-    shared = heads // kv_heads
-    q = queries.view(rows, kv_heads, shared, size).permute(1, 2, 0, 3)
-    k = keys_values[0, :, :kv_heads].transpose(0, 1).unsqueeze(1).expand(-1, shared, -1, -1)
-    v = keys_values[0, :, kv_heads:].transpose(0, 1).unsqueeze(1).expand(-1, shared, -1, -1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=view.mask, is_causal=view.causal)
-    return out.permute(2, 0, 1, 3).reshape(rows, heads * size)
+def _one_chunk(queries: Tensor, keys_values: Tensor, view: KeyView) -> Tensor:
+    """queries [n, H, d] of one long chunk over keys_values [1, L, 2K, d]."""
+    k, v = keys_values.transpose(1, 2).chunk(2, dim=1)
+    q = queries.transpose(0, 1).unsqueeze(0)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=view.mask, is_causal=view.causal, enable_gqa=True)
+    return out[0].transpose(0, 1).flatten(1)
 
 
 def _many_chunks(queries: Tensor, keys_values: Tensor, group: QueryGroup, view: KeyView) -> Tensor:
@@ -52,7 +50,7 @@ def _many_chunks(queries: Tensor, keys_values: Tensor, group: QueryGroup, view: 
     padded = queries if group.pad_rows is None else queries.index_select(0, group.pad_rows)
     q = padded.view(group.sequences, group.width, kv_heads, shared, size).permute(0, 2, 3, 1, 4)
     q = q.reshape(group.sequences, kv_heads, shared * group.width, size)
-    k, v = keys_values.transpose(1, 2).split(kv_heads, dim=1)
+    k, v = keys_values.transpose(1, 2).chunk(2, dim=1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=view.mask)
     out = out.view(group.sequences, kv_heads, shared, group.width, size).permute(0, 3, 1, 2, 4)
     out = out.reshape(group.sequences * group.width, heads * size)

@@ -16,7 +16,8 @@ class KvPool:
     """Per layer one tensor [pages, page_tokens, 2 * kv_heads, head_dim]: a token's key heads, then its value heads.
 
     Keys and values of a token lie side by side so that one copy writes both and one gather of whole pages reads
-    both. A slot is a token's place: page * page_tokens + offset.
+    both. A slot is a token's place: page * page_tokens + offset. Gathers share one scratch buffer, which grows to
+    the largest: on long contexts, faulting in fresh memory would take longer than the gather itself.
     """
 
     def __init__(
@@ -35,11 +36,12 @@ class KvPool:
         shape = (num_pages, page_tokens, 2 * config.kv_heads, config.head_dim)
         layer_bytes = num_pages * page_tokens * 2 * config.kv_heads * config.head_dim * dtype.itemsize
         self.total_bytes = layer_bytes * config.layers
-        memory.require(self.total_bytes, device, f"{num_pages} KV pages of {page_tokens} tokens")
+        self._scratch = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
         self.layers: list[Tensor] = []
-        for layer in range(config.layers):
-            self.layers.append(torch.empty(shape, dtype=dtype, device=device).zero_())
-            report(LoadProgress(phase="kv_cache", done=layer_bytes * (layer + 1), total=self.total_bytes))
+        with memory.room_for(self.total_bytes, device, f"{num_pages} KV pages of {page_tokens} tokens"):
+            for layer in range(config.layers):
+                self.layers.append(torch.empty(shape, dtype=dtype, device=device).zero_())
+                report(LoadProgress(phase="kv_cache", done=layer_bytes * (layer + 1), total=self.total_bytes))
 
     def write(self, layer: int, slots: Tensor, keys_values: Tensor) -> None:
         """Store `keys_values` [T, 2 * kv_heads, head_dim] at `slots` [T]."""
@@ -48,8 +50,13 @@ class KvPool:
     def read(self, layer: int, pages: Tensor | slice, sequences: int) -> Tensor:
         """Tokens of `pages` (equally many for each of `sequences`, in order): [sequences, tokens, 2 * kv_heads, d].
 
-        A slice of adjacent pages is a view; anything else is a copy.
+        What is returned holds until the next `read`: a slice of adjacent pages is a view, anything else a gather.
         """
         pool = self.layers[layer]
-        found = pool[pages] if isinstance(pages, slice) else pool.index_select(0, pages)
+        found = pool[pages] if isinstance(pages, slice) else self._gather(pool, pages)
         return found.view(sequences, -1, *pool.shape[2:])
+
+    def _gather(self, pool: Tensor, pages: Tensor) -> Tensor:
+        if len(self._scratch) < len(pages):
+            self._scratch = torch.empty((len(pages), *pool.shape[1:]), dtype=pool.dtype, device=pool.device)
+        return torch.index_select(pool, 0, pages, out=self._scratch[: len(pages)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -24,19 +26,33 @@ def free_bytes(device: torch.device) -> int:
     return min(available, max(0, limit - used + _reclaimable_bytes()))
 
 
-def require(needed_bytes: int, device: torch.device, purpose: str) -> None:
-    """Raise InsufficientMemory with the numbers unless `device` has `needed_bytes` free for `purpose`."""
+@contextmanager
+def room_for(needed_bytes: int, device: torch.device, purpose: str) -> Iterator[None]:
+    """Allocate `needed_bytes` for `purpose` inside this. Raises InsufficientMemory with the numbers, before the block
+    where `device` has less free, and in place of torch's own error where an allocation still fails."""
     available = free_bytes(device)
     if needed_bytes > available:
-        short = needed_bytes - available
-        raise InsufficientMemory(
-            f"{purpose} need {needed_bytes // _MIB} MiB on {device}, which has {available // _MIB} MiB free: "
-            f"short by {-(-short // _MIB)} MiB",
-            device=str(device),
-            needed_bytes=needed_bytes,
-            free_bytes=available,
-            short_bytes=short,
-        )
+        raise _insufficient(needed_bytes, available, device, purpose)
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise _insufficient(needed_bytes, free_bytes(device), device, purpose) from None
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise _insufficient(needed_bytes, free_bytes(device), device, purpose) from None
+
+
+def _insufficient(needed_bytes: int, available: int, device: torch.device, purpose: str) -> InsufficientMemory:
+    short = max(0, needed_bytes - available)
+    return InsufficientMemory(
+        f"{purpose} need {needed_bytes // _MIB} MiB on {device}, which has {available // _MIB} MiB free"
+        + (f": short by {-(-short // _MIB)} MiB" if short else ", but not in one piece"),
+        device=str(device),
+        needed_bytes=needed_bytes,
+        free_bytes=available,
+        short_bytes=short,
+    )
 
 
 def _read_number(path: Path) -> int | None:

@@ -59,12 +59,11 @@ class ModelRunner:
         checkpoint = Checkpoint.open(path)
         shapes = tensor_shapes(config)
         checkpoint.require(shapes)
-        memory.require(weights_bytes(config, dtype), device, "the weights")
         report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
         reader = WeightReader(
             checkpoint, checkpoint.stored_bytes(shapes), dtype=dtype, device=device, report=report, cancelled=cancelled
         )
-        with torch.inference_mode():
+        with torch.inference_mode(), memory.room_for(weights_bytes(config, dtype), device, "the weights"):
             decoder = DecoderLoader(config, reader, LinearFactory(device, dtype), device).load()
         return cls(decoder, dtype=dtype, device=device, parameters=reader.elements)
 
