@@ -1,0 +1,121 @@
+"""Which models lie in the given folders and in the hub cache, under names that are unique and stay the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine.models.catalog import ModelEntry
+from engine.models.hub_cache import hub_cache_folder, repo_of, snapshot_of
+from engine.models.inspect import inspect
+
+DEMO = "demo"
+HUB_CACHE = "hub cache"
+_LEVELS = 2
+
+
+class FoundModel(msgspec.Struct, frozen=True):
+    """A model folder and the name it goes by. origin: "demo", "hub cache" or the folder that was searched.
+
+    downloaded: whether it lies in a hub cache, where a download may have stopped half way.
+    """
+
+    name: str
+    path: Path
+    origin: str
+    downloaded: bool = False
+
+
+def discover(folders: Sequence[Path], *, hub_cache: bool = True) -> list[ModelEntry]:
+    """Every model in `folders` (two levels deep: publisher/model too) and the hub cache, the demo first.
+
+    Never raises: a model that cannot be loaded is an entry with a problem, a folder that cannot be read is left out.
+    """
+    entries = []
+    for model in find_models(folders, hub_cache=hub_cache):
+        entry = inspect(model.path)
+        if entry.architecture or entry.weights_bytes:  # else some other program's config.json
+            entries.append(msgspec.structs.replace(entry, name=model.name, origin=model.origin))
+    return entries
+
+
+def find_models(folders: Sequence[Path], *, hub_cache: bool = True) -> list[FoundModel]:
+    """The model folders that `discover` looks into, by name. Of one name, a later one gets its folder's name added."""
+    found: dict[str, FoundModel] = {}
+    seen: set[Path] = set()
+    for model in _all_models(folders, hub_cache):
+        resolved = model.path.resolve()
+        if resolved in seen:
+            continue
+        seen.add(resolved)
+        name = next(name for name in _possible_names(model) if name not in found)
+        found[name] = msgspec.structs.replace(model, name=name)
+    return list(found.values())
+
+
+def demo_path() -> Path | None:
+    """The folder of the built-in demo model; None where this installation lacks it."""
+    from engine.demo import model_path
+
+    try:
+        return model_path()
+    except FileNotFoundError:
+        return None
+
+
+def _all_models(folders: Sequence[Path], hub_cache: bool) -> Iterator[FoundModel]:
+    demo = demo_path()
+    if demo is not None:
+        yield FoundModel(DEMO, demo, DEMO)
+    for folder in folders:
+        folder = folder.expanduser()
+        if _is_model(folder):
+            yield FoundModel(folder.resolve().name, folder, str(folder))
+        else:
+            yield from _models_in(folder, "", str(folder), _LEVELS)
+    if hub_cache:
+        yield from _models_in(hub_cache_folder(), "", HUB_CACHE, 1)
+
+
+def _models_in(folder: Path, prefix: str, origin: str, levels: int) -> Iterator[FoundModel]:
+    for child in _subfolders(folder):
+        repo_id = repo_of(child)
+        if repo_id is not None:
+            snapshot = snapshot_of(child)
+            if snapshot is not None and _is_model(snapshot):
+                yield FoundModel(repo_id, snapshot, origin, downloaded=True)
+        elif _is_model(child):
+            yield FoundModel(prefix + child.name, child, origin)
+        elif levels > 1:
+            yield from _models_in(child, f"{prefix}{child.name}/", origin, levels - 1)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    """Folders inside `folder` by name, hidden ones and Python's caches left out; [] where it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
+    except OSError:
+        return []
+    return [folder / name for name in sorted(names) if not name.startswith((".", "__"))]
+
+
+def _is_model(folder: Path) -> bool:
+    try:
+        return (folder / "config.json").is_file()
+    except OSError:
+        return False
+
+
+def _possible_names(model: FoundModel) -> Iterator[str]:
+    """The model's own name, then ones that say where it is, then numbered ones."""
+    yield model.name
+    yield f"{model.name} ({Path(model.origin).name})"
+    yield f"{model.name} ({model.origin})"
+    number = 2
+    while True:
+        yield f"{model.name} ({model.origin}) {number}"
+        number += 1

@@ -1,0 +1,244 @@
+"""Downloading a model from the hub into its cache: only what is needed, with progress, and stopping when asked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.backends.base import LoadProgress
+from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, ModelNotFound, UnsafeWeights, UnsupportedModel
+from engine.models.hub_cache import DEFAULT_REVISION, hub_cache_folder, is_commit, is_complete, repo_folder, snapshot_of
+from engine.models.hub_errors import explain
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+_PARALLEL_FILES = 4
+_POLL_S = 0.1
+_WANTED = (".safetensors", ".json", ".jinja")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_GIB = 2**30
+
+
+class _Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to fetch: sizes in bytes by file name. small: to be there before any weights are."""
+
+    repo_id: str
+    commit: str
+    small: Mapping[str, int]
+    weights: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all files, those in the cache included."""
+        return sum(self.small.values()) + sum(self.weights.values())
+
+
+def download(
+    repo_id: str,
+    revision: str | None,
+    *,
+    report: Callable[[LoadProgress], None],
+    cancelled: Callable[[], bool],
+) -> Path:
+    """The snapshot folder of a hub model after fetching what the cache lacks of it.
+
+    HF_ENDPOINT, HF_HUB_CACHE, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN are honoured. Weights come last and the branch's
+    reference is written at the end, so that an unfinished download is never taken for a model; files that are
+    whole are kept and not fetched again. Raises ModelNotFound, UnsafeWeights, UnsupportedModel, ModelLoadFailed
+    or LoadCancelled.
+    """
+    if cancelled():
+        raise _cancelled(repo_id)
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return _offline(repo_id, revision)
+    api = _open_hub()
+    try:
+        plan = _plan(api, repo_id, revision)
+        transfer = _Transfer(api, plan)
+        _require_space(plan, transfer.done_bytes)
+        for files in (plan.small, plan.weights):
+            transfer.fetch(files, report, cancelled)
+        _write_reference(plan, revision or DEFAULT_REVISION)
+    except EngineError:
+        raise
+    except Exception as error:  # the library lets its HTTP client's errors through, whichever that is
+        raise explain(error, repo_id, revision, api.endpoint) from error
+    return repo_folder(repo_id) / "snapshots" / plan.commit
+
+
+def _open_hub() -> HfApi:
+    """The hub's API; quiet, for the screen belongs to someone else, and over plain HTTP, which can be stopped."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+    from huggingface_hub import HfApi
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="ericllm")
+
+
+def _plan(api: HfApi, repo_id: str, revision: str | None) -> _Plan:
+    info = api.model_info(repo_id, revision=revision, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    small, weights = choose_files(sizes, repo_id)
+    return _Plan(repo_id=repo_id, commit=str(info.sha), small=small, weights=weights)
+
+
+def choose_files(sizes: Mapping[str, int], repo_id: str) -> tuple[dict[str, int], dict[str, int]]:
+    """(small files, weights) that a model needs of its repository's files, given and returned as sizes by name.
+
+    Files in subfolders are left out (other formats, other precisions), chat templates excepted, and so are
+    weights that are there twice as "consolidated". Raises UnsafeWeights or UnsupportedModel for no model.
+    """
+    top = {name: size for name, size in sizes.items() if "/" not in name}
+    if "config.json" not in top:
+        raise UnsupportedModel(f"{repo_id} is no model that can be loaded: it has no config.json")
+    weights = {name: size for name, size in top.items() if name.endswith(".safetensors")}
+    if not weights:
+        if pickles := [name for name in top if name.endswith(_PICKLES)]:
+            raise UnsafeWeights(
+                f"{repo_id} has only pickles ({pickles[0]}), which can run code when read; choose one with safetensors",
+                file=pickles[0],
+            )
+        raise UnsupportedModel(f"{repo_id} has no safetensors weights")
+    plain = {name: size for name, size in weights.items() if not name.startswith("consolidated")}
+    small = {name: size for name, size in top.items() if name.endswith(_WANTED) and name not in weights}
+    small |= {name: size for name, size in sizes.items() if name.startswith("additional_chat_templates/")}
+    return small, plain or weights
+
+
+class _Transfer:
+    """Fetches files side by side; the calling thread reports and asks whether to go on, the others only count."""
+
+    def __init__(self, api: HfApi, plan: _Plan) -> None:
+        self._api, self._plan = api, plan
+        self._cache = hub_cache_folder()
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        snapshot = repo_folder(plan.repo_id) / "snapshots" / plan.commit
+        self._present = {name for name in (*plan.small, *plan.weights) if (snapshot / name).is_file()}
+        self.done_bytes = sum(size for name, size in {**plan.small, **plan.weights}.items() if name in self._present)
+
+    def fetch(
+        self, files: Mapping[str, int], report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]
+    ) -> None:
+        """Fetch those of `files` that the cache lacks; raises LoadCancelled, or the first file's error."""
+        missing = {name: size for name, size in files.items() if name not in self._present}
+        with ThreadPoolExecutor(_PARALLEL_FILES, thread_name_prefix="hub") as pool:
+            try:
+                futures = [pool.submit(self._fetch_one, name, size) for name, size in missing.items()]
+                self._watch(futures, report, cancelled)
+            finally:
+                self._stop.set()  # after an error, whoever still runs ends with its next chunk
+                pool.shutdown(cancel_futures=True)
+        self._stop.clear()
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self.done_bytes += size
+
+    def _watch(
+        self, files: Sequence[Future[None]], report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]
+    ) -> None:
+        pending = set(files)
+        while True:
+            finished, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
+            for file in finished:
+                file.result()
+            report(LoadProgress(phase="download", done=self.done_bytes, total=self._plan.total_bytes))
+            if not pending:
+                return
+            if cancelled():
+                raise _cancelled(self._plan.repo_id)
+
+    def _fetch_one(self, name: str, size: int) -> None:
+        """Fetch one file, counting its bytes as they come (a restarted file gives some back), `size` in the end."""
+        from huggingface_hub import hf_hub_download
+
+        received = 0
+
+        def count(chunk: int) -> None:
+            nonlocal received
+            if self._stop.is_set():
+                raise _cancelled(self._plan.repo_id)
+            received += chunk
+            self._count(chunk)
+
+        bar: Any = _bar_class(count)
+        hf_hub_download(
+            self._plan.repo_id,
+            name,
+            revision=self._plan.commit,
+            cache_dir=self._cache,
+            endpoint=self._api.endpoint,
+            library_name="ericllm",
+            tqdm_class=bar,
+        )
+        self._count(size - received)
+
+
+def _bar_class(count: Callable[[int], None]) -> type:
+    """What the library takes for a progress bar: it shows nothing and hands every chunk's size to `count`."""
+
+    class Bar:
+        def __init__(self, *args: object, **settings: object) -> None:
+            pass
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def update(self, size: float | None = 1) -> None:
+            count(int(size or 0))
+
+        def ignore(self, *args: object, **settings: object) -> None:
+            """Looks, and bytes that `update` hears of as well."""
+
+        update_transfer = set_postfix_str = set_transfer_postfix_str = set_description = refresh = close = ignore
+
+    return Bar
+
+
+def _require_space(plan: _Plan, present_bytes: int) -> None:
+    """Raise ModelLoadFailed with the numbers where the disk cannot take what is still to come."""
+    folder = hub_cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    needed, free = plan.total_bytes - present_bytes, shutil.disk_usage(folder).free
+    if needed > free:
+        raise ModelLoadFailed(
+            f"{plan.repo_id} needs {needed / _GIB:.1f} GiB more in {folder}, where {free / _GIB:.1f} GiB are free",
+            needed_bytes=needed,
+            free_bytes=free,
+        )
+
+
+def _write_reference(plan: _Plan, revision: str) -> None:
+    """Let the cache know which commit a branch or tag stands for."""
+    if not is_commit(revision):
+        reference = repo_folder(plan.repo_id) / "refs" / revision
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        reference.write_text(plan.commit, "ascii")
+
+
+def _offline(repo_id: str, revision: str | None) -> Path:
+    snapshot = snapshot_of(repo_folder(repo_id), revision)
+    if snapshot is None or not is_complete(snapshot):
+        raise ModelNotFound(
+            f"{repo_id} is not in the hub cache ({hub_cache_folder()}), and HF_HUB_OFFLINE forbids fetching it",
+            model=repo_id,
+        )
+    return snapshot
+
+
+def _cancelled(repo_id: str) -> LoadCancelled:
+    return LoadCancelled(f"downloading {repo_id} was cancelled", model=repo_id)

@@ -1,0 +1,80 @@
+"""Where huggingface_hub keeps what it downloaded: <cache>/models--org--name/{refs,snapshots/<commit>}.
+
+The layout is documented at https://huggingface.co/docs/huggingface_hub/guides/manage-cache; reading it directly
+spares the import.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from engine.errors import ModelLoadFailed
+from engine.models.headers import weight_files
+
+DEFAULT_REVISION = "main"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def hub_cache_folder() -> Path:
+    """The cache's folder, as HF_HUB_CACHE, HF_HOME and XDG_CACHE_HOME say now."""
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache).expanduser()
+    if home := os.environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+
+
+def repo_folder(repo_id: str) -> Path:
+    """The cache's folder of one model."""
+    return hub_cache_folder() / f"models--{repo_id.replace('/', '--')}"
+
+
+def repo_of(folder: Path) -> str | None:
+    """The hub id whose cache `folder` is, None for any other folder."""
+    kind, _, rest = folder.name.partition("--")
+    return rest.replace("--", "/", 1) if kind == "models" and rest else None
+
+
+def snapshot_of(repo: Path, revision: str | None = None) -> Path | None:
+    """The snapshot of a revision (branch, tag or commit) in a repository's cache folder, None where it has none.
+
+    Without a revision: the one that "main" stands for, else the newest.
+    """
+    snapshots = repo / "snapshots"
+    try:
+        commit = _commit_of(repo, revision or DEFAULT_REVISION)
+        if commit is not None and (snapshots / commit).is_dir():
+            return snapshots / commit
+        if revision is not None:
+            return None
+        return max((path for path in snapshots.iterdir() if path.is_dir()), key=_modified, default=None)
+    except OSError:
+        return None
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a full commit hash, which always means the same files."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+def is_complete(snapshot: Path) -> bool:
+    """Whether a snapshot holds its config and all its weights (a download fetches these last)."""
+    try:
+        return (snapshot / "config.json").is_file() and bool(weight_files(snapshot))
+    except (OSError, ModelLoadFailed):
+        return False
+
+
+def _commit_of(repo: Path, revision: str) -> str | None:
+    if is_commit(revision):
+        return revision
+    try:
+        return (repo / "refs" / revision).read_text("ascii").strip()
+    except FileNotFoundError:
+        return None
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime

@@ -1,0 +1,148 @@
+"""What a model folder holds and whether it can be loaded here: from config.json and safetensors headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from engine.backends.torch.model_config import read_model_config
+from engine.errors import EngineError, UnsupportedModel
+from engine.models.catalog import ModelEntry
+from engine.models.files import read_json_object
+from engine.models.headers import TensorHeader, read_header, weight_files
+
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOATS |= {"F8_E4M3": "float8_e4m3", "F8_E5M2": "float8_e5m2"}
+_READABLE = ("bfloat16", "float16", "float32")
+_PACKED_HELPERS = (
+    *(".q_scale", ".q_scale_max", ".q_groups", ".q_group_map", ".q_perm", ".q_invperm"),  # exl2
+    *(".qzeros", ".scales", ".g_idx"),  # gptq, awq
+    *(".weight_scale", ".weight_scale_inv", ".input_scale"),  # fp8
+    *(".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"),  # bitsandbytes
+)
+
+
+class _Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """What the headers say. dtype: of most of the bytes that are plain numbers; exl2: whether weights are packed so."""
+
+    file_bytes: int = 0
+    parameters: int = 0
+    dtype: str = ""
+    exl2: bool = False
+
+
+def inspect(path: Path) -> ModelEntry:
+    """The model in a folder, named after it. Never raises: what is wrong is in the entry's `problem`."""
+    config: Mapping[str, object] = {}
+    weights = _Weights()
+    context_tokens = 0
+    problems: list[str] = []
+    try:
+        config = read_json_object(path / "config.json")
+        context_tokens = _context_tokens(config)
+        context_tokens = read_model_config(path).max_model_len
+    except EngineError as error:
+        problems.append(error.message)
+    try:
+        weights = _read_weights(path, config)
+        _refuse_unreadable(path, config, weights)
+    except EngineError as error:
+        problems.append(error.message)
+    except OSError as error:
+        problems.insert(0, f"{path} cannot be read: {error.strerror}")
+    return ModelEntry(
+        name=path.name,
+        path=path,
+        origin=str(path.parent),
+        architecture=_architecture(config),
+        quantisation=_quantisation(config, weights),
+        dtype=weights.dtype or str(config.get("torch_dtype") or config.get("dtype") or ""),
+        parameters=weights.parameters,
+        weights_bytes=weights.file_bytes,
+        context_tokens=context_tokens,
+        problem=problems[0] if problems else "",
+    )
+
+
+def _read_weights(path: Path, config: Mapping[str, object]) -> _Weights:
+    files = weight_files(path)
+    tensors: dict[str, TensorHeader] = {}
+    for file in files:
+        tensors.update(read_header(file))
+    plain_bytes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        if tensor.dtype in _FLOATS:
+            plain_bytes[_FLOATS[tensor.dtype]] += tensor.stored_bytes
+    return _Weights(
+        file_bytes=sum(file.stat().st_size for file in files),
+        parameters=sum(_parameters(name, tensors, _bits(config)) for name in tensors),
+        dtype=next((dtype for dtype, _ in plain_bytes.most_common(1)), ""),
+        exl2=any(name.endswith(".q_weight") for name in tensors),
+    )
+
+
+def _parameters(name: str, tensors: Mapping[str, TensorHeader], bits: float | None) -> int:
+    """How many weights of the model a stored tensor stands for; packed ones stand for more than their elements."""
+    tensor = tensors[name]
+    stem, _, kind = name.rpartition(".")
+    if kind == "q_weight":  # exl2: [packed rows, columns]; its permutation has one entry per row
+        rows = tensors.get(f"{stem}.q_invperm") or tensors.get(f"{stem}.q_perm")
+        return rows.elements * tensor.shape[-1] if rows and tensor.shape else 0
+    if kind == "qweight":  # gptq and awq: 32-bit words full of values
+        return int(tensor.elements * 32 / (bits or 4))
+    if name.endswith(_PACKED_HELPERS) or ".quant_state." in name:
+        return 0
+    if tensor.dtype == "U8":  # bitsandbytes: two 4-bit values a byte
+        return tensor.elements * 2
+    return tensor.elements if tensor.dtype in _FLOATS or tensor.dtype == "I8" else 0
+
+
+def _refuse_unreadable(path: Path, config: Mapping[str, object], weights: _Weights) -> None:
+    """Raise UnsupportedModel for what config.json does not show: packed weights, a rare dtype, no tokenizer."""
+    if weights.exl2 and "quantization_config" not in config:
+        raise UnsupportedModel("the weights are exl2, which needs the exllamav2 backend on a CUDA GPU")
+    if weights.dtype not in _READABLE:
+        raise UnsupportedModel(f"the weights are {weights.dtype or 'no floats'}; {', '.join(_READABLE)} can be read")
+    if not (path / "tokenizer.json").is_file():
+        raise UnsupportedModel("the folder has no tokenizer.json, which is needed to read and write text")
+
+
+def _architecture(config: Mapping[str, object]) -> str:
+    names = config.get("architectures")
+    return str(names[0] if isinstance(names, list) and names else config.get("model_type") or "")
+
+
+def _context_tokens(config: Mapping[str, object]) -> int:
+    """The length that config.json itself gives, for models whose config is not known any better."""
+    text_config = config.get("text_config")
+    for source in (config, text_config if isinstance(text_config, dict) else {}):
+        for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
+            value = source.get(key)
+            if isinstance(value, int):
+                return value
+    return 0
+
+
+def _quantisation(config: Mapping[str, object], weights: _Weights) -> str:
+    """ "exl2 5.0 bpw", "gptq 4-bit", "fp8", ..."""
+    method = _quantisation_config(config).get("quant_method") or ("exl2" if weights.exl2 else "")
+    bits = _bits(config)
+    if not method or bits is None:
+        return str(method)
+    return f"{method} {bits:.1f} bpw" if method == "exl2" else f"{method} {bits:g}-bit"
+
+
+def _bits(config: Mapping[str, object]) -> float | None:
+    quantisation = _quantisation_config(config)
+    if quantisation.get("load_in_4bit") or quantisation.get("load_in_8bit"):
+        return 4 if quantisation.get("load_in_4bit") else 8
+    bits = quantisation.get("bits")
+    return float(bits) if isinstance(bits, int | float) and bits > 0 else None
+
+
+def _quantisation_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    value = config.get("quantization_config")
+    return value if isinstance(value, dict) else {}
