@@ -1,0 +1,150 @@
+"""EricApp: the console's frame. It owns theme, keys, modes and the clock; screens do the rest through the link."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual.app import App, SystemCommand
+from textual.screen import Screen
+
+from console import keymap, modes
+from console.commands import BindingCommands
+from console.knobs import KnobName, Knobs
+from console.link import EngineLink
+from console.screens.base import ConsoleScreen
+from console.theme import DEFAULT_THEME, builtin_folder, load_themes, user_folder, variable_defaults
+from console.widgets.glyphs import wants_ascii
+from engine.errors import EngineError
+
+REFRESH_S = 0.25
+
+
+class EricApp(App[None], inherit_bindings=False):
+    """The console over a link. theme, start: names of a theme and of a mode; unknown ones fall back to the first.
+
+    chats: the file that conversations are kept in; None keeps them in memory.
+    """
+
+    TITLE = "EricLLM"
+    CSS_PATH: ClassVar[list[str | Path]] = sorted(Path(__file__).parent.joinpath("styles").glob("*.tcss"))  # type: ignore[assignment]
+    BINDINGS = keymap.BINDINGS  # type: ignore[assignment]
+    MODES: ClassVar[dict[str, Any]] = {mode.name: mode.factory for mode in modes.MODES}
+    DEFAULT_MODE = modes.MODES[0].name
+    COMMANDS = App.COMMANDS | {BindingCommands}
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (96, "-medium"), (126, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (28, "-regular"), (38, "-tall")]  # noqa: RUF012
+
+    def __init__(
+        self,
+        link: EngineLink,
+        *,
+        theme: str | None = None,
+        start: str | None = None,
+        themes_folder: Path | None = None,
+        chats: Path | None = None,
+    ) -> None:
+        self.link = link
+        self.chats = chats
+        self._knobs = Knobs()
+        self._start = start if start in self.MODES else None
+        super().__init__()
+        found = load_themes((builtin_folder(), themes_folder or user_folder()))
+        for found_theme in found.themes:
+            self.register_theme(found_theme)
+        self._theme_problems = list(found.problems)
+        self.theme = self._known_theme(theme or DEFAULT_THEME)
+
+    def _known_theme(self, name: str) -> str:
+        if name in self.available_themes:
+            return name
+        self._theme_problems.append(f"there is no theme called {name}")
+        return DEFAULT_THEME if DEFAULT_THEME in self.available_themes else next(iter(self.available_themes))
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        """Our own CSS variables, derived from the theme in use."""
+        return variable_defaults(self.current_theme)
+
+    def on_mount(self) -> None:
+        """Start the clock."""
+        self.set_class(wants_ascii(), "-ascii")
+        if self._start is not None:
+            self.switch_mode(self._start)
+        if self._theme_problems:
+            self.notify("\n".join(self._theme_problems), title="Themes", severity="warning", markup=False, timeout=10)
+        self.set_interval(REFRESH_S, self.refresh_screen)
+
+    def refresh_screen(self) -> None:
+        """Show the latest snapshot on the screen that is seen; the others catch up when they are opened."""
+        self._knobs.settled(self.link.snapshot())
+        base = self.screen_stack[0]
+        if isinstance(base, ConsoleScreen) and base.is_running:
+            base.refresh_view()
+
+    # -- commands to the engine --------------------------------------------------------------------------------------
+
+    def perform(self, command: Coroutine[Any, Any, object], *, done: str = "") -> None:
+        """Run an engine command in the background; toast `done` afterwards, or why it failed."""
+        self.run_worker(self._perform(command, done), group="commands", exit_on_error=False)
+
+    async def _perform(self, command: Coroutine[Any, Any, object], done: str) -> bool:
+        try:
+            await command
+        except EngineError as error:
+            self.notify(error.message, severity="error", markup=False, timeout=8)
+            return False
+        if done:
+            self.notify(done, markup=False)
+        self.refresh_screen()
+        return True
+
+    def action_step(self, knob: KnobName, by: int) -> None:
+        """Turn a knob by `by`."""
+        target = self._knobs.step(self.link.snapshot(), knob, by)
+        self.run_worker(self._turn(knob, target), group="commands", exit_on_error=False)
+
+    async def _turn(self, knob: KnobName, target: int) -> None:
+        if not await self._perform(self.link.reconfigure(**{knob: target}), ""):
+            self._knobs.refused(knob)
+
+    def action_toggle_api(self) -> None:
+        """The HTTP API on or off."""
+        api = self.link.api_status()
+        if api.running:
+            self.perform(self.link.stop_api(), done="The API is off")
+        else:
+            self.perform(self.link.start_api(), done=f"The API listens on {api.url}")
+
+    # -- screens ----------------------------------------------------------------------------------------------------
+
+    def action_open(self, mode: str) -> None:
+        """Go to a screen."""
+        if mode != self.current_mode:
+            self.switch_mode(mode)
+
+    def action_help(self) -> None:
+        """Keys and numbers, explained."""
+        from console.screens.help import HelpScreen
+
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen(self.screen))
+
+    async def action_quit(self) -> None:
+        """Quit; ask first when that would cut answers off."""
+        from console.screens.quit import QuitScreen
+
+        snapshot = self.link.snapshot()
+        unfinished = snapshot.running + snapshot.queued
+        if not unfinished or isinstance(self.screen, QuitScreen):
+            self.exit()
+        else:
+            self.push_screen(QuitScreen(unfinished), lambda leave: self.exit() if leave else None)
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """What the palette offers besides the keys."""
+        yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
+        yield SystemCommand("Screenshot", "Save a picture of this screen (SVG)", self._save_screenshot)
+
+    def _save_screenshot(self) -> None:
+        self.set_timer(0.1, self.deliver_screenshot)

@@ -1,0 +1,40 @@
+"""The screens of the console, in the order of their digits. A screen is imported when it is first opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from console.screens.base import ConsoleScreen
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One screen: `module` and `screen` say where its class is; `digit` and F<digit> open it."""
+
+    name: str
+    digit: str
+    title: str
+    module: str
+    screen: str
+
+    @property
+    def factory(self) -> Callable[[], ConsoleScreen]:
+        """Makes the screen; imports it only then."""
+
+        def make() -> ConsoleScreen:
+            screen: ConsoleScreen = getattr(import_module(self.module), self.screen)()
+            return screen
+
+        return make
+
+
+MODES: tuple[Mode, ...] = (
+    Mode("dashboard", "1", "Dashboard", "console.screens.dashboard", "DashboardScreen"),
+    Mode("models", "2", "Models", "console.screens.models", "ModelsScreen"),
+    Mode("chat", "3", "Chat", "console.screens.chat", "ChatScreen"),
+    Mode("logs", "4", "Logs", "console.screens.logs", "LogsScreen"),
+)

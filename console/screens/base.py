@@ -1,0 +1,72 @@
+"""ConsoleScreen: the frame around every screen (status line, tabs with the knobs, footer) and its clock."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from textual.app import ComposeResult
+from textual.screen import Screen
+from textual.widgets import Footer
+
+from console.link import ApiStatus, EngineLink
+from console.widgets.status_line import StatusLine
+from console.widgets.tabs import TabRow
+from engine.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from console.app import EricApp
+
+
+class ConsoleScreen(Screen[None]):
+    """A mode's screen: subclasses give `compose_body` and `update_body`, and call the engine through `perform`."""
+
+    MODE: ClassVar[str] = ""
+
+    def compose(self) -> ComposeResult:
+        """The frame, with the body in it."""
+        yield StatusLine()
+        yield TabRow(self.MODE)
+        yield from self.compose_body()
+        yield Footer()
+
+    def compose_body(self) -> ComposeResult:
+        """What is between the tabs and the footer."""
+        yield from ()
+
+    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+        """Show `snapshot`; called four times a second while this screen is seen, and when it comes up."""
+
+    @property
+    def console(self) -> EricApp:
+        """The app, by its own type."""
+        from console.app import EricApp
+
+        assert isinstance(self.app, EricApp)
+        return self.app
+
+    @property
+    def link(self) -> EngineLink:
+        """The engine, as far as a screen may see it."""
+        return self.console.link
+
+    def perform(self, command: Coroutine[Any, Any, object], *, done: str = "") -> None:
+        """Run an engine command in the background; toast `done` afterwards, or why it failed."""
+        self.console.perform(command, done=done)
+
+    def refresh_view(self) -> None:
+        """Show the latest snapshot now."""
+        snapshot, api = self.link.snapshot(), self.link.api_status()
+        with self.app.batch_update():
+            self.query_one(StatusLine).show(snapshot, api)
+            self.query_one(TabRow).show(snapshot)
+            self.update_body(snapshot, api)
+
+    def on_mount(self) -> None:
+        """Never a first frame without numbers."""
+        self.refresh_view()
+
+    def on_screen_resume(self) -> None:
+        """Back from another mode: nothing stale."""
+        if self.is_mounted:
+            self.refresh_view()

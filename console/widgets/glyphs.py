@@ -1,0 +1,58 @@
+"""What the console draws with: block characters, or ASCII where a terminal has none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from textual.app import App
+
+COLUMNS = " ▁▂▃▄▅▆▇█"
+ROWS = " ▏▎▍▌▋▊▉█"
+ASCII_COLUMNS = " ._-=+*##"
+
+_TO_ASCII = str.maketrans(
+    {
+        "●": "*",
+        "○": "o",
+        "◔": "%",
+        "◒": "~",
+        "◌": ".",
+        "↻": "@",
+        "✖": "!",
+        "✓": "v",
+        "◆": "#",
+        "■": "#",
+        "□": ".",
+        "·": "|",
+        "×": "x",
+        "−": "-",
+        "–": "-",
+        "→": ">",
+        "…": "~",
+        "▏": "|",
+        "┊": ":",
+        "°": " ",
+        "█": "#",
+        "░": ".",
+        "━": "=",
+        "─": "-",
+    }
+)
+
+
+def wants_ascii(environ: Mapping[str, str] = os.environ, encoding: str | None = None) -> bool:
+    """Whether the terminal lacks block characters: a locale that is not UTF-8, or the Linux console's small font."""
+    encoding = encoding if encoding is not None else getattr(sys.__stdout__, "encoding", None) or "utf-8"
+    return not encoding.lower().replace("-", "").startswith("utf") or environ.get("TERM") == "linux"
+
+
+def is_ascii(app: App[object]) -> bool:
+    """Whether this app draws in ASCII."""
+    return app.has_class("-ascii")
+
+
+def to_ascii(text: str) -> str:
+    """`text` with our glyphs replaced, character by character."""
+    return text.translate(_TO_ASCII)

@@ -1,0 +1,121 @@
+"""The top line of every screen: which model, how it is, how it is served, what time it is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from textual.content import Content
+from textual.widget import Widget
+
+from console.link import ApiStatus
+from console.widgets import text
+from console.widgets.glyphs import is_ascii, to_ascii
+from console.widgets.states import model_state
+from engine.snapshot import Snapshot
+
+_MUTED = "$muted"
+_DOT = Content.styled(" · ", "$graph-axis")
+_BAR_CELLS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    snapshot: Snapshot
+    api: ApiStatus
+
+
+class StatusLine(Widget):
+    """One row. It says less where there is less room, but always model, state and clock."""
+
+    DEFAULT_CSS = """
+    StatusLine { height: 1; width: 1fr; padding: 0 1; background: $panel; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._view: _View | None = None
+
+    def show(self, snapshot: Snapshot, api: ApiStatus) -> None:
+        """Draw anew."""
+        self._view = _View(snapshot, api)
+        self.refresh()
+
+    def render(self) -> Content:
+        """The widest form that fits."""
+        if self._view is None:
+            return Content("")
+        line = status_line(self._view.snapshot, self._view.api, self.size.width)
+        if is_ascii(self.app):
+            return Content(to_ascii(line.plain))
+        return line
+
+
+def status_line(snapshot: Snapshot, api: ApiStatus, width: int) -> Content:
+    """The whole line in `width` cells."""
+    clock = Content.styled(time.strftime("%H:%M:%S", time.localtime(snapshot.at)), _MUTED)
+    room = width - clock.cell_length - 2
+    forms = (_left(snapshot, api, brevity, room) for brevity in range(4))
+    left = next((form for form in forms if form.cell_length <= room), None)
+    if left is None:
+        left = _left(snapshot, api, 3, room).truncate(room, ellipsis=True)
+    return Content.assemble(left, " " * (width - left.cell_length - clock.cell_length), clock)
+
+
+def _left(snapshot: Snapshot, api: ApiStatus, brevity: int, room: int) -> Content:
+    parts = [Content.styled("EricLLM", "bold $primary")]
+    name = _model(snapshot, brevity)
+    if name is not None:
+        parts.append(name)
+    parts.append(_state(snapshot, brevity, room - sum(part.cell_length + 3 for part in parts)))
+    status = snapshot.status
+    if status.state in ("ready", "draining"):
+        parts.append(_shape(snapshot, brevity))
+    if status.state != "failed" or brevity == 0:
+        parts.append(_api(api, brevity))
+    return _DOT.join(parts)
+
+
+def _model(snapshot: Snapshot, brevity: int) -> Content | None:
+    status = snapshot.status
+    if status.spec is None:
+        return None
+    name = Content.styled(text.clip(status.spec.name, (48, 36, 24, 18)[brevity]), "bold $foreground")
+    if status.model is None or brevity > 2:
+        return name
+    return Content.assemble(name, (f" {text.dtype(status.model.dtype)}", _MUTED))
+
+
+def _state(snapshot: Snapshot, brevity: int, room: int) -> Content:
+    status = snapshot.status
+    state = model_state(status.state)
+    if status.error is not None and status.state == "failed":
+        return Content.styled(text.clip(f"{state.glyph} failed: {status.error.message}", room), state.style)
+    if status.progress is None or status.state != "loading":
+        return state.content
+    done = text.fraction(status.progress)
+    filled = round(done * _BAR_CELLS)
+    bar = Content.assemble((" " + "━" * filled, state.style), ("━" * (_BAR_CELLS - filled), "$gpu-free"))
+    return Content.assemble(
+        state.content,
+        (f" {text.progress(status.progress)}", state.style) if brevity < 3 else "",
+        bar if brevity < 2 else "",
+        (f" {text.percent(done)}", state.style),
+    )
+
+
+def _shape(snapshot: Snapshot, brevity: int) -> Content:
+    workers, prompts = snapshot.target_workers, snapshot.max_prompts
+    if brevity > 0:
+        return Content.styled(f"{workers}×{prompts}", "$foreground")
+    return Content.styled(f"{text.plural(workers, 'worker')} × {text.plural(prompts, 'prompt')}", "$foreground")
+
+
+def _api(api: ApiStatus, brevity: int) -> Content:
+    if api.error is not None:
+        return Content.styled("✖ API failed", "$worker-failed")
+    if not api.running:
+        return Content.styled("○ API off", _MUTED)
+    address = f":{api.port}" if brevity > 1 else api.url.removeprefix("http://")
+    clients = f", {api.clients}" if brevity > 1 else f", {text.plural(api.clients, 'client')}"
+    return Content.assemble((f"API {address} on", "$foreground"), (clients, _MUTED))

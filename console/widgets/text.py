@@ -1,0 +1,100 @@
+"""Numbers as an operator reads them: short, with a unit, never wider than they must be."""
+
+from __future__ import annotations
+
+from engine.backends.base import LoadProgress
+
+_KIB = 1024
+_PHASES = {
+    "download": "downloading",
+    "inspect": "inspecting",
+    "kernels": "compiling kernels",
+    "weights": "weights",
+    "kv_cache": "KV cache",
+    "warm_up": "warming up",
+}
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def size(size_bytes: float) -> str:
+    """ "9.4 GiB", "310 MiB", "12 KiB"."""
+    for unit, scale in (("TiB", _KIB**4), ("GiB", _KIB**3), ("MiB", _KIB**2)):
+        if size_bytes >= scale:
+            return f"{_short(size_bytes / scale)} {unit}"
+    return f"{size_bytes / _KIB:.0f} KiB"
+
+
+def gib(size_bytes: float) -> str:
+    """GiB without the unit, one decimal: "9.4"; two for what is small: "0.02"."""
+    value = size_bytes / _KIB**3
+    return f"{value:.1f}" if value >= 1 or value == 0 else f"{value:.2f}"
+
+
+def seconds(value_s: float | None) -> str:
+    """ "14 ms", "1.24 s", "2:05", "–" for what is not known."""
+    if value_s is None:
+        return "–"
+    if value_s < 0.0095:
+        return f"{value_s * 1000:.1f} ms"
+    if value_s < 0.9995:
+        return f"{value_s * 1000:.0f} ms"
+    if value_s < 99.95:
+        return f"{value_s:.2f} s" if value_s < 9.995 else f"{value_s:.1f} s"
+    return f"{int(value_s // 60)}:{int(value_s % 60):02d}"
+
+
+def count(value: float) -> str:
+    """ "612", "1.9k", "2.1M"."""
+    for unit, scale in (("M", 1e6), ("k", 1e3)):
+        if value >= scale * 0.9995:
+            return f"{_short(value / scale)}{unit}"
+    return f"{value:.0f}"
+
+
+def rate(value_per_s: float | None) -> str:
+    """Tokens per second: one decimal below ten, none above."""
+    if value_per_s is None:
+        return "–"
+    return f"{value_per_s:.1f}" if 0 < value_per_s < 9.95 else count(value_per_s)
+
+
+def percent(fraction: float | None) -> str:
+    """ "71%", "–" for what is not known; clamped to what a percentage can be."""
+    return "–" if fraction is None else f"{min(1.0, max(0.0, fraction)):.0%}"
+
+
+def plural(number: int, noun: str) -> str:
+    """ "1 worker", "2 workers"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def dtype(name: str) -> str:
+    """ "bf16" for "bfloat16"."""
+    return _DTYPES.get(name, name)
+
+
+def progress(load: LoadProgress) -> str:
+    """ "weights 3.1/9.4 GiB", "warming up 2/5"."""
+    phase = _PHASES[load.phase]
+    if load.total <= 0:
+        return phase
+    if load.unit != "bytes":
+        return f"{phase} {load.done}/{load.total}"
+    total, _, unit = size(load.total).partition(" ")
+    scale = {"TiB": _KIB**4, "GiB": _KIB**3, "MiB": _KIB**2, "KiB": _KIB}[unit]
+    return f"{phase} {_short(load.done / scale)}/{total} {unit}"
+
+
+def fraction(load: LoadProgress) -> float:
+    """How far a load's phase is, 0..1."""
+    return min(1.0, load.done / load.total) if load.total > 0 else 0.0
+
+
+def clip(text: str, width: int) -> str:
+    """`text` on one line of at most `width` characters, with an ellipsis where it was cut."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: max(0, width - 1)] + "…"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
