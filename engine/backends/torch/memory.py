@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +43,16 @@ def room_for(needed_bytes: int, device: torch.device, purpose: str) -> Iterator[
         if "can't allocate memory" not in str(error):
             raise
         raise _insufficient(needed_bytes, free_bytes(device), device, purpose) from None
+
+
+def give_back(device: torch.device) -> None:
+    """Return freed memory to the driver or the system: both allocators keep some of it otherwise."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _insufficient(needed_bytes: int, available: int, device: torch.device, purpose: str) -> InsufficientMemory:

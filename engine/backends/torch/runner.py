@@ -118,8 +118,7 @@ class ModelRunner:
     def unload(self) -> None:
         """Give the weights and the KV pages back; idempotent."""
         self._decoder = self._kv = self._planner = None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        memory.give_back(self._device)
 
 
 def pick_device(name: str) -> torch.device:
