@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.config import SamplingParams
 
-FIRST_LOOK = 512
+FIRST_LOOK = 256
 """How many of the best tokens are looked at before the whole vocabulary is sorted."""
 
 _MASK64 = 2**64 - 1
@@ -37,7 +37,10 @@ def _mix(value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """Sampling knobs of R rows, each [R, 1] float64, top_k int64; what is off has a value that keeps everything."""
+    """Sampling knobs of R rows, each [R, 1] float64, top_k int64; what is off has a value that keeps everything.
+
+    largest_k: the largest top_k of all.      width: how many of the best tokens of each row to look at.
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -46,7 +49,8 @@ class Knobs:
     typical_p: Tensor
     noise: Tensor
     any_typical: bool
-    first_width: int
+    largest_k: int
+    width: int
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], noise: Sequence[float], vocab: int, device: torch.device) -> Knobs:
@@ -65,21 +69,14 @@ class Knobs:
             typical_p=column([p.typical_p if p.typical_p < 1 else _OFF for p in params]),
             noise=column(noise),
             any_typical=any(p.typical_p < 1 for p in params),
-            first_width=max(map(min, top_k, bounded)),
+            largest_k=max(top_k),
+            width=max(map(min, top_k, bounded)),
         )
 
-    def rows(self, index: Tensor) -> Knobs:
-        """The knobs of some of the rows."""
-        return Knobs(
-            self.temperature[index],
-            self.top_k[index],
-            self.top_p[index],
-            self.min_p[index],
-            self.typical_p[index],
-            self.noise[index],
-            self.any_typical,
-            self.first_width,
-        )
+    def wider(self, rows: Tensor, vocab: int) -> Knobs:
+        """The knobs of those rows, for which `width` was not enough."""
+        tensors = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p, self.noise)
+        return Knobs(*(t[rows] for t in tensors), self.any_typical, self.largest_k, min(self.width * 16, vocab))
 
 
 def rank(logits: Tensor, width: int) -> Tensor:
@@ -87,16 +84,18 @@ def rank(logits: Tensor, width: int) -> Tensor:
     equals: [R, width]. Sorting by (logit, id) as one integer makes the order exact whatever else is in the batch."""
     vocab = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-    low = torch.arange(vocab - 1, -1, -1, device=logits.device)
-    best = ((ordered << 32) | low).topk(width, dim=-1).values
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    keys = bits.to(torch.int64)
+    keys <<= 32
+    keys |= torch.arange(vocab - 1, -1, -1, device=logits.device)
+    best = keys.topk(width, dim=-1).values
     return vocab - 1 - (best & 0xFFFFFFFF)
 
 
 def draw_plain(logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
     """A token of each row by temperature alone: [R, V] logits, [R, 1] temperature and noise -> [R] ids."""
-    shifted = logits.double() - logits.amax(dim=-1, keepdim=True)
-    return _invert((shifted / temperature).exp(), noise).squeeze(1)
+    scaled = _scaled(logits, logits.amax(dim=-1, keepdim=True), temperature)
+    return _invert(scaled.exp_(), noise).squeeze(1)
 
 
 def draw_filtered(logits: Tensor, knobs: Knobs) -> Tensor:
@@ -107,26 +106,24 @@ def draw_filtered(logits: Tensor, knobs: Knobs) -> Tensor:
     those with that share of the best one's probability (Nguyen et al. 2024); typical_p, the fewest with that mass
     whose surprise is closest to the entropy (locally typical, Meister et al. 2023).
     """
-    vocab = logits.shape[1]
-    tokens, done = _draw_among(logits, knobs, knobs.first_width)
-    if knobs.first_width < vocab and not bool(done.all()):
+    tokens, done = _draw_among(logits, knobs, knobs.width)
+    if not bool(done.all()):
         rest = (~done).nonzero().squeeze(1)
-        tokens[rest], _ = _draw_among(logits[rest], knobs.rows(rest), vocab)
+        tokens[rest] = draw_filtered(logits[rest], knobs.wider(rest, logits.shape[1]))
     return tokens
 
 
 def _draw_among(logits: Tensor, knobs: Knobs, width: int) -> tuple[Tensor, Tensor]:
     """Draw among the `width` best tokens: [R] ids, and [R] whether no token outside could have been kept."""
-    vocab = logits.shape[1]
     ids = rank(logits, width)
-    top = logits.gather(1, ids).double()
+    top = logits.gather(1, ids)
     peak = top[:, :1]
-    top = (top - peak) / knobs.temperature
+    top = _scaled(top, peak, knobs.temperature)
     keep = torch.arange(width, device=logits.device) < knobs.top_k
     log_mass = top.masked_fill(~keep, -torch.inf).logsumexp(dim=-1, keepdim=True)
     beyond = knobs.top_k > width
-    if width < vocab:
-        everything = ((logits.double() - peak) / knobs.temperature).logsumexp(dim=-1, keepdim=True)
+    if width < knobs.largest_k:
+        everything = _scaled(logits, peak, knobs.temperature).exp_().sum(dim=-1, keepdim=True).log()
         log_mass = torch.where(beyond, everything, log_mass)
     probs = (top - log_mass).exp()
     keep &= probs.cumsum(dim=-1) - probs < knobs.top_p
@@ -136,6 +133,11 @@ def _draw_among(logits: Tensor, knobs: Knobs, width: int) -> tuple[Tensor, Tenso
     if knobs.any_typical:
         probs = _typical(probs, knobs.typical_p)
     return ids.gather(1, _invert(probs, knobs.noise)).squeeze(1), done
+
+
+def _scaled(logits: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
+    """(logits - peak) / temperature in float64: never NaN, however small the temperature, and 0 at the peak."""
+    return logits.double().sub_(peak).div_(temperature)
 
 
 def _typical(probs: Tensor, typical_p: Tensor) -> Tensor:

@@ -146,22 +146,28 @@ class Scheduler:
             self._admit(plan, budget)
         return plan
 
-    def commit(self, plan: Plan, token_ids: abc.Iterable[int]) -> list[Sequence]:
-        """Note that the planned chunks are computed and that `plan.sampled` got these tokens. Returns the
-        sequences that thereby reached the context's end; they are removed."""
+    def commit(self, plan: Plan, token_ids: abc.Iterable[int | None]) -> list[Sequence]:
+        """Note that the planned chunks are computed and that `plan.sampled` got these tokens. Returns the sequences
+        that ended, which are removed: those at the context's end, and those whose token is None, as their
+        computation came to nothing."""
+        drawn = iter(token_ids)
+        ended: list[Sequence] = []
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
+            token_id = next(drawn) if chunk.sample else None
+            if chunk.sample and token_id is None:
+                ended.append(sequence)
+                continue
             prompt = sequence.prompt_tokens
             self.counters.prompt_tokens_computed += min(chunk.end, prompt) - min(chunk.start, prompt)
             sequence.computed = chunk.end
             self._remember_full_pages(sequence)
-        full: list[Sequence] = []
-        for sequence, token_id in zip(plan.sampled, token_ids, strict=True):
-            sequence.token_ids.append(token_id)
-            if sequence.known >= self.max_model_len:
-                full.append(sequence)
-        for sequence in full:
+            if token_id is not None:
+                sequence.token_ids.append(token_id)
+                if sequence.known >= self.max_model_len:
+                    ended.append(sequence)
+        for sequence in ended:
             self.remove(sequence)
-        return full
+        return ended
 
     def shrink(self) -> bool:
         """Make steps need less memory, after one ran out of it: halve the token budget for good and preempt the
