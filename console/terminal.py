@@ -22,7 +22,7 @@ def run_console(settings: Settings, choice: ModelChoice) -> int:
     with logging_to(runtime.engine.log, log_dir(), verbose=settings.verbose, stderr=False):
         try:
             loop.submit(_open(runtime, choice))
-            app = EricApp(LocalLink(runtime, loop), theme=settings.theme, data_dir=data_dir())
+            app = EricApp(LocalLink(runtime, loop), theme=settings.theme, chats=data_dir() / "chats.db")
             app.run()
             code = app.return_code or 0
         finally:

@@ -199,6 +199,10 @@ class FakeLink:
 
         self._change(requests=tuple(ended(row) for row in self.current.requests))
 
+    def sampling_defaults(self) -> SamplingParams:
+        """A model that suggests a temperature."""
+        return SamplingParams(temperature=0.6)
+
     async def chat(self, messages: Sequence[ChatMessage], params: SamplingParams) -> AsyncIterator[ChatDelta]:
         """`answer` in words, each a delta; hold("chat") stops before every word."""
         if self.current.status.state != "ready":

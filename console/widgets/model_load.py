@@ -1,0 +1,109 @@
+"""A load as it goes: phase by phase, with bytes, for the model and for each worker."""
+
+from __future__ import annotations
+
+from textual.content import Content
+from textual.widgets import Static
+
+from console.widgets import text
+from console.widgets.glyphs import is_ascii, to_ascii
+from console.widgets.states import model_state, worker_state
+from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
+from engine.snapshot import ModelStatus, Snapshot, WorkerReading
+
+_BAR_CELLS = 12
+_PHASES: tuple[tuple[LoadPhase, str], ...] = (
+    ("download", "Download"),
+    ("inspect", "Inspect"),
+    ("kernels", "Compile kernels"),
+    ("weights", "Read weights"),
+    ("kv_cache", "Allocate KV pages"),
+    ("warm_up", "Warm up"),
+)
+_RARE = {"download", "kernels"}
+
+
+class ModelLoad(Static):
+    """The model's state; while it loads, a line for each phase."""
+
+    DEFAULT_CSS = """
+    ModelLoad { height: auto; min-height: 8; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__("", classes="panel", markup=False)
+        self.border_title = "Engine"
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw anew."""
+        content = describe(snapshot)
+        self.update(Content(to_ascii(content.plain)) if is_ascii(self.app) else content)
+
+
+def describe(snapshot: Snapshot) -> Content:
+    """State, then phases, facts or the reason of a failure."""
+    status = snapshot.status
+    name = status.spec.name if status.spec else ""
+    lines = [Content.assemble(model_state(status.state).content, (f"  {name}", "bold $foreground"))]
+    if status.state == "loading":
+        lines += _phases(status.progress)
+        lines += [_worker(worker) for worker in snapshot.workers if len(snapshot.workers) > 1]
+        lines.append(Content.styled("c cancels", "$muted"))
+    elif status.state == "failed" and status.error is not None:
+        lines.append(Content.styled(status.error.message, "$error"))
+    elif status.model is not None:
+        lines += _facts(status.model, status, snapshot)
+    elif status.state == "unloaded":
+        lines.append(Content.styled("Choose a model and press Enter.", "$muted"))
+    return Content("\n").join(lines)
+
+
+def _phases(progress: LoadProgress | None) -> list[Content]:
+    names = [phase for phase, _ in _PHASES]
+    now = names.index(progress.phase) if progress else -1
+    lines = []
+    for index, (phase, label) in enumerate(_PHASES):
+        if phase in _RARE and index != now:
+            continue
+        if progress is not None and index == now:
+            lines.append(_bar(label, progress))
+        else:
+            glyph, style = ("✓", "$success") if index < now else ("○", "$muted")
+            lines.append(Content.styled(f"{glyph} {label}", style))
+    return lines
+
+
+def _bar(label: str, progress: LoadProgress) -> Content:
+    done = text.fraction(progress)
+    filled = round(done * _BAR_CELLS)
+    in_bytes = f"{text.size(progress.done)} of {text.size(progress.total)}"
+    numbers = in_bytes if progress.unit == "bytes" else f"{progress.done} of {progress.total}"
+    return Content.assemble(
+        (f"◔ {label:<18}", "$worker-loading"),
+        ("━" * filled, "$worker-loading"),
+        ("━" * (_BAR_CELLS - filled), "$gpu-free"),
+        f" {text.percent(done)}  {numbers}",
+    )
+
+
+def _worker(worker: WorkerReading) -> Content:
+    progress = f"  {text.progress(worker.progress)}" if worker.progress else ""
+    return Content.assemble(f"{worker.id} ", worker_state(worker).content, (progress, "$muted"))
+
+
+def _facts(model: LoadedModel, status: ModelStatus, snapshot: Snapshot) -> list[Content]:
+    rows = [
+        ("backend", f"{model.backend}, {text.dtype(model.dtype)}, on {', '.join(model.devices)}"),
+        ("weights", f"{text.size(model.weights_bytes)} per worker, {model.parameters / 1e6:,.0f} M parameters"),
+        (
+            "KV pages",
+            f"{text.size(model.kv_bytes)} per worker: {model.kv_tokens} tokens in pages of {model.page_tokens}",
+        ),
+        ("context", f"{model.max_model_len} tokens"),
+        ("workers", f"{len(snapshot.workers)} × {snapshot.max_prompts} prompts"),
+    ]
+    loaded = next((worker.load_s for worker in snapshot.workers if worker.load_s), None)
+    if loaded is not None:
+        rows.append(("loaded", f"in {text.seconds(loaded)}"))
+    lines = [Content.assemble((f"{label:<9}", "$muted"), value) for label, value in rows]
+    return [*lines, Content.styled("u unloads", "$muted")] if status.state == "ready" else lines

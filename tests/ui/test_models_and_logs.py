@@ -1,0 +1,153 @@
+"""The Models screen loads, cancels and unloads; the Logs screen follows, filters and holds still."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from console.app import EricApp
+from console.widgets.log_view import LogView
+from console.widgets.model_details import ModelDetails
+from console.widgets.model_load import ModelLoad, describe
+from console.widgets.model_table import ModelTable, kind, parameters
+from engine.backends.base import LoadProgress
+from engine.errors import InsufficientMemory
+from engine.snapshot import ModelStatus
+from tests.fakes import scenes
+from tests.fakes.link import MODELS, FakeLink
+
+
+async def until(pilot: Pilot[None], met: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if met():
+            return
+        await pilot.pause(0.01)
+    raise AssertionError("it did not happen")
+
+
+async def listed(pilot: Pilot[None]) -> ModelTable:
+    await until(pilot, lambda: bool(pilot.app.screen.query(ModelTable)))
+    table = pilot.app.screen.query_one(ModelTable)
+    await until(pilot, lambda: table.row_count == len(MODELS))
+    return table
+
+
+async def test_every_model_found_is_listed_with_what_it_is() -> None:
+    async with EricApp(FakeLink(scenes.empty()), start="models").run_test(size=(140, 40)) as pilot:
+        table = await listed(pilot)
+        cells = [str(table.get_cell("NeuralHermes-7B", column)) for column in ("name", "type", "params", "size")]
+        assert cells == ["NeuralHermes-7B", "Mistral exl2 5.0 bpw", "7.2B", "4.4 GiB"]
+
+
+async def test_enter_loads_the_selected_model() -> None:
+    link = FakeLink(scenes.empty())
+    async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
+        await listed(pilot)
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: ("load", {"model": str(MODELS[1].path)}) in link.commands)
+        await until(pilot, lambda: "ready" in str(pilot.app.screen.query_one(ModelLoad).content))
+
+
+async def test_a_load_shows_its_phases_and_can_be_cancelled() -> None:
+    link = FakeLink(scenes.empty())
+    link.hold("load")
+    async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
+        await listed(pilot)
+        await pilot.press("l")
+        await until(pilot, lambda: "Read weights" in str(pilot.app.screen.query_one(ModelLoad).content))
+        await pilot.press("c")
+        await until(pilot, lambda: link.snapshot().status.state == "unloaded")
+
+
+async def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried() -> None:
+    link = FakeLink(scenes.empty())
+    async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
+        await listed(pilot)
+        await pilot.press("down", "down", "enter")
+        await until(pilot, lambda: "pickles" in str(pilot.app.screen.query_one(ModelDetails).content))
+        assert "load" not in link.names()
+
+
+async def test_a_failed_load_leaves_its_reason_on_the_screen() -> None:
+    link = FakeLink(scenes.empty())
+    link.failures["load"] = InsufficientMemory("It is 512 MiB short on cuda:0", device="cuda:0")
+    async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
+        await listed(pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: "512 MiB short" in str(pilot.app.screen.query_one(ModelLoad).content))
+
+
+async def test_unload_unloads() -> None:
+    link = FakeLink(scenes.busy())
+    async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
+        await listed(pilot)
+        await pilot.press("u")
+        await until(pilot, lambda: "unload" in link.names())
+
+
+async def test_a_hub_id_can_be_typed() -> None:
+    link = FakeLink(scenes.empty(), models=[*MODELS, msgspec.structs.replace(MODELS[0], name="org/name")])
+    async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
+        await until(pilot, lambda: pilot.app.screen.query_one(ModelTable).row_count == 4)
+        await pilot.press("o", *"org/name", "enter")
+        await until(pilot, lambda: ("load", {"model": "org/name"}) in link.commands)
+        await until(pilot, lambda: pilot.app.screen.query_one(ModelTable).has_focus)
+
+
+def test_a_download_shows_its_bytes() -> None:
+    progress = LoadProgress(phase="download", done=2**20, total=4 * 2**20)
+    snapshot = msgspec.structs.replace(scenes.empty(), status=ModelStatus(state="loading", progress=progress))
+    assert "Download" in describe(snapshot).plain
+    assert "25%  1.0 MiB of 4.0 MiB" in describe(snapshot).plain
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (140, 40)])
+async def test_table_and_engine_fit(size: tuple[int, int]) -> None:
+    async with EricApp(FakeLink(scenes.busy()), start="models").run_test(size=size) as pilot:
+        table = await listed(pilot)
+        assert table.region.height >= 6
+        assert pilot.app.screen.query_one(ModelLoad).region.bottom <= size[1] - 1
+
+
+def test_sizes_and_kinds_read_well() -> None:
+    assert [parameters(entry) for entry in MODELS] == ["8.4M", "7.2B", "124M"]
+    assert [kind(entry) for entry in MODELS] == ["Llama bf16", "Mistral exl2 5.0 bpw", "GPT2 fp32"]
+
+
+def lines(pilot: Pilot[None]) -> str:
+    return "\n".join(strip.text for strip in pilot.app.screen.query_one(LogView).lines)
+
+
+async def test_new_lines_are_followed() -> None:
+    link = FakeLink(scenes.busy())
+    async with EricApp(link, start="logs").run_test() as pilot:
+        await until(pilot, lambda: "port 8000 is taken" in lines(pilot))
+        for number in range(60):
+            link.log(f"line {number} [not markup]")
+        link.show(msgspec.structs.replace(link.snapshot(), log_total=len(link.lines)))
+        await until(pilot, lambda: "line 59 [not markup]" in lines(pilot))
+        view = pilot.app.screen.query_one(LogView)
+        await until(pilot, lambda: view.scroll_y == view.max_scroll_y)
+
+
+async def test_the_filter_shows_only_lines_with_the_word_and_escape_all_again() -> None:
+    async with EricApp(FakeLink(scenes.busy()), start="logs").run_test() as pilot:
+        await until(pilot, lambda: "port 8000 is taken" in lines(pilot))
+        await pilot.press("slash", *"kernels")
+        await until(pilot, lambda: "port" not in lines(pilot) and "kernels" in lines(pilot))
+        await pilot.press("escape")
+        await until(pilot, lambda: "port" in lines(pilot))
+        assert pilot.app.screen.query_one("#word", Input).value == ""
+
+
+async def test_the_level_can_be_raised() -> None:
+    async with EricApp(FakeLink(scenes.busy()), start="logs").run_test() as pilot:
+        await until(pilot, lambda: "port 8000 is taken" in lines(pilot))
+        await pilot.press("v", "v")
+        assert pilot.app.screen.query_one(LogView).level == logging.WARNING
+        await until(pilot, lambda: "loading" not in lines(pilot) and "kernels" in lines(pilot))
