@@ -18,14 +18,15 @@ from engine.backends.base import (
     TokenEvent,
 )
 from engine.backends.torch import scheduler as scheduling
-from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.faults import device_is_lost, is_out_of_memory
 from engine.backends.torch.kv_size import CPU_SHARE, CUDA_SHARE, kv_pages
 from engine.backends.torch.pages import PagePool
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampledToken, SampleRow, sample
 from engine.backends.torch.scheduler import Plan, Scheduler
-from engine.config import ModelSpec, SamplingParams
-from engine.errors import EngineError, InsufficientMemory, InvalidRequest, LoadCancelled
+from engine.backends.torch.warm_up import warm_up
+from engine.config import ModelSpec
+from engine.errors import InvalidRequest, LoadCancelled
 
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class TorchBackend:
             pool = self._allocate(runner, spec, max_prompts, page_tokens, report)
             _raise_if(cancelled)
             report(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"))
-            _warm_up(runner, pool, max_prompts, step_tokens)
+            warm_up(runner, pool, max_prompts, step_tokens)
             report(LoadProgress(phase="warm_up", done=1, total=1, unit="steps"))
             _raise_if(cancelled)
         except BaseException:
@@ -146,9 +147,9 @@ class TorchBackend:
             try:
                 tokens = self._compute(plan)
             except Exception as error:
-                if _device_is_lost(error):
+                if device_is_lost(error):
                     raise
-                if not (_is_out_of_memory(error) and self._scheduler.shrink()):
+                if not (is_out_of_memory(error) and self._scheduler.shrink()):
                     return events + self._fail(plan, error)
                 _logger.warning("a step ran out of memory; steps take %d tokens now", self._scheduler.step_tokens)
                 admit = False
@@ -261,35 +262,13 @@ class TorchBackend:
         """End every request of a step that failed."""
         _logger.error("a step of %d requests failed", len(plan.sequences), exc_info=error)
         reason = f"the model failed while working on it: {type(error).__name__}: {error}"
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             reason = f"there is not enough memory left to work on it: {error}"
         return [self._end(sequence.id, "error", reason) for sequence in plan.sequences]
 
     def _end(self, request_id: str, finish: FinishReason, message: str = "") -> TokenEvent:
         self.cancel(request_id)
         return TokenEvent(request_id=request_id, finish=finish, message=message)
-
-
-def _warm_up(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: int) -> None:
-    """Run the largest step there can be, so that its memory is taken and its kernels are ready before the first
-    request. Every chunk writes over the same free pages. Raises InsufficientMemory."""
-    longest = min(step_tokens, runner.config.max_model_len, pool.num_pages * pool.page_tokens)
-    pages = list(range(pool.pages_for(longest)))
-    chunks = [ChunkInput([0] * longest, 0, pages, sample=True)] * max(1, step_tokens // longest)
-    chunks += [ChunkInput([0], longest - 1, pages, sample=True)] * max(0, max_prompts - len(chunks))
-    row = SampleRow(SamplingParams(temperature=1.0, top_p=0.9, seed=0), prompt_ids=[0])
-    try:
-        logits = runner.forward(chunks)
-        sample(logits, [row] * len(chunks))
-    except Exception as error:
-        if not _is_out_of_memory(error) or isinstance(error, EngineError):
-            raise
-        raise InsufficientMemory(
-            f"the weights and KV pages fit on {runner.device_name}, but a step of {step_tokens} tokens does not besides: "
-            "take fewer kv_cache_tokens, max_prompts or step_tokens",
-            device=runner.device_name,
-            free_bytes=runner.free_bytes(),
-        ) from error
 
 
 def _refuse_unknown_tokens(request: BackendRequest, vocab: int) -> None:
@@ -309,13 +288,3 @@ def _refuse_unknown_tokens(request: BackendRequest, vocab: int) -> None:
 def _raise_if(cancelled: Callable[[], bool]) -> None:
     if cancelled():
         raise LoadCancelled("the load was cancelled")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-def _device_is_lost(error: Exception) -> bool:
-    """Whether every later step would fail too, so that only a new process helps."""
-    lost = getattr(torch, "AcceleratorError", None)
-    return lost is not None and isinstance(error, lost) and not isinstance(error, torch.OutOfMemoryError)

@@ -7,7 +7,7 @@ needs the whole vocabulary sorted: the best few hundred are looked at, and all o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,8 +75,16 @@ class Knobs:
 
     def wider(self, rows: Tensor, vocab: int) -> Knobs:
         """The knobs of those rows, for which `width` was not enough."""
-        tensors = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p, self.noise)
-        return Knobs(*(t[rows] for t in tensors), self.any_typical, self.largest_k, min(self.width * 16, vocab))
+        return replace(
+            self,
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            typical_p=self.typical_p[rows],
+            noise=self.noise[rows],
+            width=min(self.width * 16, vocab),
+        )
 
 
 def rank(logits: Tensor, width: int) -> Tensor:

@@ -1,0 +1,36 @@
+"""The first step of a model that was just loaded."""
+
+from __future__ import annotations
+
+from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.faults import is_out_of_memory
+from engine.backends.torch.pages import PagePool
+from engine.backends.torch.runner import ModelRunner
+from engine.backends.torch.sampler import SampleRow, sample
+from engine.config import SamplingParams
+from engine.errors import InsufficientMemory
+
+
+def warm_up(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: int) -> None:
+    """Run the largest step there can be, so that its memory is taken and its kernels are ready before the first
+    request: step_tokens of prompt, and max_prompts sequences that sample. All write over the same free pages.
+
+    Raises InsufficientMemory.
+    """
+    longest = min(step_tokens, runner.config.max_model_len, pool.num_pages * pool.page_tokens)
+    pages = list(range(pool.pages_for(longest)))
+    chunks = [ChunkInput([0] * longest, 0, pages, sample=True)] * max(1, step_tokens // longest)
+    chunks += [ChunkInput([0], longest - 1, pages, sample=True)] * max(0, max_prompts - len(chunks))
+    row = SampleRow(SamplingParams(temperature=1.0, top_p=0.9, seed=0), prompt_ids=[0])
+    try:
+        logits = runner.forward(chunks)
+        sample(logits, [row] * len(chunks))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InsufficientMemory(
+            f"the weights and KV pages fit on {runner.device_name}, but a step of {step_tokens} tokens does not "
+            "besides: take fewer kv_cache_tokens, max_prompts or step_tokens",
+            device=runner.device_name,
+            free_bytes=runner.free_bytes(),
+        ) from error
