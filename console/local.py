@@ -74,6 +74,16 @@ class LocalLink:
         """Stop listening."""
         await self._call(self._runtime.stop_api())
 
+    def sampling_defaults(self) -> SamplingParams:
+        """What the loaded model's folder suggests; neutral where it says nothing."""
+        tokenizer = self._runtime.engine.tokenizer
+        if tokenizer is None:
+            return SamplingParams()
+        defaults = tokenizer.generation_defaults
+        names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+        said = {name: getattr(defaults, name) for name in names if getattr(defaults, name) is not None}
+        return SamplingParams(**said, max_tokens=defaults.max_new_tokens)
+
     async def chat(self, messages: Sequence[ChatMessage], params: SamplingParams) -> AsyncIterator[ChatDelta]:
         """Stream an answer; closing the iterator cancels the request."""
         feed = _Feed(asyncio.get_running_loop())

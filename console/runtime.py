@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from console.api.server import ApiServer, ApiSettings
+from console.api.server import ApiServer
+from console.api.settings import ApiSettings
 from console.link import ApiStatus
 from console.loading import ModelChoice, engine_config, find_model
 from console.settings import Settings

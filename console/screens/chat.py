@@ -58,15 +58,15 @@ class ChatScreen(ConsoleScreen):
                 yield ChatTranscript()
                 yield ChatInput()
 
-    async def _on_mount(self) -> None:
+    def on_mount(self) -> None:
         """Open the conversation that changed last."""
         try:
             self._store = ChatStore(self.console.chats)
         except ChatStoreError as error:
-            self.notify(f"{error.message}. This session's are kept in memory.", severity="error", markup=False)
+            self.notify(f"{error.message}. New ones are kept in memory.", severity="error", markup=False)
             self._store = ChatStore(None)
         chats = self._store.conversations()
-        await self._open(chats[0].id if chats else None)
+        self.call_later(self._open, chats[0].id if chats else None)
         self.query_one(ChatInput).focus()
 
     def on_unmount(self) -> None:

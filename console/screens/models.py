@@ -46,7 +46,7 @@ class ModelsScreen(ConsoleScreen):
                 yield ModelLoad()
                 yield ModelDetails()
 
-    def _on_mount(self) -> None:
+    def on_mount(self) -> None:
         """Look once."""
         self.action_rescan()
 
