@@ -19,7 +19,7 @@ from engine.log import LogRing
 from engine.metrics import Metrics
 from engine.request import GenerateRequest, Request
 from engine.sampler import DeviceSampler
-from engine.snapshot import Snapshot
+from engine.snapshot import ModelStatus, Snapshot
 from engine.stream import RequestStream, StreamDelta
 from engine.text.tokenizer import Tokenizer
 from engine.view import build_snapshot, kv_usage
@@ -88,6 +88,11 @@ class Engine:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the model that is loaded, or loading its weights; else None."""
         return self._life.tokenizer
+
+    @property
+    def status(self) -> ModelStatus:
+        """The model and where it stands: what `snapshot().status` says, without building the rest of it."""
+        return self._life.status()
 
     async def load(self, spec: ModelSpec) -> LoadedModel:
         """Load `spec` and return when its first worker is ready; a loaded model is drained and unloaded first.

@@ -69,7 +69,6 @@ def counting(traffic: Traffic) -> Middleware:
 
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request["request_id"] = _request_id(request)
         clock = asyncio.get_running_loop().time
         began = clock()
         status = 499
@@ -126,14 +125,9 @@ def authorizing(settings: ApiSettings) -> Middleware:
 
 
 async def sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Put the request's id on its answer."""
-    response.headers["X-Request-Id"] = request["request_id"]
-
-
-def _request_id(request: web.Request) -> str:
-    """The client's own id where it is harmless, else a new one."""
+    """Put an id on the answer: the client's own where it is harmless, else a new one."""
     given = request.headers.get("X-Request-Id", "")
-    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    response.headers["X-Request-Id"] = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _given_key(request: web.Request) -> str | None:

@@ -69,7 +69,7 @@ class Operations:
         ]
 
     async def _about(self, request: web.Request) -> web.Response:
-        status = self._context.engine.snapshot().status
+        status = self._context.engine.status
         paths = sorted({resource.canonical for resource in request.app.router.resources()})
         name = status.spec.name if status.spec is not None and status.state == "ready" else None
         return json_response(About(version=_version(), model=name, state=status.state, endpoints=paths))

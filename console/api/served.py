@@ -45,7 +45,7 @@ def served_model(engine: Engine, wanted: str | None) -> ServedModel:
 
     Raises NoModelLoaded with the state, or ModelNotFound with what there is.
     """
-    status = engine.snapshot().status
+    status = engine.status
     tokenizer = engine.tokenizer
     if status.state != "ready" or status.spec is None or status.model is None or tokenizer is None:
         raise not_ready(status)

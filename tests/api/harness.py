@@ -1,0 +1,110 @@
+"""A real engine with a foretold backend in a thread, served on a free port of loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from console.api.server import ApiServer, ApiSettings
+from engine.config import EngineConfig
+from engine.engine import Engine
+from tests.fakes.backend import FakeBackend
+from tests.fakes.model import fake_spec
+
+PATIENCE_S = 20.0
+
+
+@dataclass(slots=True)
+class Served:
+    """What a test works with. http: a client session whose base is the server."""
+
+    engine: Engine
+    backend: FakeBackend
+    server: ApiServer
+    http: aiohttp.ClientSession
+
+    @property
+    def url(self) -> str:
+        """Where the server listens."""
+        return self.server.status().url
+
+    async def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """The JSON answer to a POST that must succeed."""
+        async with self.http.post(path, json=body) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+            return answer
+
+    async def refusal(self, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
+        """The error object of a POST that must be refused with `status`."""
+        async with self.http.post(path, json=body) as response:
+            answer = await response.json()
+            assert response.status == status, answer
+            assert set(answer) == {"error"}
+            assert set(answer["error"]) == {"message", "type", "param", "code"}
+            return answer["error"]
+
+    async def events(self, path: str, **body: Any) -> list[Any]:
+        """The SSE events of a streaming POST, decoded; pings left out, [DONE] as that string."""
+        async with self.http.post(path, json={"stream": True, **body}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            frames = (await response.text()).split("\n\n")
+        assert frames.pop() == ""
+        lines = [frame.removeprefix("data: ") for frame in frames if not frame.startswith(":")]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+    async def until_row(self, **fields: object) -> None:
+        """Wait until the request table has a row with these fields."""
+        await until(
+            lambda: any(
+                all(getattr(row, name) == value for name, value in fields.items())
+                for row in self.engine.snapshot().requests
+            )
+        )
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path,
+    backend: FakeBackend | None = None,
+    *,
+    settings: ApiSettings | None = None,
+    config: EngineConfig | None = None,
+    load: bool = True,
+) -> AsyncIterator[Served]:
+    """Engine, backend and server for one test."""
+    backend = backend or FakeBackend()
+    engine = Engine(config or EngineConfig(worker_host="thread"), backend_factory=lambda spec: backend)
+    server = ApiServer(engine, settings or ApiSettings(port=0))
+    await engine.start()
+    try:
+        if load:
+            await engine.load(fake_spec(folder))
+        await server.start()
+        async with aiohttp.ClientSession(server.status().url) as http:
+            yield Served(engine, backend, server, http)
+    finally:
+        if backend.gate is not None:
+            backend.gate.open()
+        await server.stop(drain_s=0.0)
+        await engine.close(drain_s=0.0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until `condition()` is true; fails after a while."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - the engine has no event for every state
+            await asyncio.sleep(0.005)
+
+
+def text_of(events: list[Any]) -> str:
+    """The text of a completion stream's events."""
+    return "".join(choice["text"] for event in events if event != "[DONE]" for choice in event["choices"])

@@ -1,0 +1,121 @@
+"""ApiServer: starting, stopping, and what it says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from console.api.errors import CannotListen
+from console.api.server import ApiServer, ApiSettings
+from engine.config import EngineConfig
+from engine.engine import Engine
+from tests.api.harness import Served, serving, until
+from tests.fakes.backend import FakeBackend, Gate
+
+
+def server_on(**settings: object) -> ApiServer:
+    """A server of an engine that was never started."""
+    return ApiServer(Engine(EngineConfig(worker_host="thread")), ApiSettings(**settings))  # type: ignore[arg-type]
+
+
+async def test_port_zero_takes_a_free_one_and_says_which() -> None:
+    server = server_on(port=0)
+    assert not server.status().running
+    await server.start()
+    try:
+        assert server.status().running
+        assert server.status().port > 0
+    finally:
+        await server.stop()
+    assert not server.status().running
+
+
+async def test_a_taken_port_is_one_sentence_that_the_status_keeps() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = server_on(port=port)
+        with pytest.raises(CannotListen, match=f"port {port}: another program listens there"):
+            await server.start()
+    error = server.status().error
+    assert error is not None
+    assert str(port) in error.message
+    await server.start()
+    assert server.status().error is None
+    await server.stop()
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+async def test_a_host_that_is_not_ours_is_one_sentence(host: str) -> None:
+    with pytest.raises(CannotListen, match=f"{host} is no address of this machine"):
+        await server_on(host=host, port=0).start()
+
+
+async def test_a_port_out_of_range_is_one_sentence() -> None:
+    with pytest.raises(CannotListen, match="between 0 and 65535"):
+        await server_on(port=70000).start()
+
+
+async def test_it_can_be_started_and_stopped_again_and_again(tmp_path: Path) -> None:
+    async with serving(tmp_path) as api:
+        for _ in range(3):
+            await api.server.stop()
+            await api.server.stop()
+            await api.server.start()
+            await api.server.start()
+            async with aiohttp.ClientSession(api.url) as http, http.get("/ready") as response:
+                assert response.status == 200
+
+
+async def test_the_status_counts_requests_and_open_connections(api: Served) -> None:
+    before = api.server.status().requests
+    await api.post("/generate", prompt="x", max_tokens=1)
+    await api.refusal("/generate", prompt=3)
+    assert api.server.status().requests == before + 2
+    assert api.server.status().clients == 1
+
+
+async def test_stopping_lets_requests_under_way_end(paced_api: Served) -> None:
+    asking = asyncio.create_task(paced_api.post("/generate", prompt="x", max_tokens=3))
+    await paced_api.until_row(state="prefill")
+    stopping = asyncio.create_task(paced_api.server.stop(drain_s=20))
+    paced_api.backend.gate.open()  # type: ignore[union-attr]
+    assert len((await asking)["text"]) == 4
+    await stopping
+
+
+async def test_stopping_tells_those_that_it_cannot_wait_for(paced_api: Served) -> None:
+    whole = asyncio.create_task(paced_api.refusal("/generate", status=499, prompt="x"))
+    stream = asyncio.create_task(paced_api.events("/v1/completions", prompt="x"))
+    await until(lambda: paced_api.engine.snapshot().running == 2)
+    await paced_api.server.stop(drain_s=0.0)
+    assert (await whole)["code"] == "request_cancelled"
+    assert [event["error"]["code"] for event in await stream] == ["request_cancelled"]
+
+
+async def test_a_stopping_server_takes_no_new_requests_on_open_connections(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeBackend(gate=Gate())) as api:
+        asking = asyncio.create_task(api.post("/generate", prompt="x", max_tokens=1))
+        await api.until_row(state="prefill")
+        async with aiohttp.ClientSession(api.url) as other:
+            async with other.get("/health") as response:
+                assert response.status == 200
+            stopping = asyncio.create_task(api.server.stop(drain_s=20))
+            await until(lambda: not api.server.status().running)
+            async with other.post("/generate", json={"prompt": "y"}) as response:
+                assert response.status == 503
+                assert (await response.json())["error"]["code"] == "engine_closed"
+        api.backend.gate.open()  # type: ignore[union-attr]
+        await asking
+        await stopping
+
+
+def test_the_api_loads_neither_textual_nor_torch() -> None:
+    code = "import console.api.server, sys; print([m for m in ('textual', 'torch', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

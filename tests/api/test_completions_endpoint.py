@@ -1,0 +1,220 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.api.harness import Served, serving, text_of
+from tests.fakes.backend import FakeBackend, expected_text, saying
+
+
+def completion(prompt: str, count: int) -> str:
+    """What the fake model answers."""
+    return expected_text(list(prompt.encode()), count)
+
+
+async def test_the_answer_has_openai_s_shape(api: Served) -> None:
+    answer = await api.post("/v1/completions", model="fake", prompt="Once", max_tokens=5)
+    assert answer.pop("id").startswith("cmpl-")
+    assert answer.pop("created") > 1_700_000_000
+    assert answer == {
+        "object": "text_completion",
+        "model": "fake",
+        "choices": [{"index": 0, "text": completion("Once", 5), "logprobs": None, "finish_reason": "length"}],
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 5,
+            "total_tokens": 9,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+async def test_sixteen_tokens_come_where_no_limit_is_given(api: Served) -> None:
+    answer = await api.post("/v1/completions", prompt="Once")
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "c"], ["ab", "c"]),
+        ([97, 98], ["ab"]),
+        ([[97, 98], [99]], ["ab", "c"]),
+        (["ab", [99]], ["ab", "c"]),
+    ],
+)
+async def test_prompts_may_be_text_or_ids_one_or_several(api: Served, prompt: object, texts: list[str]) -> None:
+    answer = await api.post("/v1/completions", prompt=prompt, max_tokens=3, echo=True)
+    assert [choice["text"] for choice in answer["choices"]] == [text + completion(text, 3) for text in texts]
+
+
+async def test_n_answers_to_each_prompt_are_numbered_through_and_the_prompt_counts_once(api: Served) -> None:
+    answer = await api.post("/v1/completions", prompt=["ab", "c"], n=2, max_tokens=3)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"]] == [completion("ab", 3)] * 2 + [completion("c", 3)] * 2
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (3, 12)
+
+
+async def test_answers_to_one_prompt_have_seeds_of_their_own_and_each_prompt_the_same(api: Served) -> None:
+    await api.post("/v1/completions", prompt=["ab", "c"], n=2, seed=7, max_tokens=1)
+    seeds = {(bytes(request.prompt_ids), request.params.seed) for request in api.backend.submitted}
+    assert seeds == {(b"ab", 7), (b"ab", 8), (b"c", 7), (b"c", 8)}
+
+
+async def test_a_seed_at_the_end_of_its_range_wraps_around(api: Served) -> None:
+    await api.post("/v1/completions", prompt="a", n=2, seed=2**63 - 1, max_tokens=1)
+    assert {request.params.seed for request in api.backend.submitted} == {2**63 - 1, -(2**63)}
+
+
+async def test_a_stream_adds_up_to_the_answer_and_says_why_it_ended_once(api: Served) -> None:
+    events = await api.events("/v1/completions", prompt="Once", max_tokens=20)
+    assert events.pop() == "[DONE]"
+    assert text_of(events) == completion("Once", 20)
+    reasons = [event["choices"][0]["finish_reason"] for event in events]
+    assert reasons == [None] * (len(events) - 1) + ["length"]
+    assert len({event["id"] for event in events}) == 1
+    assert not any("usage" in event for event in events)
+
+
+async def test_a_stream_with_usage_ends_with_it_and_is_null_before(api: Served) -> None:
+    events = await api.events("/v1/completions", prompt="Once", max_tokens=4, stream_options={"include_usage": True})
+    *pieces, last, done = events
+    assert done == "[DONE]"
+    assert all(piece["usage"] is None for piece in pieces)
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 8
+
+
+async def test_a_stream_echoes_its_prompts_first(api: Served) -> None:
+    events = await api.events("/v1/completions", prompt="Once", max_tokens=4, echo=True)
+    assert events[0]["choices"][0]["text"] == "Once"
+    assert text_of(events) == "Once" + completion("Once", 4)
+
+
+async def test_streamed_choices_each_add_up_to_their_own_answer(api: Served) -> None:
+    events = await api.events("/v1/completions", prompt=["ab", "c", "de"], max_tokens=30)
+    texts = ["", "", ""]
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [completion(prompt, 30) for prompt in ("ab", "c", "de")]
+
+
+async def test_a_stop_string_ends_the_answer_and_is_left_out_unless_asked_for(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeBackend(reply=saying("one two three"))) as api:
+        plain = await api.post("/v1/completions", prompt=">", stop=["two", "four"])
+        kept = await api.post("/v1/completions", prompt=">", stop="two", include_stop_str_in_output=True)
+    assert (plain["choices"][0]["text"], plain["choices"][0]["finish_reason"]) == ("one ", "stop")
+    assert kept["choices"][0]["text"] == "one two"
+
+
+async def test_logprobs_come_as_parallel_lists_with_offsets(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeBackend(reply=saying("né"))) as api:
+        answer = await api.post("/v1/completions", prompt=">", max_tokens=3, logprobs=0)
+        events = await api.events("/v1/completions", prompt=">", max_tokens=3, logprobs=0)
+    whole = answer["choices"][0]["logprobs"]
+    assert whole == {
+        "tokens": ["n", "�", "�"],
+        "token_logprobs": [-0.5, -0.5, -0.5],
+        "top_logprobs": [],
+        "text_offset": [0, 1, 2],
+    }
+    streamed = [choice["logprobs"] for event in events[:-1] for choice in event["choices"] if choice["logprobs"]]
+    assert [offset for piece in streamed for offset in piece["text_offset"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x", "temperature": "warm"}, "temperature"),
+        ({"prompt": "x", "temperature": -1}, "temperature"),
+        ({"prompt": "x", "top_p": 0}, "top_p"),
+        ({"prompt": "x", "top_k": -2}, "top_k"),
+        ({"prompt": "x", "min_p": 1.5}, "min_p"),
+        ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": True}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "min_tokens": 20}, "min_tokens"),
+        ({"prompt": "x", "frequency_penalty": 3}, "frequency_penalty"),
+        ({"prompt": "x", "presence_penalty": -3}, "presence_penalty"),
+        ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"3": 101}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias"),
+        ({"prompt": "x", "stop": 3}, "stop"),
+        ({"prompt": "x", "stop": ["a", 3]}, "stop"),
+        ({"prompt": "x", "stop": [""]}, "stop"),
+        ({"prompt": "x", "stop": ["x"] * 17}, "stop"),
+        ({"prompt": "x", "stop_token_ids": [999]}, "stop_token_ids"),
+        ({"prompt": "x", "seed": 2**63}, "seed"),
+        ({"prompt": "x", "n": 0}, "n"),
+        ({"prompt": "x", "n": 129}, "n"),
+        ({"prompt": "x", "best_of": 2}, "best_of"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "logprobs": True}, "logprobs"),
+        ({"prompt": "x", "logprobs": 1, "echo": True}, "echo"),
+        ({"prompt": "x", "suffix": "end"}, "suffix"),
+        ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"prompt": "x", "stream": "yes"}, "stream"),
+        ({"prompt": "x", "colour": "red"}, "colour"),
+        ({"prompt": "x", "priority": 5}, "priority"),
+        ({"prompt": ["x"] * 513}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": [97, "x"]}, "prompt"),
+        ({"prompt": [97, 257]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({}, "prompt"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_a_bad_value_is_refused_by_its_field_s_name(api: Served, body: dict[str, object], param: str) -> None:
+    error = await api.refusal("/v1/completions", **body)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert param.split("[")[0] in error["message"]
+    assert api.backend.submitted == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"suffix": None, "best_of": 1, "logit_bias": None, "stop": None, "user": "me", "metadata": {"a": "b"}},
+        {"suffix": "", "response_format": {"type": "text"}, "use_beam_search": False, "length_penalty": 1.0},
+        {"seed": None, "logprobs": None, "echo": None, "stream_options": None, "service_tier": "auto", "priority": 0},
+    ],
+    ids=["nulls", "neutral", "inert"],
+)
+async def test_neutral_values_of_what_is_not_honoured_are_fine(api: Served, body: dict[str, object]) -> None:
+    answer = await api.post("/v1/completions", prompt="x", max_tokens=2, **body)
+    assert answer["choices"][0]["text"] == completion("x", 2)
+
+
+async def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(api: Served) -> None:
+    error = await api.refusal("/v1/completions", prompt="x" * 5000)
+    assert error["code"] == "context_length_exceeded"
+    assert "5000" in error["message"]
+    assert "4096" in error["message"]
+
+
+@pytest.mark.parametrize("body", ['{"prompt": "x"', "", "[]", '"x"', '{"prompt": "\\ud800"}', '{"a":' * 5000])
+async def test_a_body_that_is_no_json_object_is_a_400(api: Served, body: str) -> None:
+    async with api.http.post("/v1/completions", data=body) as response:
+        answer = await response.json()
+    assert response.status == 400
+    assert "body" in answer["error"]["message"]
+
+
+async def test_an_unknown_model_is_a_404_that_lists_what_there_is(api: Served) -> None:
+    error = await api.refusal("/v1/completions", status=404, prompt="x", model="gpt-4")
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "gpt-4" in error["message"]
+    assert "fake" in error["message"]
