@@ -1,0 +1,148 @@
+"""Engines for tests: fake backends in threads, devices that stand still, and waiting without sleeping."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from engine.backends.base import TokenEvent
+from engine.config import EngineConfig, ModelSpec, SamplingParams
+from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
+from engine.snapshot import DeviceReading, RequestRow, WorkerReading
+from engine.worker.hosts import BackendFactory
+from tests.fakes.backend import FakeBackend
+from tests.fakes.model import fake_spec
+
+GIB = 2**30
+PATIENCE_S = 20.0
+
+
+class StillProbe:
+    """A DeviceProbe whose one CPU has `free_bytes` free, always."""
+
+    def __init__(self, free_bytes: int = 8 * GIB) -> None:
+        self.readings: tuple[DeviceReading, ...] = (
+            DeviceReading(
+                id="cpu", name="a CPU", kind="cpu", utilisation=0.5, total_bytes=16 * GIB, free_bytes=free_bytes
+            ),
+        )
+
+    def read(self, pids: Collection[int] = ()) -> Sequence[DeviceReading]:
+        """The same again."""
+        return self.readings
+
+
+class DyingBackend(FakeBackend):
+    """A FakeBackend that takes its worker down in the step `dies_at`, and in every step if `always`."""
+
+    def __init__(self, *, dies_at: int, always: bool = False, **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self._dies_at = dies_at
+        self._always = always
+
+    def step(self) -> Sequence[TokenEvent]:
+        """Step, or take the worker down as nothing but a crash does."""
+        if self.steps + 1 == self._dies_at or (self._always and self.has_work()):
+            raise SystemExit("told to die")
+        return super().step()
+
+
+class Backends:
+    """A BackendFactory: gives out `first` in order and then plain ones; `made` is what it gave."""
+
+    def __init__(self, *first: FakeBackend, then: Callable[[], FakeBackend] = FakeBackend) -> None:
+        self.made: list[FakeBackend] = []
+        self._first: Iterator[FakeBackend] = iter(first)
+        self._then = then
+
+    def __call__(self, spec: ModelSpec) -> FakeBackend:
+        backend = next(self._first, None) or self._then()
+        self.made.append(backend)
+        return backend
+
+
+def config(**settings: object) -> EngineConfig:
+    """Thread workers that restart at once, unless said otherwise."""
+    return EngineConfig(**{"worker_host": "thread", "restart_backoff_s": 0.0, **settings})  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def started(
+    backends: BackendFactory | None = None, *, probe: StillProbe | None = None, **settings: object
+) -> AsyncIterator[Engine]:
+    """A started engine without a model, closed at the end."""
+    engine = Engine(config(**settings), backend_factory=backends or Backends(), probe=probe or StillProbe())
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close(drain_s=0.0)
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, backends: BackendFactory | None = None, *, spec: ModelSpec | None = None, **settings: object
+) -> AsyncIterator[Engine]:
+    """A started engine with the fake model loaded on all of its workers."""
+    async with started(backends, **settings) as engine:
+        await engine.load(spec or fake_spec(folder))
+        await all_ready(engine)
+        yield engine
+
+
+def ask(prompt: str | list[int], *, max_tokens: int | None = 8, **fields: object) -> GenerateRequest:
+    """A request for `max_tokens` tokens; params other than that come as a whole."""
+    prompt_ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+    params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens)
+    return GenerateRequest(prompt_ids=prompt_ids, params=params, **fields)  # type: ignore[arg-type]
+
+
+class Answer:
+    """Everything a stream gave."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.deltas: list[StreamDelta] = []
+
+    @property
+    def last(self) -> StreamDelta:
+        """The delta with finish set."""
+        return self.deltas[-1]
+
+
+async def read(stream: RequestStream) -> Answer:
+    """Read a stream to its end."""
+    answer = Answer()
+    async with asyncio.timeout(PATIENCE_S):
+        async for delta in stream:
+            answer.text += delta.text
+            answer.token_ids += delta.token_ids
+            answer.deltas.append(delta)
+    return answer
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until `condition()` is true."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def all_ready(engine: Engine) -> None:
+    """Wait until as many workers as wanted are ready, and no others are left."""
+    await until(
+        lambda: [worker.state for worker in engine.snapshot().workers] == ["ready"] * engine.config.num_workers
+    )
+
+
+def worker(engine: Engine, worker_id: str) -> WorkerReading:
+    """That worker now."""
+    return next(each for each in engine.snapshot().workers if each.id == worker_id)
+
+
+def row(engine: Engine, request_id: str) -> RequestRow:
+    """That request now."""
+    return next(each for each in engine.snapshot().requests if each.id == request_id)

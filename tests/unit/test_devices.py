@@ -1,0 +1,154 @@
+"""Device readings and how memory is split."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.devices import Claim, HostProbe, NvmlProbe, cpu_name, split_memory, visible_devices
+from engine.sampler import DeviceSampler
+from engine.snapshot import DeviceReading
+
+GIB = 2**30
+
+
+def reading(*, total: int, free: int, ours: int) -> DeviceReading:
+    return DeviceReading(
+        id="cpu", name="c", kind="cpu", utilisation=None, total_bytes=total, free_bytes=free, work_bytes=ours
+    )
+
+
+def parts(device: DeviceReading) -> tuple[int, int, int, int, int]:
+    return device.weights_bytes, device.kv_bytes, device.work_bytes, device.others_bytes, device.free_bytes
+
+
+def test_memory_is_split_into_weights_kv_work_others_and_free() -> None:
+    split = split_memory(reading(total=100, free=40, ours=35), Claim(weights_bytes=20, kv_bytes=10))
+    assert parts(split) == (20, 10, 5, 25, 40)
+
+
+def test_a_driver_that_names_no_processes_still_shows_what_workers_claim() -> None:
+    split = split_memory(reading(total=100, free=40, ours=0), Claim(weights_bytes=20, kv_bytes=10))
+    assert parts(split) == (20, 10, 0, 30, 40)
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000))
+def test_the_parts_sum_to_the_total(total: int, free: int, ours: int, weights: int, kv: int) -> None:
+    split = split_memory(
+        reading(total=total, free=min(free, total), ours=ours), Claim(weights_bytes=weights, kv_bytes=kv)
+    )
+    assert sum(parts(split)) == total
+    assert min(parts(split)) >= 0
+
+
+def test_the_host_counts_our_processes_and_everything_adds_up() -> None:
+    [host] = HostProbe().read({os.getpid(), 2**30})
+    assert (host.id, host.kind) == ("cpu", "cpu")
+    assert 0 < host.work_bytes < host.total_bytes
+    assert host.work_bytes + host.others_bytes + host.free_bytes == host.total_bytes
+
+
+def test_the_cpu_is_named_with_its_cores(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Imagined 9000\n")
+    assert cpu_name(cpuinfo).startswith("Imagined 9000")
+    assert cpu_name(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [(None, [0, 1, 2]), ("2,0", [2, 0]), ("", []), ("GPU-b", [1]), ("1,9,0", [1]), ("-1", []), ("0,0", [0])],
+)
+def test_cuda_visible_devices_is_honoured(setting: str | None, expected: list[int]) -> None:
+    assert visible_devices(setting, ["GPU-aa", "GPU-bb", "GPU-cc"]) == expected
+
+
+class FakeNvml:
+    """The few functions of pynvml that are used, for one GPU that does not support all of them."""
+
+    NVML_TEMPERATURE_GPU = 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {
+            "nvmlInit": None,
+            "nvmlDeviceGetCount": 1,
+            "nvmlDeviceGetHandleByIndex": "gpu",
+            "nvmlDeviceGetUUID": "GPU-aa",
+            "nvmlDeviceGetName": "Imagined GPU",
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * GIB, free=60 * GIB),
+            "nvmlDeviceGetComputeRunningProcesses": [
+                SimpleNamespace(pid=7, usedGpuMemory=12 * GIB),
+                SimpleNamespace(pid=8, usedGpuMemory=None),
+            ],
+            "nvmlDeviceGetPowerUsage": 250_000,
+        }
+
+        def answer(*arguments: object) -> Any:
+            if name not in answers:
+                raise self.NVMLError(name)
+            return answers[name]
+
+        return answer
+
+
+def test_a_gpus_unsupported_readings_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())  # type: ignore[arg-type]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    [gpu] = NvmlProbe().read({7, 8})
+    assert (gpu.id, gpu.name, gpu.power_w) == ("cuda:0", "Imagined GPU", 250.0)
+    assert (gpu.utilisation, gpu.temperature_c, gpu.power_limit_w) == (None, None, None)
+    assert (gpu.work_bytes, gpu.others_bytes, gpu.free_bytes) == (12 * GIB, 8 * GIB, 60 * GIB)
+
+
+def test_a_machine_without_nvml_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert NvmlProbe().read() == ()
+
+
+class SlowProbe:
+    """Answers when it is let."""
+
+    def __init__(self) -> None:
+        self.let = threading.Event()
+        self.reads = 0
+
+    def read(self, pids: Collection[int] = ()) -> Sequence[DeviceReading]:
+        self.reads += 1
+        assert self.let.wait(20)
+        return (reading(total=3, free=2, ours=1),)
+
+
+async def test_a_slow_probe_is_never_asked_twice_at_once_and_holds_up_nobody() -> None:
+    probe = SlowProbe()
+    sampler = DeviceSampler(probe)
+    for _ in range(5):
+        sampler.poll(())
+        await asyncio.sleep(0)
+    assert sampler.latest == ()
+    probe.let.set()
+    assert len(await sampler.read(())) == 1
+    assert probe.reads == 1
+    await sampler.close()
+
+
+async def test_a_probe_that_fails_leaves_the_last_reading() -> None:
+    class FailingProbe:
+        def read(self, pids: Collection[int] = ()) -> Sequence[DeviceReading]:
+            raise OSError("the driver is gone")
+
+    sampler = DeviceSampler(FailingProbe())
+    assert await sampler.read(()) == ()
+    await sampler.close()

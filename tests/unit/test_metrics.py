@@ -1,0 +1,127 @@
+"""Counting, rates, percentiles and history."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.metrics import (
+    E2E,
+    HISTORY_SECONDS,
+    ITL,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    TTFT,
+    HistogramCounter,
+    Metrics,
+    Rate,
+    Window,
+    percentile,
+)
+
+
+def tick(metrics: Metrics, now: float, **gauges: object) -> None:
+    values: dict[str, object] = {"running": 0, "queued": 0, "kv_usage": 0.0, "device_utilisation": (), **gauges}
+    metrics.tick(now, 1000.0 + now, **values)  # type: ignore[arg-type]
+
+
+def test_a_histogram_is_cumulative_and_its_bounds_are_inclusive() -> None:
+    histogram = HistogramCounter((1.0, 2.0, 5.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    frozen = histogram.freeze()
+    assert frozen.counts == (2, 3, 3)
+    assert (frozen.count, frozen.sum) == (4, 12.0)
+
+
+def test_an_observation_can_count_several_times() -> None:
+    histogram = HistogramCounter((1.0,))
+    histogram.observe(0.5, times=3)
+    assert (histogram.freeze().count, histogram.freeze().sum) == (3, 1.5)
+
+
+def test_a_rate_is_over_its_window() -> None:
+    rate = Rate(window_s=4)
+    for second in range(10):
+        rate.add(float(second), 20)
+    assert rate.per_second(9.0) == pytest.approx(25.0)
+    assert rate.per_second(20.0) == 0.0
+
+
+def test_a_rate_that_just_began_is_not_diluted() -> None:
+    rate = Rate(window_s=4)
+    rate.add(100.0, 5)
+    rate.add(101.0, 5)
+    assert rate.per_second(101.0) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 1), (0.5, 50), (0.95, 95), (0.99, 99), (1.0, 100)])
+def test_percentiles_are_nearest_rank(share: float, expected: int) -> None:
+    assert percentile(range(1, 101), share) == expected
+
+
+def test_percentiles_of_nothing_are_none() -> None:
+    assert Window().percentiles(0.0).p50 is None
+
+
+def test_samples_leave_the_window() -> None:
+    window = Window(window_s=60)
+    window.add(0.0, 100.0)
+    window.add(50.0, 1.0)
+    assert window.percentiles(61.0).p99 == 1.0
+
+
+def test_a_second_of_history_holds_what_happened_in_it_alone() -> None:
+    metrics = Metrics()
+    metrics.started(0.5, prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
+    metrics.produced(0.5, 2)
+    metrics.gap(0.6, 0.1, 2)
+    tick(metrics, 1.0, running=1, queued=4, kv_usage=0.25, device_utilisation=(0.5, None))
+    tick(metrics, 2.0)
+    first, second = metrics.history
+    assert (first.prompt_tokens, first.output_tokens, first.ttft_p50, first.itl_p95) == (7, 2, 0.2, 0.05)
+    assert (first.running, first.queued, first.kv_usage, first.device_utilisation) == (1, 4, 0.25, (0.5, None))
+    assert (second.prompt_tokens, second.output_tokens, second.ttft_p50) == (0, 0, None)
+
+
+def test_history_keeps_ten_minutes_and_drops_the_oldest() -> None:
+    metrics = Metrics()
+    for second in range(HISTORY_SECONDS + 5):
+        tick(metrics, float(second))
+    assert len(metrics.history) == HISTORY_SECONDS == 600
+    assert metrics.history[0].at == 1005.0
+
+
+def test_tokens_that_came_together_share_the_gap_before_them() -> None:
+    metrics = Metrics()
+    metrics.gap(1.0, 0.3, 3)
+    histogram = metrics.freeze_histograms()[ITL]
+    assert histogram.count == 3
+    assert histogram.sum == pytest.approx(0.3)
+
+
+def test_only_whole_answers_count_into_latencies() -> None:
+    metrics = Metrics()
+    metrics.finished(1.0, "stop", 2.0, 10)
+    metrics.finished(1.0, "cancelled", 0.1, 1)
+    metrics.finished(1.0, "error", 0.1, 0)
+    frozen = metrics.freeze_histograms()
+    assert (frozen[E2E].count, frozen[OUTPUT_TOKENS].sum) == (1, 10)
+    assert metrics.totals().finished == {"stop": 1, "cancelled": 1, "error": 1}
+
+
+def test_totals_add_up() -> None:
+    metrics = Metrics()
+    for _ in range(2):
+        metrics.started(0.0, prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
+        metrics.produced(0.0, 5)
+    totals = metrics.totals()
+    assert (totals.prompt_tokens, totals.cached_tokens, totals.output_tokens) == (14, 6, 10)
+    frozen = metrics.freeze_histograms()
+    assert (frozen[TTFT].count, frozen[PROMPT_TOKENS].sum) == (2, 14)
+
+
+def test_marks_are_kept_in_order() -> None:
+    metrics = Metrics()
+    metrics.mark(1.0, "workers 1 -> 2")
+    metrics.mark(2.0, "max_prompts 16 -> 8")
+    assert [mark.text for mark in metrics.marks] == ["workers 1 -> 2", "max_prompts 16 -> 8"]

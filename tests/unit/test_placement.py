@@ -1,0 +1,111 @@
+"""Where workers go, and why they cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.config import ModelSpec
+from engine.demand import MemoryDemand, kv_bytes_per_token, read_demand
+from engine.errors import InsufficientMemory, InvalidRequest, UnsafeWeights, UnsupportedModel
+from engine.placement import place
+from engine.snapshot import DeviceReading
+
+MIB = 2**20
+DEMAND = MemoryDemand(weights_bytes=1000 * MIB, kv_bytes=400 * MIB, working_bytes=100 * MIB)
+
+
+def device(name: str, free_mib: int) -> DeviceReading:
+    kind = "cpu" if name == "cpu" else "cuda"
+    return DeviceReading(
+        id=name, name=name, kind=kind, utilisation=None, total_bytes=10**5 * MIB, free_bytes=free_mib * MIB
+    )
+
+
+def spec(**fields: object) -> ModelSpec:
+    return ModelSpec(path=Path("/models/m"), name="m", **fields)  # type: ignore[arg-type]
+
+
+def devices_of(workers: int, *devices: DeviceReading, model: ModelSpec | None = None) -> list[str]:
+    return [each.device for each in place(workers, DEMAND, devices, model or spec(), cores=8)]
+
+
+def test_each_worker_goes_where_most_memory_is_left() -> None:
+    assert devices_of(3, device("cuda:0", 4000), device("cuda:1", 5000)) == ["cuda:1", "cuda:0", "cuda:1"]
+
+
+def test_gpus_are_preferred_to_the_cpu() -> None:
+    assert devices_of(1, device("cuda:0", 2000), device("cpu", 90000)) == ["cuda:0"]
+
+
+def test_a_named_device_is_used_alone() -> None:
+    every = (device("cuda:0", 9000), device("cuda:1", 4000), device("cpu", 9000))
+    assert devices_of(2, *every, model=spec(device="cuda:1")) == ["cuda:1", "cuda:1"]
+    assert devices_of(1, *every, model=spec(device="cpu")) == ["cpu"]
+
+
+def test_a_device_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(InvalidRequest, match="no device cuda:7 here; there are cuda:0, cpu"):
+        devices_of(1, device("cuda:0", 9000), device("cpu", 9000), model=spec(device="cuda:7"))
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(InsufficientMemory) as refused:
+        devices_of(2, device("cpu", 2000))
+    assert "worker 2 of 2 with m needs 1500 MiB on cpu" in refused.value.message
+    assert "short by 1000 MiB" in refused.value.message
+    assert refused.value.details == {
+        "device": "cpu",
+        "needed_bytes": 1500 * MIB,
+        "free_bytes": 500 * MIB,
+        "short_bytes": 1000 * MIB,
+    }
+
+
+def test_workers_share_the_cores_and_have_at_least_one_each() -> None:
+    cpu = device("cpu", 90000)
+    assert place(3, DEMAND, [cpu], spec(), cores=8)[0].threads == 2
+    assert place(1, DEMAND, [cpu], spec(), cores=8, total_workers=4)[0].threads == 2
+    assert place(4, DEMAND, [cpu], spec(), cores=2)[0].threads == 1
+    assert place(4, DEMAND, [cpu], spec(threads=5), cores=2)[0].threads == 5
+
+
+def model_folder(folder: Path, weights_bytes: int, **config: object) -> Path:
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    (folder / "config.json").write_text(json.dumps({**shape, **config}))
+    (folder / "model.safetensors").write_bytes(bytes(weights_bytes))
+    return folder
+
+
+def test_demand_comes_from_the_files_and_the_config(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, 1000, torch_dtype="bfloat16")
+    demand = read_demand(ModelSpec(path=folder, name="m", kv_cache_tokens=10))
+    assert demand.weights_bytes == 1000
+    assert demand.kv_bytes == 10 * 2 * 2 * 2 * 16 * 2
+
+
+def test_a_wider_dtype_needs_more(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, 1000, torch_dtype="bfloat16")
+    assert read_demand(ModelSpec(path=folder, name="m", dtype="float32")).weights_bytes == 2000
+
+
+def test_kv_bytes_count_every_layers_keys_and_values() -> None:
+    config = {"num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 32, "hidden_size": 64}
+    assert kv_bytes_per_token(config, 2) == 2 * 3 * 8 * 32 * 2
+    assert kv_bytes_per_token({}, 2) == 0
+
+
+def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="not a folder"):
+        read_demand(ModelSpec(path=tmp_path / "missing", name="m"))
+    with pytest.raises(UnsupportedModel, match=r"has no config\.json"):
+        read_demand(ModelSpec(path=tmp_path, name="m"))
+
+
+def test_pickles_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UnsafeWeights, match=r"pytorch_model\.bin"):
+        read_demand(ModelSpec(path=tmp_path, name="m"))
