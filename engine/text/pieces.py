@@ -22,8 +22,7 @@ class TokenPieces:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        decoder: Mapping[str, object] | None = json.loads(tokenizer.to_str())["decoder"]
-        kinds = set(_decoder_kinds(decoder))
+        kinds = set(_decoder_kinds(tokenizer.decoder))
         if unknown := kinds - _STREAMABLE:
             raise UnsupportedModel(
                 f"tokenizer.json decodes with {', '.join(sorted(unknown))}; "
@@ -78,22 +77,26 @@ class TokenPieces:
 
     def _find_anchor(self) -> tuple[int, str]:
         """A token that reads the same whatever follows it: one whose text is plain letters."""
-        for token, token_id in sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        for token_id in range(self._tokenizer.get_vocab_size()):
+            token = self._tokenizer.id_to_token(token_id) or ""
             if token.isalpha() and token.isascii() and self._decode(token_id) == token:
                 return token_id, token
         return 0, self._decode(0)
 
 
-def _decoder_kinds(decoder: Mapping[str, object] | None) -> Iterator[str]:
-    """The types of a tokenizer.json decoder, those inside a Sequence included."""
-    if decoder is None:
-        return
-    inner = decoder.get("decoders")
-    if decoder["type"] == "Sequence" and isinstance(inner, list):
+def _decoder_kinds(decoder: tokenizers.decoders.Decoder | None) -> Iterator[str]:
+    """The types of a tokenizer's decoder, those inside a Sequence included; its state is tokenizer.json's part."""
+    if decoder is not None:
+        yield from _kinds(json.loads(decoder.__getstate__()))
+
+
+def _kinds(description: Mapping[str, object]) -> Iterator[str]:
+    inner = description.get("decoders")
+    if description["type"] == "Sequence" and isinstance(inner, list):
         for child in inner:
-            yield from _decoder_kinds(child)
+            yield from _kinds(child)
     else:
-        yield str(decoder["type"])
+        yield str(description["type"])
 
 
 def _fallback_byte(token: str) -> int | None:
