@@ -11,7 +11,6 @@ from engine.backends.base import TokenEvent
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
 from engine.snapshot import DeviceReading, RequestRow, WorkerReading
-from engine.worker.hosts import BackendFactory
 from tests.fakes.backend import FakeBackend
 from tests.fakes.model import fake_spec
 
@@ -62,6 +61,13 @@ class Backends:
         self.made.append(backend)
         return backend
 
+    def open_gates(self) -> None:
+        """Hold no backend up any more."""
+        for backend in self.made:
+            for gate in (backend.gate, backend.load_gate):
+                if gate is not None:
+                    gate.open()
+
 
 def config(**settings: object) -> EngineConfig:
     """Thread workers that restart at once, unless said otherwise."""
@@ -70,20 +76,22 @@ def config(**settings: object) -> EngineConfig:
 
 @asynccontextmanager
 async def started(
-    backends: BackendFactory | None = None, *, probe: StillProbe | None = None, **settings: object
+    backends: Backends | None = None, *, probe: StillProbe | None = None, **settings: object
 ) -> AsyncIterator[Engine]:
     """A started engine without a model, closed at the end."""
-    engine = Engine(config(**settings), backend_factory=backends or Backends(), probe=probe or StillProbe())
+    backends = backends or Backends()
+    engine = Engine(config(**settings), backend_factory=backends, probe=probe or StillProbe())
     await engine.start()
     try:
         yield engine
     finally:
+        backends.open_gates()
         await engine.close(drain_s=0.0)
 
 
 @asynccontextmanager
 async def serving(
-    folder: Path, backends: BackendFactory | None = None, *, spec: ModelSpec | None = None, **settings: object
+    folder: Path, backends: Backends | None = None, *, spec: ModelSpec | None = None, **settings: object
 ) -> AsyncIterator[Engine]:
     """A started engine with the fake model loaded on all of its workers."""
     async with started(backends, **settings) as engine:
@@ -127,15 +135,13 @@ async def read(stream: RequestStream) -> Answer:
 async def until(condition: Callable[[], object]) -> None:
     """Wait until `condition()` is true."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - many things change it, some on other threads
             await asyncio.sleep(0.001)
 
 
 async def all_ready(engine: Engine) -> None:
     """Wait until as many workers as wanted are ready, and no others are left."""
-    await until(
-        lambda: [worker.state for worker in engine.snapshot().workers] == ["ready"] * engine.config.num_workers
-    )
+    await until(lambda: [worker.state for worker in engine.snapshot().workers] == ["ready"] * engine.config.num_workers)
 
 
 def worker(engine: Engine, worker_id: str) -> WorkerReading:

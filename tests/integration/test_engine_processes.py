@@ -1,0 +1,118 @@
+"""The engine with real child processes, killed in the middle of things. Their backends are fake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.engine import Engine
+from engine.errors import WorkerFailed
+from tests.fakes.backend import expected_text
+from tests.fakes.engines import StillProbe, all_ready, ask, config, read, until
+from tests.fakes.model import fake_spec
+
+pytestmark = pytest.mark.slow
+
+
+@asynccontextmanager
+async def processes(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *, factory: str = "make", **settings: object
+) -> AsyncIterator[Engine]:
+    """An engine whose workers are processes; none of them is left at the end."""
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", f"tests.fakes.backend:{factory}")
+    before = children()
+    engine = Engine(config(worker_host="process", **settings), probe=StillProbe())
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close(drain_s=0.0)
+    assert children() <= before
+
+
+def children() -> set[int]:
+    """Processes that this one has started and that still run."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def pids(engine: Engine) -> list[int]:
+    return [worker.pid for worker in engine.snapshot().workers if worker.pid is not None]
+
+
+async def test_a_worker_killed_mid_stream_changes_nothing_in_the_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with processes(monkeypatch, tmp_path, num_workers=2) as engine:
+        await engine.load(fake_spec(tmp_path))
+        await all_ready(engine)
+        prompts = [f"marker {number}" for number in range(16)]
+        length = 3000
+        reading = [asyncio.create_task(read(engine.submit(ask(prompt, max_tokens=length)))) for prompt in prompts]
+        await until(lambda: all(row.output_tokens > 20 for row in engine.snapshot().requests))
+        os.kill(pids(engine)[0], signal.SIGKILL)
+        answers = await asyncio.gather(*reading)
+        assert [answer.text for answer in answers] == [expected_text(prompt.encode(), length) for prompt in prompts]
+        assert engine.snapshot().totals.requeued > 0
+        await all_ready(engine)
+        assert sum(worker.restarts for worker in engine.snapshot().workers) == 1
+
+
+async def test_workers_killed_during_the_load_fail_it_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with processes(monkeypatch, tmp_path) as engine:
+        loading = asyncio.create_task(engine.load(fake_spec(tmp_path)))
+        await until(lambda: pids(engine))
+        os.kill(pids(engine)[0], signal.SIGKILL)
+        with pytest.raises(WorkerFailed, match="SIGKILL"):
+            await loading
+        assert engine.snapshot().status.state == "failed"
+        assert pids(engine) == []
+
+
+async def test_a_load_cancelled_while_its_processes_start_leaves_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with processes(monkeypatch, tmp_path, num_workers=3) as engine:
+        before = children()
+        loading = asyncio.create_task(engine.load(fake_spec(tmp_path)))
+        await until(lambda: children() - before)
+        await engine.cancel_load()
+        await asyncio.wait((loading,))
+        assert children() <= before
+        assert engine.snapshot().status.state == "unloaded"
+
+
+async def test_a_worker_that_crashes_again_and_again_gives_its_request_up_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with processes(monkeypatch, tmp_path, factory="make_crashing") as engine:
+        await engine.load(fake_spec(tmp_path))
+        answer = await read(engine.submit(ask("x", max_tokens=100)))
+        assert answer.last.error is not None
+        assert answer.last.error.code == "worker_failed"
+        assert "SIGSEGV" in answer.last.error.message
+        assert answer.text == expected_text(b"x", len(answer.token_ids))
+
+
+async def test_processes_come_and_go_with_the_number_of_workers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with processes(monkeypatch, tmp_path) as engine:
+        before = children()
+        await engine.load(fake_spec(tmp_path))
+        await engine.reconfigure(workers=3)
+        await all_ready(engine)
+        assert len(children() - before) == 3
+        await engine.reconfigure(workers=1)
+        await all_ready(engine)
+        assert len(children() - before) == 1
+        await engine.unload()
+        assert children() <= before
