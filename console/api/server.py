@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 
@@ -37,37 +38,44 @@ class ApiServer:
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
         self._error: ErrorInfo | None = None
+        self._changing = asyncio.Lock()
 
     async def start(self) -> None:
         """Listen; does nothing when it does already. Raises CannotListen with the reason, which `status` keeps."""
-        if self._runner is not None:
-            return
-        runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=_FAREWELL_S)
-        await runner.setup()
-        site = web.TCPSite(runner, self._settings.host, self._settings.port)
-        try:
-            await site.start()
-        except (OSError, OverflowError, ValueError) as error:
-            await runner.cleanup()
-            failure = _cannot_listen(error, self._settings)
-            self._error = failure.info
-            raise failure from error
-        self._traffic.closing = False
-        self._runner, self._site, self._error = runner, site, None
+        async with self._changing:
+            if self._site is not None:
+                return
+            await self._close_runner()
+            runner = web.AppRunner(
+                self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=_FAREWELL_S
+            )
+            await runner.setup()
+            site = web.TCPSite(runner, self._settings.host, self._settings.port)
+            try:
+                await site.start()
+            except (OSError, OverflowError, ValueError) as error:
+                await runner.cleanup()
+                failure = _cannot_listen(error, self._settings)
+                self._error = failure.info
+                raise failure from error
+            self._traffic.closing = False
+            self._runner, self._site, self._error = runner, site, None
 
     async def stop(self, drain_s: float = 5.0) -> None:
-        """Take no more requests, give those under way `drain_s`, cancel the rest and tell their clients. Idempotent."""
-        runner, site = self._runner, self._site
-        if runner is None or site is None:
-            return
-        self._runner = self._site = None
-        self._traffic.closing = True
-        await site.stop()
-        await self._traffic.wait_idle(drain_s)
-        for generation in tuple(self._context.running):
-            generation.cancel()
-        await self._traffic.wait_idle(_FAREWELL_S)
-        await runner.cleanup()
+        """Take no more requests, give those under way `drain_s`, cancel the rest and tell their clients.
+
+        Idempotent; where it is cancelled, another call finishes the work.
+        """
+        async with self._changing:
+            self._traffic.closing = True
+            if self._site is not None:
+                site, self._site = self._site, None
+                await site.stop()
+            await self._traffic.wait_idle(drain_s)
+            for generation in tuple(self._context.running):
+                generation.cancel()
+            await self._traffic.wait_idle(_FAREWELL_S)
+            await self._close_runner()
 
     def status(self) -> ApiStatus:
         """The server now; may be called from any thread."""
@@ -82,6 +90,12 @@ class ApiServer:
             key_required=self._settings.api_key is not None,
             error=self._error,
         )
+
+    async def _close_runner(self) -> None:
+        """Close every connection."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
 
     def _app(self) -> web.Application:
         app = web.Application(

@@ -98,6 +98,24 @@ async def test_stopping_tells_those_that_it_cannot_wait_for(paced_api: Served) -
     assert [event["error"]["code"] for event in await stream] == ["request_cancelled"]
 
 
+async def test_a_drain_can_be_cut_short_by_stopping_again(paced_api: Served) -> None:
+    asking = asyncio.create_task(paced_api.refusal("/generate", status=499, prompt="x"))
+    await paced_api.until_row(state="prefill")
+    draining = asyncio.create_task(paced_api.server.stop(drain_s=1000))
+    await until(lambda: not paced_api.server.status().running)
+    draining.cancel()
+    await paced_api.server.stop(drain_s=0.0)
+    assert (await asking)["code"] == "request_cancelled"
+    assert paced_api.server.status().clients == 0
+
+
+async def test_starting_twice_at_once_listens_once(tmp_path: Path) -> None:
+    async with serving(tmp_path, load=False) as api:
+        await api.server.stop()
+        await asyncio.gather(api.server.start(), api.server.start())
+        assert api.server.status().error is None
+
+
 async def test_a_stopping_server_takes_no_new_requests_on_open_connections(tmp_path: Path) -> None:
     async with serving(tmp_path, FakeBackend(gate=Gate())) as api:
         asking = asyncio.create_task(api.post("/generate", prompt="x", max_tokens=1))

@@ -1,0 +1,44 @@
+"""Both shapes of log-probabilities, alternatives included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from console.api.logprobs import LOWEST, chat_logprobs, completion_logprobs
+from engine.backends.base import TokenLogprob
+from engine.text.tokenizer import Tokenizer
+from tests.fakes.model import write_fake_model
+
+A, B, C = b"abc"
+RECORDS = [
+    TokenLogprob(token_id=A, logprob=-0.1, top=((A, -0.1), (B, -2.5))),
+    TokenLogprob(token_id=C, logprob=float("-inf"), top=((A, -0.2), (B, -1.5))),
+]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    """Token id b is byte b."""
+    return Tokenizer.from_folder(write_fake_model(tmp_path))
+
+
+def test_the_completions_shape_has_the_chosen_token_among_the_alternatives(tokenizer: Tokenizer) -> None:
+    shaped = completion_logprobs(RECORDS, tokenizer, offset=7, top=True)
+    assert shaped.tokens == ["a", "c"]
+    assert shaped.top_logprobs == [{"a": -0.1, "b": -2.5}, {"a": -0.2, "b": -1.5, "c": LOWEST}]
+    assert shaped.text_offset == [7, 8]
+
+
+def test_the_chat_shape_has_exactly_the_alternatives_best_first(tokenizer: Tokenizer) -> None:
+    first, second = chat_logprobs(RECORDS, tokenizer).content
+    assert [(top.token, top.logprob, top.bytes) for top in first.top_logprobs] == [("a", -0.1, [A]), ("b", -2.5, [B])]
+    assert [top.token for top in second.top_logprobs] == ["a", "b"]
+    assert (second.token, second.logprob) == ("c", LOWEST)
+
+
+def test_a_probability_of_zero_is_valid_json(tokenizer: Tokenizer) -> None:
+    encoded = msgspec.json.encode(chat_logprobs(RECORDS, tokenizer))
+    assert msgspec.json.decode(encoded)["content"][1]["logprob"] == LOWEST
