@@ -11,7 +11,9 @@ from engine.config import ModelSpec
 from engine.errors import UnsafeWeights, UnsupportedModel
 from engine.models.files import read_json_object
 
-MIN_KV_TOKENS = 1024
+LEAST_KV_TOKENS = 2048
+"""A worker's KV pages should hold at least one request of this length, or of the whole context where that is less."""
+
 WORKING_BYTES = 256 * 2**20
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -37,7 +39,9 @@ def read_demand(spec: ModelSpec) -> MemoryDemand:
     file_bytes = sum(file.stat().st_size for file in spec.path.glob("*.safetensors"))
     stored_bytes = _DTYPE_BYTES.get(stored, 2)
     wanted_bytes = _DTYPE_BYTES.get(spec.dtype, stored_bytes)
-    tokens = spec.kv_cache_tokens or min(MIN_KV_TOKENS, spec.max_model_len or MIN_KV_TOKENS)
+    context = spec.max_model_len or config.get("max_position_embeddings")
+    least = min(LEAST_KV_TOKENS, context) if isinstance(context, int) else LEAST_KV_TOKENS
+    tokens = spec.kv_cache_tokens or least
     return MemoryDemand(
         weights_bytes=file_bytes * wanted_bytes // stored_bytes,
         kv_bytes=tokens * kv_bytes_per_token(config, wanted_bytes),

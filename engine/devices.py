@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import psutil
 
+from engine.ram import read_ram
 from engine.snapshot import DeviceReading
 
 _log = logging.getLogger("engine")
@@ -62,8 +63,8 @@ class HostProbe:
 
     def read(self, pids: Collection[int] = ()) -> Sequence[DeviceReading]:
         """One reading; utilisation is that since the last call."""
-        memory = psutil.virtual_memory()
-        used = memory.total - memory.available
+        ram = read_ram()
+        used = ram.total_bytes - ram.free_bytes
         ours = min(used, sum(map(_resident_bytes, set(pids))))
         return (
             DeviceReading(
@@ -71,10 +72,10 @@ class HostProbe:
                 name=self._name,
                 kind="cpu",
                 utilisation=psutil.cpu_percent(None) / 100,
-                total_bytes=memory.total,
+                total_bytes=ram.total_bytes,
                 work_bytes=ours,
                 others_bytes=used - ours,
-                free_bytes=memory.available,
+                free_bytes=ram.free_bytes,
             ),
         )
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.devices import Claim, HostProbe, NvmlProbe, cpu_name, split_memory, visible_devices
+from engine.ram import Ram, read_ram
 from engine.sampler import DeviceSampler
 from engine.snapshot import DeviceReading
 
@@ -56,6 +57,19 @@ def test_the_host_counts_our_processes_and_everything_adds_up() -> None:
     assert (host.id, host.kind) == ("cpu", "cpu")
     assert 0 < host.work_bytes < host.total_bytes
     assert host.work_bytes + host.others_bytes + host.free_bytes == host.total_bytes
+
+
+def test_a_containers_limit_is_all_the_ram_there_is(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 150000\nactive_file 50000\n")
+    assert read_ram(tmp_path) == Ram(total_bytes=1_000_000, free_bytes=500_000)
+
+
+def test_without_a_limit_the_machines_ram_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    ram = read_ram(tmp_path)
+    assert 0 < ram.free_bytes <= ram.total_bytes
 
 
 def test_the_cpu_is_named_with_its_cores(tmp_path: Path) -> None:

@@ -86,6 +86,13 @@ def test_demand_comes_from_the_files_and_the_config(tmp_path: Path) -> None:
     assert demand.kv_bytes == 10 * 2 * 2 * 2 * 16 * 2
 
 
+def test_kv_pages_must_hold_one_request_but_no_more_than_the_context(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, 1000, torch_dtype="bfloat16", max_position_embeddings=100)
+    per_token = 2 * 2 * 2 * 16 * 2
+    assert read_demand(ModelSpec(path=folder, name="m")).kv_bytes == 100 * per_token
+    assert read_demand(ModelSpec(path=folder, name="m", max_model_len=40)).kv_bytes == 40 * per_token
+
+
 def test_a_wider_dtype_needs_more(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, 1000, torch_dtype="bfloat16")
     assert read_demand(ModelSpec(path=folder, name="m", dtype="float32")).weights_bytes == 2000

@@ -1,0 +1,53 @@
+"""The engine over the real torch backend, in real processes, on a tiny random model.
+
+In float32: in bfloat16 a sum may round differently in another batch, killed workers or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from engine.config import ModelSpec, SamplingParams
+from engine.engine import Engine
+from tests.fakes.engines import all_ready, ask, config, read, until
+from tests.fakes.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = (
+    SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True, seed=1),
+    SamplingParams(max_tokens=150, temperature=1.3, top_p=0.9, ignore_eos=True, seed=2),
+    SamplingParams(max_tokens=150, repetition_penalty=1.2, frequency_penalty=0.3, ignore_eos=True, seed=3),
+)
+
+
+async def test_a_killed_worker_changes_no_token_greedy_or_seeded(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    engine = Engine(config(worker_host="process", num_workers=2))
+    await engine.start()
+    try:
+        await engine.load(ModelSpec(path=folder, name="tiny", threads=1, kv_cache_tokens=4096, dtype="float32"))
+        await all_ready(engine)
+        requests = [ask(f"marker {number}", params=params) for params in SETTINGS for number in range(2)]
+        undisturbed = [await read(engine.submit(request)) for request in requests]
+
+        reading = [asyncio.create_task(read(engine.submit(request))) for request in requests]
+        await until(lambda: sum(row.state == "decode" for row in engine.snapshot().requests) == len(requests))
+        busiest = max(engine.snapshot().workers, key=lambda worker: worker.active)
+        assert busiest.pid is not None
+        os.kill(busiest.pid, signal.SIGKILL)
+        disturbed = await asyncio.gather(*reading)
+
+        assert engine.snapshot().totals.requeued > 0
+        assert [answer.token_ids for answer in disturbed] == [answer.token_ids for answer in undisturbed]
+        assert [answer.text for answer in disturbed] == [answer.text for answer in undisturbed]
+        device = engine.snapshot().devices[-1]
+        assert device.weights_bytes > 0
+        assert device.kv_bytes > 0
+    finally:
+        await engine.close(drain_s=0.0)
