@@ -10,7 +10,7 @@ from textual.binding import Binding
 from console.modes import MODES
 
 WORKERS = Binding.Group("Workers", compact=True)
-PROMPTS = Binding.Group("Max prompts", compact=True)
+PROMPTS = Binding.Group("Prompts", compact=True)
 
 BINDINGS: list[Binding] = [
     *(

@@ -37,13 +37,16 @@ class TabRow(Widget):
     def render(self) -> Content:
         """Tabs on the left, knobs on the right."""
         tabs = Content("").join(_tab(mode.name, mode.digit, mode.title, mode.name == self._mode) for mode in MODES)
-        workers, prompts = self._knobs
-        knobs = Content.assemble(
-            _knob("Workers", "workers", workers), "   ", _knob("Max prompts", "max_prompts", prompts)
-        )
+        knobs = self._knob_row("Max prompts")
+        if tabs.cell_length + knobs.cell_length >= self.size.width:
+            knobs = self._knob_row("Prompts")
         gap = max(1, self.size.width - tabs.cell_length - knobs.cell_length)
         row = Content.assemble(tabs, " " * gap, knobs)
         return Content(to_ascii(row.plain)) if is_ascii(self.app) else row
+
+    def _knob_row(self, prompts_title: str) -> Content:
+        workers, prompts = self._knobs
+        return Content("  ").join((_knob("Workers", "workers", workers), _knob(prompts_title, "max_prompts", prompts)))
 
 
 def _link(text: str, style: str, action: str) -> Content:

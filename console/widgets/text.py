@@ -27,14 +27,14 @@ def size(size_bytes: float) -> str:
 def gib(size_bytes: float) -> str:
     """GiB without the unit, one decimal: "9.4"; two for what is small: "0.02"."""
     value = size_bytes / _KIB**3
-    return f"{value:.1f}" if value >= 1 or value == 0 else f"{value:.2f}"
+    return f"{value:.1f}" if value >= 0.095 or value == 0 else f"{value:.2f}"
 
 
 def seconds(value_s: float | None) -> str:
     """ "14 ms", "1.24 s", "2:05", "–" for what is not known."""
     if value_s is None:
         return "–"
-    if value_s < 0.0095:
+    if 0 < value_s < 0.0095:
         return f"{value_s * 1000:.1f} ms"
     if value_s < 0.9995:
         return f"{value_s * 1000:.0f} ms"
@@ -45,7 +45,7 @@ def seconds(value_s: float | None) -> str:
 
 def count(value: float) -> str:
     """ "612", "1.9k", "2.1M"."""
-    for unit, scale in (("M", 1e6), ("k", 1e3)):
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale * 0.9995:
             return f"{_short(value / scale)}{unit}"
     return f"{value:.0f}"

@@ -1,0 +1,139 @@
+"""Graph: a bounded curve over time in eighth blocks, with its bound and unit beside it and marks where a knob moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from textual.content import Content
+from textual.strip import Strip
+from textual.visual import Visual
+from textual.widget import Widget
+
+from console.widgets.glyphs import is_ascii, to_ascii
+from console.widgets.plot import Cell, Ink, column_of, columns, draw, nice_bound
+from engine.snapshot import Mark, Second
+
+GUTTER = 7
+HEADROOM = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """value: what is drawn of each second; style: a CSS variable."""
+
+    value: Callable[[Second], float | None]
+    style: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The upper edge: `bound` where it is fixed (100%), else a round number above all that is shown and `least`.
+
+    label: how it is written, with its unit.
+    """
+
+    label: Callable[[float], str]
+    least: float = 1.0
+    bound: float | None = None
+
+    def top(self, shown: Sequence[float | None]) -> float:
+        """The value at the upper edge."""
+        if self.bound is not None:
+            return self.bound
+        highest = max((value for value in shown if value is not None), default=0.0)
+        return nice_bound(highest * HEADROOM, self.least)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The time that graphs show: it ends with the last second of `history`."""
+
+    history: Sequence[Second] = ()
+    marks: Sequence[Mark] = ()
+    seconds_per_column: int = 1
+
+
+class Graph(Widget):
+    """One title row and the plot below it: `front` filled to the ground, `behind` (never below it) rising above it."""
+
+    DEFAULT_CSS = """
+    Graph { height: 1fr; width: 1fr; min-height: 2; }
+    """
+
+    def __init__(self, scale: Scale, front: Curve, behind: Curve | None = None, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._scale, self._front, self._behind = scale, front, behind
+        back = behind.style if behind else front.style
+        self._inks: dict[Ink, str] = {
+            "": "$graph-mark",
+            "front": front.style,
+            "behind": back,
+            "both": f"{front.style} on {back}",
+            "mark": f"$graph-mark on {front.style}",
+        }
+        self._title, self._span = Content(""), Span()
+        self._plot: list[list[Cell]] = []
+        self._top_label = ""
+
+    def show(self, title: Content, span: Span) -> None:
+        """Draw anew, where anything changed."""
+        changed = not title.is_same(self._title)
+        self._title, self._span = title, span
+        if self._replot() or changed:
+            self.refresh()
+
+    def on_resize(self) -> None:
+        """Another width shows another span."""
+        self._replot()
+        self.refresh()
+
+    def _replot(self) -> bool:
+        width, rows = max(0, self.size.width - GUTTER), max(0, self.size.height - 1)
+        span, step = self._span, self._span.seconds_per_column
+        front = columns(span.history, width, step, self._front.value)
+        behind = columns(span.history, width, step, self._behind.value) if self._behind else []
+        top = self._scale.top([*front, *behind])
+        plot = draw(front, behind, top, rows, ascii_only=is_ascii(self.app))
+        if span.history and plot:
+            newest = span.history[-1].at
+            marks = [(max(0, column_of(mark.at, newest, step)), mark.text) for mark in span.marks]
+            plot = [_marked(row, marks, named=row is plot[0]) for row in plot]
+        before = (self._plot, self._top_label)
+        self._plot, self._top_label = plot, self._scale.label(top)
+        return before != (self._plot, self._top_label)
+
+    def render_line(self, y: int) -> Strip:
+        """Title first, then the plot from its upper edge down."""
+        return Visual.to_strips(self, self.line(y), self.size.width, 1, self.visual_style, pad=True)[0]
+
+    def line(self, y: int) -> Content:
+        """Row `y` as content."""
+        if y == 0 or y > len(self._plot):
+            return self._ascii(self._title if y == 0 else Content(""))
+        label = self._top_label if y == 1 else "0" if y == len(self._plot) else ""
+        parts: list[Content | str | tuple[str, str]] = [(f"{label:>{GUTTER - 1}}▕", "$graph-axis")]
+        runs = groupby(self._plot[y - 1], lambda cell: cell.ink)
+        parts.extend(("".join(cell.char for cell in run), self._inks[ink]) for ink, run in runs)
+        return self._ascii(Content.assemble(*parts))
+
+    def _ascii(self, content: Content) -> Content:
+        return Content(to_ascii(content.plain)) if is_ascii(self.app) else content
+
+
+def _marked(row: list[Cell], marks: Sequence[tuple[int, str]], *, named: bool) -> list[Cell]:
+    """`row` with a dotted line where a knob moved; `named`: with what was done, where no curve is in the way."""
+    marked, width = list(row), len(row)
+    for back, text in marks:
+        column = width - 1 - back
+        if not 0 <= column < width:
+            continue
+        if row[column].char in " █#":
+            marked[column] = Cell("┊", "mark" if row[column].ink == "front" else row[column].ink)
+        for start in (column + 1, column - len(text)) if named else ():
+            label = range(start, start + len(text))
+            if label.start >= 0 and label.stop <= width and all(marked[at] == (" ", "") for at in label):
+                marked[label.start : label.stop] = [Cell(char, "") for char in text]
+                break
+    return marked

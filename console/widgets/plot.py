@@ -1,0 +1,85 @@
+"""The arithmetic of a graph: seconds into columns, values into eighths of a cell. Nothing here knows a widget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from console.widgets.glyphs import ASCII_COLUMNS, COLUMNS
+from engine.snapshot import Second
+
+Ink = Literal["", "front", "behind", "both", "mark"]
+Values = Sequence[float | None]
+
+_EIGHTHS = 8
+_NICE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+
+
+class Cell(NamedTuple):
+    """One character. ink: what colours it; "both" is the front curve before the one behind, "mark" a mark on it."""
+
+    char: str
+    ink: Ink
+
+
+def nice_bound(value: float, least: float = 1.0) -> float:
+    """A round number that is not below `value` nor `least`."""
+    value = max(value, least)
+    power = 10.0 ** math.floor(math.log10(value))
+    return next((step * power for step in _NICE if step * power >= value * (1 - 1e-9)), 10 * power)
+
+
+def column_of(at: float, newest: float, seconds_per_column: int) -> int:
+    """How many columns before the newest one the moment `at` lies. Columns begin at whole multiples of their length,
+    so that a column never changes once it is past."""
+    return math.floor(newest / seconds_per_column) - math.floor(at / seconds_per_column)
+
+
+def columns(
+    history: Sequence[Second], width: int, seconds_per_column: int, value: Callable[[Second], float | None]
+) -> list[float | None]:
+    """The mean of `value` over each of the last `width` columns, oldest first; None where nothing was measured."""
+    sums, counts = [0.0] * width, [0] * width
+    newest = history[-1].at if history else 0.0
+    for second in reversed(history):
+        back = column_of(second.at, newest, seconds_per_column)
+        if back >= width:
+            break
+        measured = value(second)
+        if measured is not None:
+            sums[width - 1 - back] += measured
+            counts[width - 1 - back] += 1
+    return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+
+
+def draw(front: Values, behind: Values, top: float, rows: int, *, ascii_only: bool = False) -> list[list[Cell]]:
+    """Rows of cells, uppermost first, of the curve `front` filled to the ground and of `behind` rising above it.
+
+    A value above `top` fills its column; a value above zero shows at least an eighth.
+    """
+    blocks = ASCII_COLUMNS if ascii_only else COLUMNS
+    low = [_eighths(value, top, rows) for value in front]
+    high = [_eighths(value, top, rows) for value in behind] if behind else low
+    return [
+        [_cell(near - row * _EIGHTHS, far - row * _EIGHTHS, blocks) for near, far in zip(low, high, strict=True)]
+        for row in reversed(range(rows))
+    ]
+
+
+def _eighths(value: float | None, top: float, rows: int) -> int:
+    if value is None or value <= 0:
+        return 0
+    return max(1, min(rows * _EIGHTHS, round(value / top * rows * _EIGHTHS)))
+
+
+def _cell(near: int, far: int, blocks: str) -> Cell:
+    """near, far: how high the two curves stand above this cell's floor, in eighths; either may be out of the cell."""
+    if near > _EIGHTHS:
+        return Cell(blocks[-1], "front")
+    if near > 0:
+        far = min(_EIGHTHS, far)
+        return Cell(blocks[near], "both" if near < far and far - near >= _EIGHTHS - far else "front")
+    if far > 0:
+        return Cell(blocks[min(_EIGHTHS, far)], "behind")
+    return Cell(" ", "")

@@ -1,0 +1,102 @@
+"""Requests: the live ones first, then the last that ended."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+
+from console.widgets import text
+from console.widgets.states import request_state
+from console.widgets.table import Cell, Column, Row, Table, cell
+from engine.snapshot import RequestRow, Snapshot
+
+_BAR = 16
+_PROMPT = 9
+_ORDER = {"decode": 0, "prefill": 1, "queued": 2, "finished": 3}
+_COLUMNS = (
+    Column("id", 8, grow=14),
+    Column("from", 6, drop=2),
+    Column("state", 11),
+    Column("worker", 6, drop=1),
+    Column("progress", _BAR, drop=3),
+    Column("in", _PROMPT, "right"),
+    Column("out", 6, "right"),
+    Column("waited", 6, "right"),
+    Column("TTFT", 6, "right"),
+    Column("ITL", 6, "right"),
+    Column("tok/s", 5, "right"),
+)
+
+
+class RequestsPanel(Vertical):
+    """The request table, with the counts in its frame."""
+
+    DEFAULT_CSS = """
+    RequestsPanel { height: 1fr; width: 1fr; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id, classes="panel")
+        self.border_title = "Requests"
+
+    def compose(self) -> ComposeResult:
+        """The table alone."""
+        yield Table(_COLUMNS, id="request-table")
+
+    @property
+    def table(self) -> Table:
+        """The table."""
+        return self.query_one(Table)
+
+    def show(self, snapshot: Snapshot) -> None:
+        """The requests now."""
+        ordered = sorted(snapshot.requests, key=lambda row: _ORDER[row.state])
+        self.table.show([request_row(row) for row in ordered], empty=_empty(snapshot))
+        self.border_subtitle = f"{snapshot.running} running · {snapshot.queued} queued"
+
+
+def request_row(row: RequestRow) -> Row:
+    """One request's cells. During prefill `in` counts the prompt tokens computed so far."""
+    ended = row.state == "finished"
+    quiet = "$request-done" if ended else ""
+    state = request_state(row)
+    cells: tuple[Cell, ...] = (
+        cell(row.id, "$muted"),
+        cell(row.source, quiet),
+        cell(f"{state.glyph} {state.word}", state.style),
+        cell(row.worker or "–", quiet),
+        _progress(row),
+        cell(_prompt(row), "$request-prefill" if row.state == "prefill" else quiet),
+        cell(str(row.output_tokens), quiet),
+        cell(text.seconds(row.queued_s), "$request-queued" if row.state == "queued" else quiet),
+        cell(text.seconds(row.ttft_s), quiet),
+        cell(text.seconds(row.itl_s), quiet),
+        cell(text.rate(row.tokens_per_s), quiet if ended else "bold"),
+    )
+    return Row(row.id, cells)
+
+
+def _prompt(row: RequestRow) -> str:
+    if row.state != "prefill":
+        return str(row.prompt_tokens)
+    done = f"{row.computed_tokens}/{row.prompt_tokens}"
+    return done if len(done) <= _PROMPT else f"{row.computed_tokens / row.prompt_tokens:.0%}"
+
+
+def _progress(row: RequestRow) -> Cell:
+    """A bar of the prompt's tokens computed, then of the tokens it may give; nothing once it ended."""
+    if row.state in ("queued", "finished"):
+        return ()
+    prefill = row.state == "prefill"
+    done, total = (row.computed_tokens, row.prompt_tokens) if prefill else (row.output_tokens, row.max_tokens)
+    if not total:
+        return ()
+    filled = min(_BAR, round(done / total * _BAR))
+    style = "$request-prefill" if prefill else "$request-decode"
+    return (("━" * filled, style), ("━" * (_BAR - filled), "$gpu-free"))
+
+
+def _empty(snapshot: Snapshot) -> str:
+    if snapshot.status.state in ("ready", "draining"):
+        return "No requests yet. Press 3 to chat, or a to switch the API on."
+    return "Requests appear here once a model is loaded."

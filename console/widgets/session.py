@@ -1,0 +1,67 @@
+"""Session: what the engine has done since it started, and which model it does it with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from textual.content import Content
+from textual.widget import Widget
+
+from console.widgets import text
+from console.widgets.glyphs import is_ascii, to_ascii
+from engine.snapshot import Snapshot
+
+
+class SessionPanel(Widget):
+    """As many lines as there is room for, the most telling first."""
+
+    DEFAULT_CSS = """
+    SessionPanel { height: 1fr; width: 1fr; text-wrap: nowrap; text-overflow: ellipsis; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id, classes="panel")
+        self.border_title = "Session"
+        self._lines: list[tuple[str, str]] = []
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw anew, where anything changed."""
+        lines = list(facts(snapshot))
+        if lines != self._lines:
+            self._lines = lines
+            self.refresh()
+
+    def render(self) -> Content:
+        """Name and number, two columns."""
+        content = Content("\n").join(
+            Content.assemble((f"{name:<10}", "$muted"), value)
+            for name, value in self._lines[: max(1, self.size.height)]
+        )
+        return Content(to_ascii(content.plain)) if is_ascii(self.app) else content
+
+
+def facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
+    """Name and value of each line."""
+    totals, model = snapshot.totals, snapshot.status.model
+    ended = " · ".join(f"{count} {reason}" for reason, count in sorted(totals.finished.items()))
+    yield "up", _uptime(snapshot.uptime_s)
+    yield "requests", f"{totals.requests:,}" + (f" ({ended})" if ended else "")
+    yield "tokens", f"{totals.output_tokens:,} out · {totals.prompt_tokens:,} in · {totals.cached_tokens:,} cached"
+    yield (
+        "trouble",
+        (
+            f"{totals.rejected} rejected · {totals.requeued} moved · {totals.preemptions} preempted"
+            f" · {text.plural(totals.worker_restarts, 'restart')}"
+        ),
+    )
+    if model is not None:
+        yield "model", f"{text.count(model.parameters)} parameters · {model.architecture}"
+        yield "context", f"{model.max_model_len:,} tokens · {model.kv_tokens:,} in KV pages of {model.page_tokens}"
+        yield "backend", f"{model.backend} · {model.dtype} · {text.size(model.weights_bytes)} weights"
+
+
+def _uptime(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours}:{minutes:02d}:{rest:02d}" if days else f"{hours}:{minutes:02d}:{rest:02d}"
