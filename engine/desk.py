@@ -12,11 +12,11 @@ from engine.dispatcher import Dispatcher, Slot
 from engine.errors import EngineError, ErrorInfo, InvalidRequest, QueueFull, RequestTimeout, WorkerFailed
 from engine.metrics import Metrics
 from engine.replica import Replica
-from engine.request import Request
+from engine.request import SUSPECT_DEATHS, Request
 from engine.snapshot import RequestRow
 from engine.worker.protocol import RequestOutput, StepBatch
 
-MAX_DEATHS = 3
+MAX_DEATHS = SUSPECT_DEATHS + 1
 _RECENT_REQUESTS = 50
 _MAX_RETRY_AFTER_S = 60
 

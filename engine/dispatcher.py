@@ -1,8 +1,10 @@
 """Dispatcher: the one queue, and which worker takes what. It decides; it has no clock and sends nothing.
 
 Order: priority (higher first), then arrival. A request that lost its worker keeps its arrival number and so goes to the
-head. Worker: among those about as loaded as the least loaded one, the one that holds most of the prompt's prefix in its
-KV pages, as far as the dispatcher remembers what it sent there.
+head; one that lost several is a suspect and gets a worker to itself, so that it can harm no other.
+
+Worker: among those about as loaded as the least loaded one, the one that holds most of the prompt's prefix in its KV
+pages, as far as the dispatcher remembers what it sent there.
 """
 
 from __future__ import annotations
@@ -109,14 +111,18 @@ class Dispatcher:
         full or none waits. Counts them into `slots`."""
         assigned: list[tuple[Request, str]] = []
         while self._waiting and any(slot.free for slot in slots):
-            _, _, request = heapq.heappop(self._heap)
+            request = self._heap[0][2]
             if request.order not in self._waiting:
+                heapq.heappop(self._heap)
                 continue
-            self._waiting.remove(request.order)
             hashes = prefix_hashes(request.prompt_ids)
-            slot = choose(slots, [self._memory(slot.worker).match(hashes) for slot in slots])
-            assert slot is not None, "a slot was free"
-            slot.active += 1
+            fit = [slot for slot in slots if slot.active == 0] if request.suspect else slots
+            slot = choose(fit, [self._memory(slot.worker).match(hashes) for slot in fit])
+            if slot is None:
+                break
+            heapq.heappop(self._heap)
+            self._waiting.remove(request.order)
+            slot.active = slot.max_prompts if request.suspect else slot.active + 1
             self._memory(slot.worker).remember(hashes)
             assigned.append((request, slot.worker))
         if not self._waiting:

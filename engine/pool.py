@@ -124,9 +124,10 @@ class Pool:
             replica.set_max_prompts(max_prompts)
 
     def slots(self) -> list[Slot]:
-        """The replicas that take requests."""
+        """The replicas that take requests; one that works on a suspect is full."""
+        limit = self._max_prompts
         return [
-            Slot(worker=replica.id, active=len(replica.active), max_prompts=self._max_prompts)
+            Slot(worker=replica.id, active=limit if replica.guarded else len(replica.active), max_prompts=limit)
             for replica in self
             if replica.state == "ready"
         ]

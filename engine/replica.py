@@ -100,6 +100,11 @@ class Replica:
         return self._host.pid if self._host is not None else None
 
     @property
+    def guarded(self) -> bool:
+        """Whether it works on a request that may kill it, and so must not get others."""
+        return any(request.suspect for request in self.active.values())
+
+    @property
     def was_ready(self) -> bool:
         """Whether it has ever held the model."""
         return self._ready_at is not None

@@ -13,6 +13,8 @@ from engine.errors import ErrorInfo
 from engine.snapshot import RequestRow, RequestState
 from engine.stream import RequestStream
 
+SUSPECT_DEATHS = 2
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens to continue, and how.
@@ -65,6 +67,11 @@ class Request:
     def wire_id(self) -> str:
         """Its name on the worker's channel: unlike `id`, never used twice, so a late output can find no wrong owner."""
         return f"{self.id}#{self.order}"
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it may be what kills workers: it was there each time."""
+        return self.deaths >= SUSPECT_DEATHS
 
     @property
     def ttft_s(self) -> float | None:

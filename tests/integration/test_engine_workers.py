@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from engine.backends.base import TokenEvent
 from engine.errors import InsufficientMemory, InvalidRequest
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
 from tests.fakes.engines import (
@@ -25,6 +27,15 @@ from tests.fakes.engines import (
 from tests.fakes.model import fake_spec
 
 MIB = 2**20
+
+
+class PoisonedBackend(FakeBackend):
+    """Dies of a prompt."""
+
+    def step(self) -> Sequence[TokenEvent]:
+        if any(request.prompt_ids == list(b"poison") for request, _ in self._live.values()):
+            raise SystemExit("poisoned")
+        return super().step()
 
 
 async def test_a_worker_that_dies_mid_stream_leaves_no_gap_and_no_repetition(tmp_path: Path) -> None:
@@ -70,12 +81,6 @@ async def test_the_queue_is_kept_while_no_worker_is_ready(tmp_path: Path) -> Non
 
 
 async def test_a_request_that_sees_three_deaths_is_given_up_and_the_rest_goes_on(tmp_path: Path) -> None:
-    class PoisonedBackend(FakeBackend):
-        def step(self):  # type: ignore[no-untyped-def]
-            if any(request.prompt_ids == list(b"poison") for request, _ in self._live.values()):
-                raise SystemExit("poisoned")
-            return super().step()
-
     async with serving(tmp_path, Backends(then=PoisonedBackend)) as engine:
         answer = await read(engine.submit(ask("poison")))
         assert answer.last.finish == "error"
@@ -83,6 +88,14 @@ async def test_a_request_that_sees_three_deaths_is_given_up_and_the_rest_goes_on
         assert (answer.last.error.code, answer.last.error.details["deaths"]) == ("worker_failed", 3)
         assert (await read(engine.submit(ask("healthy")))).text == expected_text(b"healthy", 8)
         assert engine.snapshot().totals.worker_restarts == 3
+
+
+async def test_requests_beside_a_poisonous_one_are_all_answered(tmp_path: Path) -> None:
+    async with serving(tmp_path, Backends(then=PoisonedBackend)) as engine:
+        streams = [engine.submit(ask(text)) for text in ("a", "b", "poison", "c", "d")]
+        answers = await asyncio.gather(*map(read, streams))
+        assert [answer.last.finish for answer in answers] == ["length", "length", "error", "length", "length"]
+        assert answers[4].text == expected_text(b"d", 8)
 
 
 async def test_a_failed_step_is_an_error_for_its_requests_and_never_a_short_answer(tmp_path: Path) -> None:

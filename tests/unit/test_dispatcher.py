@@ -77,6 +77,15 @@ def test_requests_spread_to_the_least_loaded_worker() -> None:
     assert [worker for _, worker in queued(request()).assign(slots(2, 1, 3))] == ["w1"]
 
 
+def test_a_suspect_waits_for_an_empty_worker_and_fills_it() -> None:
+    suspect, other = request(), request()
+    suspect.deaths = 2
+    dispatcher = queued(suspect, other)
+    assert dispatcher.assign(slots(1)) == []
+    assert dispatcher.assign(slots(0)) == [(suspect, "w0")]
+    assert dispatcher.assign(slots(1)) == [(other, "w0")]
+
+
 def test_a_removed_request_is_not_assigned() -> None:
     gone, kept = request(), request()
     dispatcher = queued(gone, kept)
