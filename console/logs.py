@@ -3,41 +3,65 @@
 from __future__ import annotations
 
 import logging
+import queue
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from logging.handlers import RotatingFileHandler
+from contextlib import contextmanager, suppress
+from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
 
 from engine.log import LogRing, RingHandler
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+_WAITING_LINES = 10_000
+_LAST_LINES_S = 2.0
 _QUIET = ("asyncio", "aiohttp.access", "httpx", "huggingface_hub", "filelock", "urllib3")
 
 
 @contextmanager
 def logging_to(ring: LogRing, folder: Path | None, *, verbose: bool, stderr: bool) -> Iterator[None]:
-    """Send this program's log to `ring`, to `folder`/ericllm.log where it can be written, and to stderr if asked."""
-    handlers: list[logging.Handler] = [RingHandler(ring)]
-    if folder is not None:
-        handlers += _file_handler(folder)
+    """Send this program's log to `ring`, to `folder`/ericllm.log where it can be written, and to stderr if asked.
+
+    File and stderr are written by a thread of their own: neither a slow disk nor a pipe nobody reads holds anyone up.
+    """
+    slow = _file_handler(folder) if folder is not None else []
     if stderr:
-        handlers.append(logging.StreamHandler(sys.stderr))
-    root = logging.getLogger()
+        slow.append(logging.StreamHandler(sys.stderr))
+    for handler in slow:
+        handler.setFormatter(logging.Formatter(_FORMAT))
+    lines: queue.Queue[logging.LogRecord] = queue.Queue(_WAITING_LINES)
+    listener = QueueListener(lines, *slow)
+    root, handlers = logging.getLogger(), (RingHandler(ring), _DroppingHandler(lines))
     before = root.level
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     for handler in handlers:
-        handler.setFormatter(logging.Formatter(_FORMAT))
         root.addHandler(handler)
+    listener.start()
     try:
         yield
     finally:
         root.setLevel(before)
         for handler in handlers:
             root.removeHandler(handler)
-            handler.close()
+        _stop(listener)
+
+
+class _DroppingHandler(QueueHandler):
+    """Hands lines to the thread that writes them; drops them while that thread is stuck (a pipe nobody reads)."""
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with suppress(queue.Full):
+            self.queue.put_nowait(record)
+
+
+def _stop(listener: QueueListener) -> None:
+    """Write what is left, but do not wait for a reader that never comes."""
+    stopping = threading.Thread(target=listener.stop, daemon=True)
+    stopping.start()
+    stopping.join(_LAST_LINES_S)
 
 
 def _file_handler(folder: Path) -> list[logging.Handler]:

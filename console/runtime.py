@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from console.link import ApiStatus
@@ -21,6 +23,7 @@ from engine.engine import Engine
 from engine.errors import EngineBusy, EngineError, ErrorInfo, LoadCancelled
 from engine.models.catalog import ModelEntry
 from engine.models.discover import discover
+from engine.models.inspect import inspect
 from engine.snapshot import ModelStatus
 
 T = TypeVar("T")
@@ -75,8 +78,13 @@ class Runtime:
         return ModelStatus(state="loading", progress=finding.progress)
 
     async def list_models(self) -> Sequence[ModelEntry]:
-        """Models on this machine."""
-        return await asyncio.to_thread(discover, self.settings.models_dir)
+        """Models on this machine: those found, and the one that was loaded from somewhere else."""
+        entries = await asyncio.to_thread(discover, self.settings.models_dir)
+        spec = self.engine.snapshot().status.spec
+        if spec is None or any(entry.path == spec.path for entry in entries):
+            return entries
+        opened = await asyncio.to_thread(inspect, spec.path)
+        return [*entries, msgspec.structs.replace(opened, name=spec.name, origin=str(spec.path.parent))]
 
     async def start_api(self) -> None:
         """Listen; raises EngineError with the reason, which `api_status` keeps too."""

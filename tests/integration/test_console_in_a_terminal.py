@@ -1,0 +1,156 @@
+"""The whole path in a real terminal: load, chat, tune under load, serve, quit; nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.terminal import Terminal, console
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+ANSWER_TOKENS = 300
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def post(port: int, path: str, body: dict[str, object]) -> dict[str, object]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return dict(json.load(answer))
+
+
+def refuses(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+    except urllib.error.URLError:
+        return True
+    return False
+
+
+class Load:
+    """Clients that ask for long answers, all at once, and count what they got."""
+
+    def __init__(self, port: int, clients: int) -> None:
+        self.tokens: list[int] = []
+        self.problems: list[str] = []
+        self._threads = [threading.Thread(target=self._ask, args=(port, number)) for number in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, port: int, number: int) -> None:
+        body = {"prompt": f"Client {number} says", "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "temperature": 0}
+        try:
+            usage = post(port, "/v1/completions", body)["usage"]
+            assert isinstance(usage, dict)
+            self.tokens.append(int(usage["completion_tokens"]))
+        except Exception as problem:
+            self.problems.append(repr(problem))
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(timeout=180)
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, port: int) -> Iterator[Terminal]:
+    with console("--port", str(port), "--max_prompts", "4", home=tmp_path) as running:
+        yield running
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    return not alive
+
+
+def test_load_chat_tune_under_load_serve_and_quit(terminal: Terminal, port: int) -> None:
+    terminal.wait_for("demo", "ready", "1 worker")
+
+    terminal.press("3")
+    terminal.wait_for("Ask something")
+    terminal.type("What does max_prompts do?")
+    terminal.press("Enter")
+    answered = terminal.wait_for("tok/s", "TTFT")
+    assert "What does max_prompts do?" in answered
+
+    terminal.press("F1")
+    load = Load(port, clients=10)
+    terminal.wait(lambda screen: "decode" in screen, "a decoding request in the table")
+    terminal.press("]")
+    terminal.wait_for("2 workers × 4 prompts", "w1")
+    terminal.press("+", "+")
+    terminal.wait_for("2 workers × 6 prompts")
+    terminal.press("-", "[")
+    terminal.wait_for("1 worker × 5 prompts")
+    load.join()
+    assert load.problems == []
+    assert load.tokens == [ANSWER_TOKENS] * 10
+
+    terminal.press("a")
+    terminal.wait_for("API off")
+    assert refuses(port)
+    terminal.press("a")
+    terminal.wait_for(f"API 127.0.0.1:{port} on")
+    chat = post(port, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
+    assert chat["object"] == "chat.completion"
+
+    processes = terminal.processes()
+    assert len(processes) >= 2
+    terminal.press("q")
+    terminal.wait_for("exit code 0")
+    assert gone(processes)
+    assert refuses(port)
+
+
+def test_killing_the_console_takes_its_workers_along(terminal: Terminal) -> None:
+    terminal.wait_for("demo", "ready")
+    processes = terminal.processes()
+    workers = [process for process in processes if "engine.worker" in process.cmdline()]
+    assert workers
+    parent = next(process for process in processes if "console" in process.cmdline())
+    parent.kill()
+    assert gone(processes)
+
+
+def test_a_killed_worker_comes_back_and_the_screen_says_so(terminal: Terminal) -> None:
+    terminal.wait_for("demo", "ready", "idle")
+    worker = next(process for process in terminal.processes() if "engine.worker" in process.cmdline())
+    worker.kill()
+    assert gone([worker])
+    terminal.press("F4")
+    terminal.wait_for("w0", "killed")
+    terminal.press("F1")
+    terminal.wait_for("idle", "ready")
+    again = next(process for process in terminal.processes() if "engine.worker" in process.cmdline())
+    assert again.pid != worker.pid
+
+
+@pytest.mark.parametrize("size", [(80, 24)])
+def test_the_console_works_in_the_smallest_terminal(tmp_path: Path, size: tuple[int, int]) -> None:
+    with console("--no-api", home=tmp_path, size=size) as terminal:
+        terminal.wait_for("ready", "Workers")
+        for key, seen in (("2", "Models"), ("4", "Log"), ("3", "Ask something")):
+            terminal.press(key)
+            terminal.wait_for(seen)
+        terminal.press("C-q")
+        terminal.wait_for("exit code 0")

@@ -1,0 +1,120 @@
+"""`ericllm` without a screen: it says why, serves, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.fakes.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+class Headless:
+    """A headless server; `lines` are what it said on stderr so far."""
+
+    def __init__(self, *flags: str, home: Path) -> None:
+        env = {**os.environ, "XDG_STATE_HOME": str(home), "XDG_CONFIG_HOME": str(home), "OMP_NUM_THREADS": "1"}
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "console", *flags],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Read stderr until a line matches."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError(f"it ended without {pattern!r}: {self.lines}")
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Signal it; returns its exit code once it is gone."""
+        self.process.send_signal(number)
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr.read().splitlines()
+        return self.process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[list[Headless]]:
+    running: list[Headless] = []
+    yield running
+    for server in running:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+def test_without_a_terminal_it_says_so_serves_and_leaves_nothing_behind(
+    tmp_path: Path, model: Path, start: list[Headless]
+) -> None:
+    server = Headless("--model", str(model), "--port", "0", home=tmp_path)
+    start.append(server)
+    url = server.wait_for(r"listening on (http://\S+)")[1]
+    assert server.lines[0] == "ericllm: stdout is no terminal; running headless"
+    server.wait_for("is ready")
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert children
+    body = json.dumps({"prompt": "abc", "max_tokens": 4}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/generate", data=body), timeout=60) as answer:
+        assert json.load(answer)["text"].startswith("abc")
+    assert server.end() == 0
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []
+    assert not any("Traceback" in line for line in server.lines)
+
+
+def test_a_port_that_is_taken_is_one_sentence_and_exit_code_1(
+    tmp_path: Path, model: Path, start: list[Headless]
+) -> None:
+    first = Headless("--headless", "--model", str(model), "--port", "0", home=tmp_path)
+    start.append(first)
+    port = first.wait_for(r"listening on http://127.0.0.1:(\d+)")[1]
+    second = Headless("--headless", "--model", str(model), "--port", port, home=tmp_path / "2")
+    start.append(second)
+    second.wait_for(f"ericllm: .*{port}")
+    assert second.end(0) == 1
+    assert not any("Traceback" in line for line in second.lines)
+
+
+def test_a_model_that_cannot_be_loaded_is_one_sentence_and_exit_code_1(tmp_path: Path, start: list[Headless]) -> None:
+    folder = make_tiny_model(tmp_path / "broken")
+    weights = next(folder.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    server = Headless("--headless", "--no-api", "--model", str(folder), home=tmp_path)
+    start.append(server)
+    assert server.end(0) == 1
+    said = [line for line in server.lines if line.startswith("ericllm: ") and weights.name in line]
+    assert len(said) == 1
+    assert not any("Traceback" in line for line in server.lines)
+
+
+def test_a_signal_during_the_load_ends_it(tmp_path: Path, model: Path, start: list[Headless]) -> None:
+    server = Headless("--headless", "--no-api", "--model", str(model), home=tmp_path)
+    start.append(server)
+    server.wait_for("loading")
+    assert server.end(signal.SIGINT) == 0
