@@ -12,6 +12,7 @@ import msgspec
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import EngineConfig, ModelSpec
 from engine.desk import Desk
+from engine.devices import usable_cores
 from engine.dispatcher import Slot
 from engine.errors import ErrorInfo, from_info
 from engine.metrics import Metrics
@@ -95,6 +96,7 @@ class Pool:
             )
             self._replicas[worker_id] = replica
             replica.start()
+        self._share_cores()
 
     def revive(self, limit: int) -> int:
         """Keep up to `limit` draining replicas after all; how many it kept."""
@@ -179,6 +181,13 @@ class Pool:
         loading = [replica.progress for replica in self if replica.progress is not None]
         return min(loading, key=lambda progress: progress.done / max(1, progress.total), default=None)
 
+    def _share_cores(self) -> None:
+        """Workers on more threads than there are cores wait for each other at every layer."""
+        if self.spec.threads is None and self._replicas:
+            threads = max(1, usable_cores() // len(self._replicas))
+            for replica in self:
+                replica.set_threads(threads)
+
     def _fail(self, errors: Iterable[ErrorInfo | None]) -> None:
         error = next((error for error in errors if error is not None), None)
         if error is not None:
@@ -204,4 +213,5 @@ class Pool:
         self._desk.forget_worker(replica.id)
         if self._replicas.get(replica.id) is replica:
             del self._replicas[replica.id]
+            self._share_cores()
         self._on_change()

@@ -132,6 +132,12 @@ class Replica:
         self._load = msgspec.structs.replace(self._load, max_prompts=max_prompts)
         self._send(protocol.SetMaxPrompts(max_prompts=max_prompts))
 
+    def set_threads(self, threads: int) -> None:
+        """Compute with this many CPU threads, from now on and after restarts."""
+        if threads != self._load.threads:
+            self._load = msgspec.structs.replace(self._load, threads=threads)
+            self._send(protocol.SetThreads(threads=threads))
+
     def drain(self) -> None:
         """Take nothing new; `undrain` takes it back."""
         self._set_state("draining")

@@ -16,7 +16,7 @@ from engine.text.stage import TextStage
 from engine.worker import protocol
 from engine.worker.channel import WorkerChannel
 from engine.worker.factory import BackendFactory
-from engine.worker.loading import Replica, load_replica, reason
+from engine.worker.loading import Replica, limit_torch_threads, load_replica, reason
 
 HEARTBEAT_S = 1.0
 MAX_FAILED_STEPS = 2
@@ -148,6 +148,8 @@ class WorkerLoop:
             case protocol.SetMaxPrompts(max_prompts=max_prompts):
                 if self._replica is not None:
                     self._replica.backend.set_max_prompts(max_prompts)
+            case protocol.SetThreads(threads=threads):
+                limit_torch_threads(threads)
             case protocol.Load():
                 self._load(command)
             case protocol.CancelLoad():

@@ -55,11 +55,17 @@ class SetMaxPrompts(msgspec.Struct, frozen=True, kw_only=True, tag="set_max_prom
     max_prompts: int
 
 
+class SetThreads(msgspec.Struct, frozen=True, kw_only=True, tag="set_threads"):
+    """Compute with this many CPU threads from the next step on: the cores are shared among more or fewer workers."""
+
+    threads: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
     """Unload and leave; answered by the channel's end."""
 
 
-Command = Load | CancelLoad | Submit | Cancel | SetMaxPrompts | Shutdown
+Command = Load | CancelLoad | Submit | Cancel | SetMaxPrompts | SetThreads | Shutdown
 
 # --- worker -> engine ---------------------------------------------------------------------------------
 

@@ -237,3 +237,17 @@ async def test_an_extra_worker_that_fails_to_load_leaves_the_others_at_work(tmp_
         assert (await read(engine.submit(ask("x")))).last.finish == "length"
         await engine.reconfigure(workers=2)
         await all_ready(engine)
+
+
+async def test_the_cores_are_shared_out_again_as_workers_come_and_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr("engine.pool.usable_cores", lambda: 8)
+    monkeypatch.setattr("engine.worker.loop.limit_torch_threads", told.append)
+    async with serving(tmp_path, Backends()) as engine:
+        await engine.reconfigure(workers=4)
+        await all_ready(engine)
+        await until(lambda: told[-1:] == [2])
+        await engine.reconfigure(workers=1)
+        await until(lambda: told[-1:] == [8])
