@@ -9,10 +9,11 @@ from pathlib import Path
 from console.settings import BackendKind, Settings, fields
 from engine.backends.base import LoadProgress
 from engine.config import EngineConfig, ModelSpec
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, UnsupportedModel
 from engine.models.catalog import ModelEntry
 from engine.models.inspect import inspect
 from engine.models.resolve import is_hub_id, resolve, resolve_local
+from engine.worker.factory import refuse_unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,14 @@ def find_model(
 
 
 def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
-    """What to load for a model folder; raises InvalidRequest for a flag that its backend cannot honour."""
-    backend = backend_for(settings, inspect(path))
+    """What to load for a model folder.
+
+    Raises InvalidRequest for a flag that its backend cannot honour, UnsupportedModel for a folder that none can load.
+    """
+    entry = inspect(path)
+    backend = backend_for(settings, entry)
     refuse_unhonoured(settings, backend)
-    return ModelSpec(
+    spec = ModelSpec(
         path=path,
         name=Path(name).name if "/" in name and path == Path(name).expanduser() else name,
         backend=backend,
@@ -64,6 +69,10 @@ def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
         gpu_split_gb=settings.gpu_split,
         gpu_balance=settings.gpu_balance,
     )
+    refuse_unavailable(spec)
+    if entry.problem:
+        raise UnsupportedModel(f"{spec.name} cannot be loaded: {entry.problem}", model=spec.name)
+    return spec
 
 
 def backend_for(settings: Settings, entry: ModelEntry) -> BackendKind:

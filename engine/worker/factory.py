@@ -16,23 +16,28 @@ BackendFactory = Callable[[ModelSpec], Backend]
 def create_backend(spec: ModelSpec) -> Backend:
     """The backend for `spec`, imported only now: torch is heavy, and only the worker that uses it pays.
 
-    Raises InvalidRequest where the backend that was asked for is not there, UnsupportedModel for EXL2 weights.
+    Raises what `refuse_unavailable` raises.
     """
-    if spec.backend == "exllamav2":
-        raise InvalidRequest(
-            "--backend exllamav2 is not available: this version computes with the torch backend alone",
-            param="backend",
-            value=spec.backend,
-        )
+    refuse_unavailable(spec)
+    from engine.backends.torch.backend import TorchBackend
+
+    return TorchBackend()
+
+
+def refuse_unavailable(spec: ModelSpec) -> None:
+    """Raise InvalidRequest where the backend that was asked for is not there, UnsupportedModel for EXL2 weights."""
     if is_exl2(spec.path):
         raise UnsupportedModel(
             f"{spec.name} holds EXL2 weights, which need an exllamav2 backend on CUDA; this version reads unquantised "
             "safetensors (bfloat16, float16, float32)",
             model=spec.name,
         )
-    from engine.backends.torch.backend import TorchBackend
-
-    return TorchBackend()
+    if spec.backend == "exllamav2":
+        raise InvalidRequest(
+            "--backend exllamav2 is not available: this version computes with the torch backend alone",
+            param="backend",
+            value=spec.backend,
+        )
 
 
 def is_exl2(folder: Path) -> bool:

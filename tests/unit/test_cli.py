@@ -46,6 +46,7 @@ def test_help_is_answered_in_under_half_a_second_of_work() -> None:
     "argv",
     [
         ("--model", "/no/such/folder"),
+        ("--model", "/"),
         ("--max_prompts", "-1"),
         ("--max-prompts=-1",),
         ("--gpu_split", "24,x"),
