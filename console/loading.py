@@ -56,7 +56,7 @@ def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
     refuse_unhonoured(settings, backend)
     spec = ModelSpec(
         path=path,
-        name=Path(name).name if "/" in name and path == Path(name).expanduser() else name,
+        name=(Path(name).name or name) if "/" in name and path == Path(name).expanduser() else name,
         backend=backend,
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.fakes.tiny_models import make_tiny_model
 
@@ -103,14 +104,29 @@ def test_a_port_that_is_taken_is_one_sentence_and_exit_code_1(
 
 def test_a_model_that_cannot_be_loaded_is_one_sentence_and_exit_code_1(tmp_path: Path, start: list[Headless]) -> None:
     folder = make_tiny_model(tmp_path / "broken")
-    weights = next(folder.glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:-100])
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    missing = sorted(tensors)[1]
+    save_file({name: tensor for name, tensor in tensors.items() if name != missing}, weights)
     server = Headless("--headless", "--no-api", "--model", str(folder), home=tmp_path)
     start.append(server)
     assert server.end(0) == 1
-    said = [line for line in server.lines if line.startswith("ericllm: ") and weights.name in line]
+    said = [line for line in server.lines if line.startswith("ericllm: ") and missing in line]
     assert len(said) == 1
     assert not any("Traceback" in line for line in server.lines)
+
+
+def test_a_folder_that_cannot_be_a_model_is_refused_before_anything_starts(
+    tmp_path: Path, start: list[Headless]
+) -> None:
+    folder = make_tiny_model(tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    server = Headless("--headless", "--no-api", "--model", str(folder), home=tmp_path)
+    start.append(server)
+    assert server.end(0) == 2
+    assert len(server.lines) == 1
+    assert weights.name in server.lines[0]
 
 
 def test_a_signal_during_the_load_ends_it(tmp_path: Path, model: Path, start: list[Headless]) -> None:
