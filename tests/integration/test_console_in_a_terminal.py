@@ -113,6 +113,7 @@ def test_load_chat_tune_under_load_serve_and_quit(terminal: Terminal, port: int)
     terminal.wait_for(f"API 127.0.0.1:{port} on")
     chat = post(port, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
     assert chat["object"] == "chat.completion"
+    terminal.wait_for("0 running")
 
     processes = terminal.processes()
     assert len(processes) >= 2
@@ -138,7 +139,7 @@ def test_a_killed_worker_comes_back_and_the_screen_says_so(terminal: Terminal) -
     worker.kill()
     assert gone([worker])
     terminal.press("F4")
-    terminal.wait_for("w0", "killed")
+    terminal.wait_for("w0", "SIGKILL")
     terminal.press("F1")
     terminal.wait_for("idle", "ready")
     again = next(process for process in terminal.processes() if "engine.worker" in process.cmdline())
