@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from console.widgets.glyphs import wants_ascii
 from engine.errors import EngineError
 
 REFRESH_S = 0.25
+log = logging.getLogger(__name__)
 
 
 class EricApp(App[None], inherit_bindings=False):
@@ -50,6 +52,7 @@ class EricApp(App[None], inherit_bindings=False):
         self._knobs = Knobs()
         self._start = start if start in self.MODES else None
         super().__init__()
+        self.set_class(wants_ascii(), "-ascii")
         found = load_themes((builtin_folder(), themes_folder or user_folder()))
         for found_theme in found.themes:
             self.register_theme(found_theme)
@@ -68,7 +71,6 @@ class EricApp(App[None], inherit_bindings=False):
 
     def on_mount(self) -> None:
         """Start the clock."""
-        self.set_class(wants_ascii(), "-ascii")
         if self._start is not None:
             self.switch_mode(self._start)
         if self._theme_problems:
@@ -78,9 +80,14 @@ class EricApp(App[None], inherit_bindings=False):
     def refresh_screen(self) -> None:
         """Show the latest snapshot on the screen that is seen; the others catch up when they are opened."""
         self._knobs.settled(self.link.snapshot())
-        base = self.screen_stack[0]
-        if isinstance(base, ConsoleScreen) and base.is_running:
+        base = next(iter(self.screen_stack), None)
+        if self.is_running and isinstance(base, ConsoleScreen) and base.is_mounted:
             base.refresh_view()
+
+    def _fatal_error(self) -> None:
+        """A defect of the console: all of it goes to the log, one line to the person (Textual would print it all)."""
+        log.exception("the console failed")
+        self.panic("The console failed and had to close; the log says how. Running requests were ended.")
 
     # -- commands to the engine --------------------------------------------------------------------------------------
 

@@ -22,12 +22,12 @@ class Entry:
 
 
 def entries(screen: Screen[object]) -> Iterator[Entry]:
-    """The bindings active on `screen` that carry an id, one entry for each action."""
+    """The bindings active on `screen` that carry an id, one entry for each action; moving about is left out."""
     keys: dict[str, list[str]] = {}
     first: dict[str, ActiveBinding] = {}
     for active in screen.active_bindings.values():
         binding = active.binding
-        if binding.id is None or not active.enabled:
+        if binding.id is None or binding.system or not active.enabled:
             continue
         first.setdefault(binding.action, active)
         keys.setdefault(binding.action, []).append(screen.app.get_key_display(binding))

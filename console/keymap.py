@@ -37,6 +37,16 @@ BINDINGS: list[Binding] = [
         for mode in MODES
     ),
     Binding(
+        "question_mark",
+        "app.help",
+        "Help",
+        id="help",
+        tooltip="Show the keys and what the numbers mean",
+        key_display="?",
+    ),
+    Binding("q", "app.quit", "Quit", id="quit", tooltip="Quit the console"),
+    Binding("a", "app.toggle_api", "API", id="api.toggle", tooltip="Switch the HTTP API on or off"),
+    Binding(
         "left_square_bracket",
         "app.step('workers', -1)",
         "Workers −",
@@ -69,16 +79,6 @@ BINDINGS: list[Binding] = [
         key_display="+",
         group=PROMPTS,
     ),
-    Binding("a", "app.toggle_api", "API", id="api.toggle", tooltip="Switch the HTTP API on or off"),
-    Binding(
-        "question_mark",
-        "app.help",
-        "Help",
-        id="help",
-        tooltip="Show the keys and what the numbers mean",
-        key_display="?",
-    ),
-    Binding("q", "app.quit", "Quit", id="quit", tooltip="Quit the console"),
     Binding("ctrl+q", "app.quit", "Quit", id="quit.always", tooltip="Quit the console", show=False, priority=True),
     Binding(
         "ctrl+c", "app.help_quit", "How to quit", id="quit.how", tooltip="Say how to quit", show=False, system=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -14,6 +15,8 @@ from textual.widgets import Static
 
 from console.commands import Entry, entries
 
+_TERM = 13
+_MEANING = 52
 NUMBERS: tuple[tuple[str, str], ...] = (
     ("tok/s", "tokens generated per second, all workers together"),
     ("TTFT", "time to first token: from a request's arrival to its first word"),
@@ -59,6 +62,7 @@ def _keys(found: list[Entry]) -> Iterator[Content]:
             yield Content.styled(title, "bold $primary")
             yield from (_line(entry.keys, entry.title) for entry in group)
             yield Content("")
+    yield _line("↑ ↓ or j k", "Move in a table; tab goes to the next panel")
     yield _line("^p", "The palette: every command by name")
 
 
@@ -68,4 +72,6 @@ def _numbers() -> Iterator[Content]:
 
 
 def _line(term: str, meaning: str) -> Content:
-    return Content.assemble((f"  {term:<13}", "bold $accent"), meaning)
+    first, *rest = textwrap.wrap(meaning, _MEANING)
+    lines = "".join(f"\n{' ' * (_TERM + 2)}{more}" for more in rest)
+    return Content.assemble((f"  {term:<{_TERM}}", "bold $accent"), first, lines)

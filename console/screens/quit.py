@@ -16,8 +16,9 @@ from console.widgets import text
 class QuitScreen(ModalScreen[bool]):
     """True: quit. unfinished: requests queued or running."""
 
+    AUTO_FOCUS = "#no"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y,enter", "answer(True)", "Quit", id="quit.yes", tooltip="Quit now", show=False),
+        Binding("y", "answer(True)", "Quit", id="quit.yes", tooltip="Quit now", show=False),
         Binding("n,escape", "answer(False)", "Stay", id="quit.no", tooltip="Go on", show=False),
     ]
 
@@ -32,7 +33,7 @@ class QuitScreen(ModalScreen[bool]):
             yield Label(f"{text.plural(self._unfinished, 'request')} {verb} not finished.", classes="dialog-title")
             yield Label("They get a few seconds to end, then they are cut off. Quit?")
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Quit (y)", variant="error", id="yes", compact=True)
+                yield Button("Quit (y)", id="yes", compact=True)
                 yield Button("Stay (n)", id="no", compact=True)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:

@@ -44,7 +44,8 @@ def stack(parts: Sequence[Part], width: int, *, ascii_only: bool = False) -> Con
             continue
         share = min(edges[first + 1], end) - max(edges[first], start)
         if ascii_only:
-            cells.append((parts[first if share * 2 >= _EIGHTHS else second].letter, ""))
+            larger = parts[first if share * 2 >= _EIGHTHS else second]
+            cells.append((larger.letter, larger.style))
         else:
             cells.append((ROWS[share], f"{parts[first].style} on {parts[second].style}"))
     return Content.assemble(*cells).simplify()

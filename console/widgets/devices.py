@@ -11,7 +11,7 @@ from textual.widget import Widget
 
 from console.widgets import text
 from console.widgets.bars import Part, meter, stack
-from console.widgets.glyphs import is_ascii, to_ascii
+from console.widgets.glyphs import fitted, is_ascii
 from engine.snapshot import DeviceReading
 
 HOT_C = 85.0
@@ -59,7 +59,7 @@ class DevicesPanel(Widget):
             lines = paired(self._devices, width, ascii_only=ascii_only)
         else:
             lines = brief(self._devices, width, ascii_only=ascii_only)
-        return [Content(to_ascii(line.plain)) for line in lines] if ascii_only else lines
+        return [fitted(self.app, line) for line in lines]
 
 
 def short_name(device: DeviceReading) -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from textual.app import App
+from textual.content import Content
 
 COLUMNS = " ▁▂▃▄▅▆▇█"
 ROWS = " ▏▎▍▌▋▊▉█"
@@ -58,3 +59,10 @@ def is_ascii(app: App[object]) -> bool:
 def to_ascii(text: str) -> str:
     """`text` with our glyphs replaced, character by character."""
     return text.translate(_TO_ASCII)
+
+
+def fitted(app: App[object], content: Content) -> Content:
+    """`content` in characters that the terminal has: ours are replaced one by one, so colours and links stay."""
+    if not is_ascii(app):
+        return content
+    return Content(to_ascii(content.plain), spans=list(content.spans))

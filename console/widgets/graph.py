@@ -11,7 +11,7 @@ from textual.strip import Strip
 from textual.visual import Visual
 from textual.widget import Widget
 
-from console.widgets.glyphs import is_ascii, to_ascii
+from console.widgets.glyphs import fitted, is_ascii
 from console.widgets.plot import Cell, Ink, column_of, columns, draw, nice_bound
 from engine.snapshot import Mark, Second
 
@@ -111,15 +111,12 @@ class Graph(Widget):
     def line(self, y: int) -> Content:
         """Row `y` as content."""
         if y == 0 or y > len(self._plot):
-            return self._ascii(self._title if y == 0 else Content(""))
+            return fitted(self.app, self._title if y == 0 else Content(""))
         label = self._top_label if y == 1 else "0" if y == len(self._plot) else ""
         parts: list[Content | str | tuple[str, str]] = [(f"{label:>{GUTTER - 1}}▕", "$graph-axis")]
         runs = groupby(self._plot[y - 1], lambda cell: cell.ink)
         parts.extend(("".join(cell.char for cell in run), self._inks[ink]) for ink, run in runs)
-        return self._ascii(Content.assemble(*parts))
-
-    def _ascii(self, content: Content) -> Content:
-        return Content(to_ascii(content.plain)) if is_ascii(self.app) else content
+        return fitted(self.app, Content.assemble(*parts))
 
 
 def _marked(row: list[Cell], marks: Sequence[tuple[int, str]], *, named: bool) -> list[Cell]:

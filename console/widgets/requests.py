@@ -14,7 +14,7 @@ _BAR = 16
 _PROMPT = 9
 _ORDER = {"decode": 0, "prefill": 1, "queued": 2, "finished": 3}
 _COLUMNS = (
-    Column("id", 8, grow=14),
+    Column("id", 12, grow=12),
     Column("from", 6, drop=2),
     Column("state", 11),
     Column("worker", 6, drop=1),
@@ -52,7 +52,7 @@ class RequestsPanel(Vertical):
         """The requests now."""
         ordered = sorted(snapshot.requests, key=lambda row: _ORDER[row.state])
         self.table.show([request_row(row) for row in ordered], empty=_empty(snapshot))
-        self.border_subtitle = f"{snapshot.running} running · {snapshot.queued} queued"
+        self.border_subtitle = f"{snapshot.running} running, {snapshot.queued} queued"
 
 
 def request_row(row: RequestRow) -> Row:

@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.widget import Widget
 
 from console.widgets import text
-from console.widgets.glyphs import is_ascii, to_ascii
+from console.widgets.glyphs import fitted
 from engine.snapshot import Snapshot
 
 
@@ -37,7 +37,7 @@ class SessionPanel(Widget):
             Content.assemble((f"{name:<10}", "$muted"), value)
             for name, value in self._lines[: max(1, self.size.height)]
         )
-        return Content(to_ascii(content.plain)) if is_ascii(self.app) else content
+        return fitted(self.app, content)
 
 
 def facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from textual.widget import Widget
 
 from console.link import ApiStatus
 from console.widgets import text
-from console.widgets.glyphs import is_ascii, to_ascii
+from console.widgets.glyphs import fitted
 from console.widgets.states import model_state
 from engine.snapshot import Snapshot
 
@@ -37,18 +37,16 @@ class StatusLine(Widget):
         self._view: _View | None = None
 
     def show(self, snapshot: Snapshot, api: ApiStatus) -> None:
-        """Draw anew."""
-        self._view = _View(snapshot, api)
-        self.refresh()
+        """Draw anew, where anything changed."""
+        before, self._view = self.render(), _View(snapshot, api)
+        if not self.render().is_same(before):
+            self.refresh()
 
     def render(self) -> Content:
         """The widest form that fits."""
         if self._view is None:
             return Content("")
-        line = status_line(self._view.snapshot, self._view.api, self.size.width)
-        if is_ascii(self.app):
-            return Content(to_ascii(line.plain))
-        return line
+        return fitted(self.app, status_line(self._view.snapshot, self._view.api, self.size.width))
 
 
 def status_line(snapshot: Snapshot, api: ApiStatus, width: int) -> Content:

@@ -16,7 +16,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.visual import Visual
 
-from console.widgets.glyphs import is_ascii, to_ascii
+from console.widgets.glyphs import fitted
 
 Cell = tuple[tuple[str, str], ...]
 """Pieces of (text, style); a style is Textual's, with the theme's variables: "bold $primary"."""
@@ -25,9 +25,6 @@ Cell = tuple[tuple[str, str], ...]
 def cell(text: str, style: str = "") -> Cell:
     """A cell of one piece."""
     return ((text, style),)
-
-
-_MORE_GAP = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +61,16 @@ class Table(ScrollView, can_focus=True):
     Table > .table--empty { color: $muted; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "move(-1)", "Up", id="row.up", tooltip="Go up a row", show=False),
-        Binding("down,j", "move(1)", "Down", id="row.down", tooltip="Go down a row", show=False),
-        Binding("pageup", "page(-1)", "Page up", id="row.page_up", tooltip="Go up a page", show=False),
-        Binding("pagedown", "page(1)", "Page down", id="row.page_down", tooltip="Go down a page", show=False),
-        Binding("home", "move(-1000000)", "First", id="row.first", tooltip="Go to the first row", show=False),
-        Binding("end", "move(1000000)", "Last", id="row.last", tooltip="Go to the last row", show=False),
+        Binding("up,k", "move(-1)", "Up", id="row.up", tooltip="Go up a row", show=False, system=True),
+        Binding("down,j", "move(1)", "Down", id="row.down", tooltip="Go down a row", show=False, system=True),
+        Binding("pageup", "page(-1)", "Page up", id="row.page_up", tooltip="Go up a page", show=False, system=True),
+        Binding(
+            "pagedown", "page(1)", "Page down", id="row.page_down", tooltip="Go down a page", show=False, system=True
+        ),
+        Binding(
+            "home", "move(-1000000)", "First", id="row.first", tooltip="Go to the first row", show=False, system=True
+        ),
+        Binding("end", "move(1000000)", "Last", id="row.last", tooltip="Go to the last row", show=False, system=True),
     ]
 
     @dataclass
@@ -154,7 +155,7 @@ class Table(ScrollView, can_focus=True):
             for at, room in zip(shown, widths, strict=True)
         ]
         line = Content(" " * gap).join(parts)
-        return Content(to_ascii(line.plain)) if is_ascii(self.app) else line
+        return fitted(self.app, line)
 
     def _strip(self, content: Content, *components: str) -> Strip:
         style = self.get_visual_style(*components) if components else self.visual_style
@@ -201,7 +202,7 @@ def fitting(columns: Sequence[Column], width: int) -> list[int]:
 
 
 def spread(columns: Sequence[Column], width: int) -> tuple[list[int], int]:
-    """Widths of the columns in `width`, and the cells between two of them: up to two, then columns grow, then gaps."""
+    """Widths of the columns in `width`, and the cells between two: two where they fit; columns grow, then gaps."""
     least, joints = sum(column.width for column in columns), max(1, len(columns) - 1)
     gap = 2 if least + 2 * joints <= width else 1
     spare = max(0, width - least - gap * joints)
@@ -211,7 +212,7 @@ def spread(columns: Sequence[Column], width: int) -> tuple[list[int], int]:
         more = min(columns[at].grow, spare // (len(growing) - turn))
         widths[at] += more
         spare -= more
-    return widths, gap + min(_MORE_GAP, spare // joints)
+    return widths, gap + spare // joints
 
 
 def _fit(content: Content, room: int, align: Literal["left", "right"]) -> Content:

@@ -7,7 +7,7 @@ from textual.style import Style
 from textual.widget import Widget
 
 from console.modes import MODES
-from console.widgets.glyphs import is_ascii, to_ascii
+from console.widgets.glyphs import fitted
 from engine.snapshot import Snapshot
 
 
@@ -41,8 +41,7 @@ class TabRow(Widget):
         if tabs.cell_length + knobs.cell_length >= self.size.width:
             knobs = self._knob_row("Prompts")
         gap = max(1, self.size.width - tabs.cell_length - knobs.cell_length)
-        row = Content.assemble(tabs, " " * gap, knobs)
-        return Content(to_ascii(row.plain)) if is_ascii(self.app) else row
+        return fitted(self.app, Content.assemble(tabs, " " * gap, knobs))
 
     def _knob_row(self, prompts_title: str) -> Content:
         workers, prompts = self._knobs

@@ -10,6 +10,7 @@ from textual.content import Content
 from textual.widgets import Digits, Static
 
 from console.widgets import text
+from console.widgets.glyphs import fitted
 from console.widgets.graph import Curve, Graph, Scale, Span
 from engine.snapshot import Snapshot
 
@@ -27,6 +28,7 @@ class Stat(Vertical):
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
+        self._shown = ("", "", "")
 
     def compose(self) -> ComposeResult:
         """Top to bottom."""
@@ -36,9 +38,12 @@ class Stat(Vertical):
 
     def show(self, caption: str, value: str, detail: Content) -> None:
         """value: digits and a decimal point, "-" for what is not known."""
-        self.query_one(".caption", Static).update(Content.styled(caption, "$muted"))
+        if self._shown == (caption, value, detail.plain):
+            return
+        self._shown = (caption, value, detail.plain)
+        self.query_one(".caption", Static).update(Content.styled(caption, "$muted"), layout=False)
         self.query_one(Digits).update(value)
-        self.query_one(".detail", Static).update(detail)
+        self.query_one(".detail", Static).update(fitted(self.app, detail), layout=False)
 
 
 class ThroughputPanel(Vertical):
@@ -96,7 +101,7 @@ class ThroughputPanel(Vertical):
     def show(self, snapshot: Snapshot) -> None:
         """The numbers and graphs now."""
         self._show_numbers(snapshot)
-        self.query_one("#line", Static).update(number_lines(snapshot))
+        self.query_one("#line", Static).update(fitted(self.app, number_lines(snapshot)), layout=False)
         step = ZOOMS[self._zoom]
         self.border_subtitle = f"a column is {self.SECONDS[step]}"
         plain = Span(snapshot.history, (), step)
@@ -125,13 +130,13 @@ def number_lines(snapshot: Snapshot) -> Content:
         _number("running", str(snapshot.running), "", "$graph-running"),
         _number("queue", str(snapshot.queued), "", "$graph-queued"),
         _number("KV", text.percent(snapshot.kv_usage), "", "$graph-kv"),
-        _number("prefix hits", hits, "", "$foreground"),
     )
     second = (
         _number("TTFT p50", text.seconds(snapshot.ttft.p50), "", "$graph-ttft"),
         _number("p95", text.seconds(snapshot.ttft.p95), "", "$graph-ttft"),
         _number("ITL p50", text.seconds(snapshot.itl.p50), "", "$graph-itl"),
         _number("p95", text.seconds(snapshot.itl.p95), "", "$graph-itl"),
+        _number("prefix hits", hits, "", "$foreground"),
     )
     return Content("\n").join(Content("  ").join(line) for line in (first, second))
 

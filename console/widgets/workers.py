@@ -78,7 +78,7 @@ def _state(worker: WorkerReading, brief: bool) -> Cell:
 def _empty(snapshot: Snapshot) -> str:
     status = snapshot.status
     if status.state == "failed" and status.error is not None:
-        return f"{text.clip(status.error.message, 300).rstrip('.')}. Press 2 to choose another model."
+        return f"Loading failed: {text.clip(status.error.message, 300).rstrip('.')}. Press 2 to choose another model."
     if status.state == "loading":
         return "Starting …"
     return "No model loaded. Press 2 to choose one."

@@ -1,0 +1,183 @@
+"""The frame: screens, knobs, the API switch, quitting, the palette and the help."""
+
+from __future__ import annotations
+
+import pytest
+from textual.widgets import Input
+
+from console.app import EricApp
+from console.commands import entries
+from console.screens.help import HelpScreen
+from console.screens.quit import QuitScreen
+from engine.errors import EngineError, InvalidRequest
+from tests.fakes import scenes
+from tests.fakes.link import FakeLink
+from tests.ui.seen import rows, screen_text
+
+
+async def test_digits_and_function_keys_open_the_screens() -> None:
+    app = EricApp(FakeLink())
+    async with app.run_test() as pilot:
+        seen = []
+        for key in ("2", "4", "1", "f2", "f4", "f3", "f1"):
+            await pilot.press(key)
+            seen.append(app.current_mode)
+    assert seen == ["models", "logs", "dashboard", "models", "logs", "chat", "dashboard"]
+
+
+async def test_the_start_screen_can_be_chosen_and_an_unknown_one_is_the_dashboard() -> None:
+    for start, expected in (("models", "models"), ("nowhere", "dashboard")):
+        app = EricApp(FakeLink(), start=start)
+        async with app.run_test():
+            assert app.current_mode == expected
+
+
+async def test_digits_go_into_a_text_field_that_has_the_focus() -> None:
+    app = EricApp(FakeLink())
+    async with app.run_test() as pilot:
+        field = Input()
+        await app.screen.mount(field)
+        field.focus()
+        await pilot.press("2", "q", "plus", "a")
+        assert (field.value, app.current_mode) == ("2q+a", "dashboard")
+        await pilot.press("f2")
+        assert app.current_mode == "models"
+
+
+@pytest.mark.parametrize(
+    ("keys", "arguments"),
+    [
+        (["right_square_bracket"], {"workers": 3}),
+        (["left_square_bracket"], {"workers": 1}),
+        (["plus"], {"max_prompts": 9}),
+        (["equals_sign"], {"max_prompts": 9}),
+        (["minus"], {"max_prompts": 7}),
+    ],
+)
+async def test_a_key_turns_a_knob(keys: list[str], arguments: dict[str, int]) -> None:
+    link = FakeLink()
+    async with EricApp(link).run_test() as pilot:
+        await pilot.press(*keys)
+        await pilot.app.workers.wait_for_complete()
+    assert link.commands == [("reconfigure", arguments)]
+
+
+async def test_quick_presses_add_up_before_the_engine_answered() -> None:
+    link = FakeLink()
+    link.hold("reconfigure")
+    async with EricApp(link).run_test() as pilot:
+        await pilot.press("plus", "plus", "plus", "minus")
+        link.release("reconfigure")
+        await pilot.app.workers.wait_for_complete()
+    assert [arguments["max_prompts"] for _, arguments in link.commands] == [9, 10, 11, 10]
+
+
+async def test_a_refused_knob_says_why_and_starts_again_from_what_is_set() -> None:
+    link = FakeLink()
+    link.failures["reconfigure"] = InvalidRequest("num_workers is 3; there is room for 2")
+    app = EricApp(link)
+    async with app.run_test(notifications=True) as pilot:
+        await pilot.press("right_square_bracket")
+        await app.workers.wait_for_complete()
+        await pilot.press("right_square_bracket")
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert "num_workers is 3; there is room for 2" in [toast.message for toast in app._notifications]
+    assert [arguments for _, arguments in link.commands] == [{"workers": 3}, {"workers": 3}]
+
+
+async def test_the_knobs_can_be_clicked() -> None:
+    link = FakeLink()
+    app = EricApp(link)
+    async with app.run_test(size=(140, 40)) as pilot:
+        await pilot.pause()
+        row = rows(app)[1]
+        await pilot.click(offset=(row.index("+", row.index("Workers")), 1))
+        await app.workers.wait_for_complete()
+        await pilot.click(offset=(row.index("Models"), 1))
+        assert app.current_mode == "models"
+    assert ("reconfigure", {"workers": 3}) in link.commands
+
+
+async def test_a_switches_the_api_off_and_on() -> None:
+    link = FakeLink()
+    async with EricApp(link).run_test() as pilot:
+        for _ in range(2):
+            await pilot.press("a")
+            await pilot.app.workers.wait_for_complete()
+    assert link.names() == ["stop_api", "start_api"]
+    assert link.api.running
+
+
+async def test_an_api_that_cannot_start_says_why() -> None:
+    link = FakeLink()
+    link.api = type(link.api)(running=False)
+    link.failures["start_api"] = EngineError("port 8000 of 127.0.0.1 is taken")
+    app = EricApp(link)
+    async with app.run_test(notifications=True) as pilot:
+        await pilot.press("a")
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert "port 8000 of 127.0.0.1 is taken" in [toast.message for toast in app._notifications]
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+q"])
+async def test_quitting_asks_only_while_requests_are_unfinished(key: str) -> None:
+    idle = EricApp(FakeLink(scenes.cpu_idle()))
+    async with idle.run_test() as pilot:
+        await pilot.press(key)
+        await pilot.pause()
+    assert idle.return_code == 0
+
+    busy = EricApp(FakeLink(scenes.busy()))
+    async with busy.run_test() as pilot:
+        await pilot.press(key)
+        assert isinstance(busy.screen, QuitScreen)
+        assert "17 requests are not finished" in screen_text(busy)
+        await pilot.press("n")
+        assert not isinstance(busy.screen, QuitScreen)
+        await pilot.press(key, "y")
+    assert busy.return_code == 0
+
+
+async def test_help_lists_the_keys_and_explains_the_numbers() -> None:
+    app = EricApp(FakeLink())
+    async with app.run_test(size=(100, 60)) as pilot:
+        await pilot.press("question_mark")
+        assert isinstance(app.screen, HelpScreen)
+        shown = screen_text(app)
+        for words in ("Cancel the selected request", "Add a worker", "time to first token", "inter-token latency"):
+            assert words in shown
+        await pilot.press("escape")
+        assert not isinstance(app.screen, HelpScreen)
+
+
+async def test_the_palette_offers_every_key_and_runs_it() -> None:
+    link = FakeLink()
+    app = EricApp(link)
+    async with app.run_test() as pilot:
+        titles = {entry.title for entry in entries(app.screen)}
+        assert {"Add a worker", "Go to Chat", "Cancel the selected request", "Quit the console"} <= titles
+        await pilot.press("ctrl+p", *"add a worker")
+        await pilot.pause(0.3)
+        await pilot.press("enter", "enter")
+        await pilot.pause()
+        await app.workers.wait_for_complete()
+    assert ("reconfigure", {"workers": 3}) in link.commands
+
+
+async def test_only_the_screen_that_is_seen_is_updated() -> None:
+    link = FakeLink()
+    app = EricApp(link)
+    async with app.run_test(size=(140, 40)) as pilot:
+        dashboard = app.screen
+        await pilot.press("2")
+        updates: list[object] = []
+        dashboard.update_body = lambda *_: updates.append(None)  # type: ignore[attr-defined]
+        link.show(scenes.cpu_idle())
+        app.refresh_screen()
+        assert not updates
+        assert "demo" in rows(app)[0]
+        await pilot.press("1")
+        await pilot.pause()
+        assert updates

@@ -1,0 +1,184 @@
+"""The dashboard: what an operator sees of each state, at each size, and what the keys do there."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from console.app import EricApp
+from console.widgets.requests import RequestsPanel
+from console.widgets.table import Table
+from engine.errors import ErrorInfo
+from engine.snapshot import Snapshot
+from tests.fakes import scenes
+from tests.fakes.link import FakeLink
+from tests.ui.seen import rows, screen_text
+
+
+async def _seen(snapshot: Snapshot, size: tuple[int, int]) -> str:
+    app = EricApp(FakeLink(snapshot))
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        return screen_text(app)
+
+
+SIZES = [(80, 24), (100, 30), (140, 40), (200, 60), (80, 50), (140, 24)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_the_essentials_are_seen_at_every_size(size: tuple[int, int]) -> None:
+    seen = await _seen(scenes.busy(), size)
+    for words in (
+        "NeuralHermes-7B",
+        "● ready",
+        "14:02:11",
+        "1 Dashboard",
+        "GPU0",
+        "87%",
+        "18.2/24.0",
+        "● busy",
+        "7/8",
+        "loading",
+        "out tok/s",
+        "TTFT",
+        "ITL",
+        "req-0000",
+        "decode",
+        "workers 1 → 2",
+        "q Quit",
+    ):
+        assert words in seen, words
+
+
+async def test_80x24_shows_the_numbers_workers_and_five_requests() -> None:
+    seen = await _seen(scenes.busy(), (80, 24))
+    for words in ("out 612 tok/s", "running 14", "queue 3", "KV 71%", "TTFT p50 80 ms", "ITL p50 14 ms", "3.1/9.4 GiB"):
+        assert words in seen, words
+    assert seen.count("● decode") >= 5
+    assert "Workers  −  2  +" in seen
+    assert "Prompts  −  8  +" in seen
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (140, 40)])
+async def test_eight_gpus_are_all_seen(size: tuple[int, int]) -> None:
+    seen = await _seen(scenes.eight_gpus(), size)
+    assert all(f"GPU{index}" in seen for index in range(8))
+    assert "decode" in seen
+
+
+async def test_nothing_loaded_says_what_to_do() -> None:
+    seen = await _seen(scenes.empty(), (80, 24))
+    assert "○ no model" in seen
+    assert "No model loaded. Press 2 to choose one." in seen
+
+
+async def test_a_failed_load_shows_the_reason_on_the_top_line_and_in_full_below() -> None:
+    reason = "the model needs 14.2 GiB on cuda:0, which is short by 2,310 MiB"
+    narrow = await _seen(scenes.failed(reason), (80, 24))
+    assert "✖ failed: the model needs 14.2 GiB" in narrow.splitlines()[0]
+    assert reason in " ".join(narrow.split())
+    wide = await _seen(scenes.failed(reason), (140, 40))
+    assert reason in wide.splitlines()[0]
+
+
+async def test_a_load_under_way_shows_phase_bytes_and_a_bar() -> None:
+    top = (await _seen(scenes.loading(), (140, 40))).splitlines()[0]
+    assert "◔ loading weights 3.1/9.4 GiB ━━━" in top
+    assert "33%" in top
+
+
+async def test_the_machine_without_a_gpu_is_a_device() -> None:
+    seen = await _seen(scenes.cpu_idle(), (80, 24))
+    for words in ("CPU", "5.6/16.0 GiB", "others 5.2", "○ idle", "No requests yet. Press 3 to chat"):
+        assert words in seen, words
+
+
+async def test_text_of_clients_is_never_markup() -> None:
+    row = msgspec.structs.replace(scenes.requests()[0], id="[red]x[/]", source="[b]")
+    worker = scenes.worker(
+        0, state="failed", last_error=ErrorInfo(code="worker_failed", message="[bold]died[/bold] of [signal 9]")
+    )
+    seen = await _seen(scenes.busy(requests=(row,), workers=(worker,)), (140, 40))
+    assert "[red]x[/]" in seen
+    assert "✖ failed [bold]died[/bold]" in seen
+
+
+async def test_live_requests_come_first_and_prefill_shows_how_far_it_is() -> None:
+    app = EricApp(FakeLink(scenes.busy()))
+    async with app.run_test(size=(140, 60)):
+        keys = [row.key for row in app.screen.query_one(RequestsPanel).table.rows]
+        assert "720/1441" in screen_text(app)
+    live = [row.id for row in scenes.requests() if row.state != "finished"]
+    assert set(keys[: len(live)]) == set(live)
+
+
+async def test_the_cursor_stays_on_its_request_while_others_come_and_go() -> None:
+    link = FakeLink(scenes.busy())
+    app = EricApp(link)
+    async with app.run_test(size=(140, 40)) as pilot:
+        await pilot.press("down", "down", "down")
+        table = app.screen.query_one("#request-table", Table)
+        chosen = table.cursor_key
+        assert chosen == scenes.requests()[2].id
+        newest = msgspec.structs.replace(scenes.requests()[0], id="newest")
+        link.show(scenes.busy(requests=(newest, *scenes.requests()[2:])))
+        app.refresh_screen()
+        await pilot.pause()
+        assert table.cursor_key == chosen
+        link.show(scenes.busy(requests=()))
+        app.refresh_screen()
+        assert table.cursor_key is None
+
+
+async def test_x_cancels_the_selected_request_and_says_so() -> None:
+    link = FakeLink(scenes.busy())
+    app = EricApp(link)
+    async with app.run_test(size=(140, 40), notifications=True) as pilot:
+        await pilot.press("x")
+        assert link.commands == []
+        await pilot.press("down", "x")
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        chosen = scenes.requests()[0].id
+        assert link.commands == [("cancel_request", {"request_id": chosen})]
+        assert f"Cancelled {chosen}" in [toast.message for toast in app._notifications]
+
+
+async def test_a_click_selects_a_request() -> None:
+    app = EricApp(FakeLink(scenes.busy()))
+    async with app.run_test(size=(140, 40)) as pilot:
+        await pilot.pause()
+        row = next(at for at, line in enumerate(rows(app)) if scenes.requests()[1].id in line)
+        await pilot.click(offset=(20, row))
+        assert app.screen.query_one("#request-table", Table).cursor_key == scenes.requests()[1].id
+
+
+async def test_z_shows_a_longer_time() -> None:
+    app = EricApp(FakeLink(scenes.busy()))
+    async with app.run_test(size=(140, 40)) as pilot:
+        await pilot.pause()
+        assert "a column is 1 s" in screen_text(app)
+        assert "max_prompts 4 → 8" not in screen_text(app)
+        await pilot.press("z")
+        await pilot.pause()
+        assert "a column is 2 s" in screen_text(app)
+        assert "max_prompts 4 → 8" in screen_text(app)
+
+
+async def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "linux")
+    app = EricApp(FakeLink(scenes.busy()))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause()
+        drawn = rows(app)[:-1]
+    assert [char for line in drawn for char in line if ord(char) > 126 and not char.isalnum()] == []
+    assert "* ready" in drawn[0]
+
+
+def test_the_busy_dashboard_looks_right(snap_compare: object) -> None:
+    assert snap_compare(EricApp(FakeLink(scenes.busy())), terminal_size=(140, 40))  # type: ignore[operator]
+
+
+def test_the_busy_dashboard_looks_right_on_a_small_terminal_in_the_light_theme(snap_compare: object) -> None:
+    app = EricApp(FakeLink(scenes.busy()), theme="ericllm-light")
+    assert snap_compare(app, terminal_size=(80, 24))  # type: ignore[operator]

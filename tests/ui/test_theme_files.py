@@ -1,0 +1,127 @@
+"""Themes: files with one required colour, mistakes reported and survived, every variable there, text readable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.color import Color
+from textual.theme import Theme
+
+from console.app import EricApp
+from console.theme import DEFAULT_THEME, builtin_folder, load_themes, user_folder, variable_defaults
+from tests.fakes.link import FakeLink
+
+BUILT_IN = {theme.name: theme for theme in load_themes([builtin_folder()]).themes}
+
+
+def _variables(theme: Theme) -> dict[str, str]:
+    return {**variable_defaults(theme), **theme.to_color_system().generate(), **theme.variables}
+
+
+def test_the_console_ships_dark_light_high_contrast_and_colour_blind_safe_themes() -> None:
+    assert set(BUILT_IN) == {"ericllm-dark", "ericllm-light", "ericllm-contrast", "ericllm-safe"}
+    assert not load_themes([builtin_folder()]).problems
+    assert not BUILT_IN["ericllm-light"].dark
+
+
+def test_primary_alone_makes_a_theme_with_every_variable(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('primary = "#ff8800"\n')
+    (theme,) = load_themes([tmp_path]).themes
+    assert theme.name == "mine"
+    assert all(Color.parse(value) for value in variable_defaults(theme).values())
+    assert variable_defaults(theme)["gpu-weights"] == Color.parse(theme.to_color_system().generate()["primary"]).css
+
+
+def test_groups_become_css_variables(tmp_path: Path) -> None:
+    (tmp_path / "t.toml").write_text('primary = "teal"\n[gpu]\nweights = "red"\n[graph]\nttft_spread = "#123456"\n')
+    (theme,) = load_themes([tmp_path]).themes
+    assert theme.variables == {"gpu-weights": "red", "graph-ttft-spread": "#123456"}
+
+
+def test_a_user_theme_replaces_the_built_in_one_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('name = "ericllm-dark"\nprimary = "#010203"\n')
+    themes = {theme.name: theme for theme in load_themes([builtin_folder(), tmp_path]).themes}
+    assert themes["ericllm-dark"].primary == "#010203"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("secondary = 'red'", "primary: Field required"),
+        ("primary = 'reddish'", "'reddish' is no colour"),
+        ("primary = 'red'\n[gpu]\nwieghts = 'red'", "gpu.wieghts"),
+        ("primary = ", "Invalid value"),
+        (b"\xff\xfe", "utf-8"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_mistake_and_the_others_load(
+    tmp_path: Path, content: str | bytes, complaint: str
+) -> None:
+    (tmp_path / "bad.toml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "good.toml").write_text("primary = 'red'")
+    found = load_themes([tmp_path])
+    assert [theme.name for theme in found.themes] == ["good"]
+    assert len(found.problems) == 1
+    assert found.problems[0].startswith("bad.toml: ")
+    assert complaint in found.problems[0]
+
+
+async def test_one_message_names_all_broken_files_and_the_console_starts() -> None:
+    folder = user_folder()
+    folder.mkdir(parents=True)
+    (folder / "one.toml").write_text("primary = 1")
+    (folder / "two.toml").write_text("[")
+    app = EricApp(FakeLink(), theme="nowhere")
+    async with app.run_test(notifications=True) as pilot:
+        await pilot.pause()
+        (toast,) = app._notifications
+        assert all(name in toast.message for name in ("one.toml", "two.toml", "nowhere"))
+        assert app.theme == DEFAULT_THEME
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+async def test_a_theme_can_be_chosen_while_the_console_runs(name: str) -> None:
+    app = EricApp(FakeLink())
+    async with app.run_test() as pilot:
+        app.theme = name
+        await pilot.pause()
+        assert app.theme_variables["gpu-weights"] == BUILT_IN[name].variables["gpu-weights"]
+
+
+TEXT_PAIRS = [
+    ("foreground", "background"),
+    ("foreground", "surface"),
+    ("muted", "background"),
+    ("muted", "panel"),
+    *((f"worker-{state}", "background") for state in ("busy", "idle", "loading", "draining", "failed")),
+    *((f"request-{state}", "background") for state in ("queued", "prefill", "decode", "done", "failed")),
+    ("block-cursor-foreground", "block-cursor-background"),
+    ("footer-description-foreground", "footer-background"),
+]
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_text_stands_out_from_its_ground(name: str) -> None:
+    variables = _variables(BUILT_IN[name])
+    least = 7.0 if name == "ericllm-contrast" else 4.0
+    weak = {
+        (text, ground): round(_contrast(variables[text], variables[ground]), 1)
+        for text, ground in TEXT_PAIRS
+        if _contrast(variables[text], variables[ground]) < least
+    }
+    assert weak == {}
+
+
+def _contrast(one: str, other: str) -> float:
+    """The contrast ratio of WCAG 2, 1..21."""
+    light, dark = sorted((_luminance(Color.parse(one)), _luminance(Color.parse(other))), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: Color) -> float:
+    def linear(channel: int) -> float:
+        value = channel / 255
+        return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
+    return 0.2126 * linear(colour.r) + 0.7152 * linear(colour.g) + 0.0722 * linear(colour.b)

@@ -1,0 +1,132 @@
+"""Graphs, bars, tables and numbers, as text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console.widgets import text
+from console.widgets.bars import Part, meter, stack
+from console.widgets.glyphs import wants_ascii
+from console.widgets.plot import column_of, columns, draw, nice_bound
+from console.widgets.table import Column, fitting, spread
+from engine.backends.base import LoadProgress
+from engine.snapshot import Second
+
+
+def _drawn(front: list[float | None], behind: list[float | None], top: float, rows: int, **how: bool) -> list[str]:
+    return ["".join(cell.char for cell in row) for row in draw(front, behind, top, rows, **how)]
+
+
+def test_a_graph_is_measured_against_its_bound_not_against_its_own_values() -> None:
+    assert _drawn([0.5, 0.52, 0.5], [], 1.0, 2) == ["   ", "███"]
+    assert _drawn([0.0, 0.25, 0.5, 1.0, 7.0, None], [], 1.0, 2) == ["   ██ ", " ▄███ "]
+
+
+def test_what_is_not_zero_shows_an_eighth() -> None:
+    assert _drawn([0.001, 0.0], [], 1.0, 1) == ["▁ "]
+
+
+def test_the_curve_behind_rises_above_the_one_in_front() -> None:
+    top, bottom = draw([0.5], [1.0], 1.0, 2)
+    assert (top[0].ink, bottom[0].ink) == ("behind", "front")
+    assert draw([0.25], [1.0], 1.0, 1)[0][0] == ("▂", "both")
+
+
+def test_a_graph_has_an_ascii_form() -> None:
+    assert _drawn([0.1, 0.5, 1.0], [], 1.0, 1, ascii_only=True) == ["-=#"] or all(
+        ord(char) < 127 for char in _drawn([0.1, 0.5, 1.0], [], 1.0, 1, ascii_only=True)[0]
+    )
+
+
+def test_columns_hold_means_of_whole_multiples_of_time_and_never_shift() -> None:
+    history = [Second(at=100 + second, output_tokens=second) for second in range(10)]
+    pick = lambda second: second.output_tokens  # noqa: E731
+    assert columns(history, 3, 5, pick) == [None, 2.0, 7.0]
+    assert columns(history[:-1], 3, 5, pick) == [None, 2.0, 6.5]
+    assert columns([], 2, 1, pick) == [None, None]
+
+
+def test_a_mark_lies_in_the_column_of_its_second() -> None:
+    assert column_of(97.4, 100.0, 1) == 3
+    assert column_of(97.4, 100.0, 5) == 1
+
+
+@given(st.floats(1e-6, 1e12))
+def test_a_bound_is_round_and_not_below_the_value(value: float) -> None:
+    bound = nice_bound(value, least=1e-9)
+    assert value * (1 - 1e-6) <= bound <= value * 2.01
+
+
+@given(st.lists(st.floats(0, 1e12), min_size=1, max_size=6), st.integers(6, 60))
+def test_a_stack_fills_its_width_and_hides_nothing(values: list[float], width: int) -> None:
+    parts = [Part(value, f"$part-{index}", str(index)) for index, value in enumerate(values)]
+    drawn = stack(parts, width)
+    assert drawn.cell_length == width
+    if sum(values) > 0:
+        styles = " ".join(str(span.style) for span in drawn.spans)
+        shown = {index for index in range(len(values)) if f"$part-{index}" in styles}
+        assert {index for index, value in enumerate(values) if value / sum(values) > 2 / width} <= shown
+
+
+def test_a_stack_in_ascii_uses_a_letter_for_each_part() -> None:
+    parts = [Part(3, "", "w"), Part(1, "", "k"), Part(4, "", ".")]
+    assert stack(parts, 8, ascii_only=True).plain == "wwwk...."
+
+
+def test_a_meter_is_full_at_a_hundred_per_cent_and_bare_where_nothing_is_known() -> None:
+    assert str(meter(1.4, 4, "$a").spans[0].style) == "$a"
+    assert meter(0.5, 4, "$a").plain == "━━━━"
+    assert meter(None, 4, "$a").cell_length == 4
+    assert "╸" in meter(0.4, 4, "$a").plain
+
+
+def test_columns_go_in_the_order_they_say_and_the_last_ones_never() -> None:
+    table = [Column("id", 8), Column("from", 6, drop=2), Column("state", 8), Column("worker", 6, drop=1)]
+    assert fitting(table, 40) == [0, 1, 2, 3]
+    assert fitting(table, 26) == [0, 2, 3]
+    assert fitting(table, 18) == [0, 2]
+    assert fitting(table, 5) == [0, 2]
+
+
+@given(st.integers(20, 300))
+def test_columns_spread_over_the_width_and_never_beyond(width: int) -> None:
+    table = [Column("id", 5, grow=10), Column("state", 8), Column("n", 4)]
+    widths, gap = spread(table, width)
+    assert sum(widths) + 2 * gap <= width
+    assert width - (sum(widths) + 2 * gap) < 2
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "–"),
+        (0, "0 ms"),
+        (0.0041, "4.1 ms"),
+        (0.0802, "80 ms"),
+        (1.238, "1.24 s"),
+        (31.2, "31.2 s"),
+        (125, "2:05"),
+    ],
+)
+def test_seconds_are_short_and_have_a_unit(value: float | None, shown: str) -> None:
+    assert text.seconds(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0, "0"), (612, "612"), (1900, "1.9k"), (999.9, "1.0k"), (7.24e9, "7.2B")]
+)
+def test_counts_are_short(value: float, shown: str) -> None:
+    assert text.count(value) == shown
+
+
+def test_progress_names_phase_and_bytes() -> None:
+    assert text.progress(LoadProgress(phase="weights", done=3 * 1024**3, total=9 * 1024**3)) == "weights 3.0/9.0 GiB"
+    assert text.progress(LoadProgress(phase="warm_up", done=1, total=3, unit="steps")) == "warming up 1/3"
+
+
+def test_the_linux_console_and_locales_without_utf_8_get_ascii() -> None:
+    assert wants_ascii({"TERM": "linux"}, "utf-8")
+    assert wants_ascii({"TERM": "xterm"}, "ANSI_X3.4-1968")
+    assert not wants_ascii({"TERM": "xterm"}, "UTF-8")
