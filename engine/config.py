@@ -17,6 +17,13 @@ CacheBits = Literal[16, 8, 6, 4]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+_SHOWN_DIGITS = 24
+
+
+def shown(number: float) -> str:
+    """A number that was asked for, exactly; the start of one so long that nobody would read it."""
+    digits = str(number)
+    return digits if len(digits) <= _SHOWN_DIGITS else f"{digits[:_SHOWN_DIGITS]}..."
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +64,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for param, low, high in _RANGES:
             value = getattr(self, param)
             if value is not None and not (low <= value <= high):
-                raise InvalidRequest(
-                    f"{param} is {value:g}; it must be between {low:g} and {high:g}", param=param, value=value
-                )
+                lowest = "more than 0 and at most" if low == _TINY else f"between {low} and"
+                raise InvalidRequest(f"{param} is {shown(value)}; it must be {lowest} {high}", param=param)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}", param="min_tokens"
@@ -71,7 +77,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token_id, bias in self.logit_bias.items():
             if token_id < 0 or not -100 <= bias <= 100:
                 raise InvalidRequest(
-                    f"logit_bias of token {token_id} is {bias:g}; biases lie between -100 and 100", param="logit_bias"
+                    f"logit_bias of token {token_id} is {shown(bias)}; biases lie between -100 and 100",
+                    param="logit_bias",
                 )
         return self
 
@@ -152,5 +159,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             value = getattr(self, param)
             if not low <= value <= high:
-                raise InvalidRequest(f"{param} is {value:g}; it must be between {low} and {high}", param=param)
+                raise InvalidRequest(f"{param} is {shown(value)}; it must be between {low} and {high}", param=param)
         return self

@@ -10,9 +10,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from console.api.parameters import Refusal
+from engine.config import shown
 from engine.errors import InvalidRequest
 
 T = TypeVar("T", bound="Body")
+
+_SHAPES = {
+    "dict_type": "should be an object",
+    "list_type": "should be an array",
+    "model_type": "should be an object",
+}
+"""Pydantic names these by what they are in Python."""
 
 
 class Body(BaseModel):
@@ -68,7 +76,7 @@ def _explain(error: ErrorDetails) -> InvalidRequest:
         return InvalidRequest(f"{param} is missing", param=param)
     if error["type"] == "extra_forbidden":
         return InvalidRequest(f"{param} is not a field that this endpoint knows", param=param)
-    reason = error["msg"].removeprefix("Input ")
+    reason = _SHAPES.get(error["type"]) or error["msg"].removeprefix("Input ")
     return InvalidRequest(f"{param} {reason}, not {_shown(error['input'])}", param=param)
 
 
@@ -82,7 +90,7 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
 
 def _shown(value: Any) -> str:
     """A wrong value, or what kind it is where it would be long."""
-    return repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else _kind(value)
+    return shown(value) if isinstance(value, int | float) and not isinstance(value, bool) else _kind(value)
 
 
 def _kind(value: object) -> str:

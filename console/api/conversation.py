@@ -50,14 +50,16 @@ def _read_message(message: object, where: str) -> Turn:
             raise InvalidRequest(f"{where}.{name} is not a field of a message", param=f"{where}.{name}")
     turn: Turn = {"role": _role(message.get("role"), where), "content": _content(message.get("content"), where)}
     if (name := message.get("name")) is not None:
+        if not isinstance(name, str):
+            raise InvalidRequest(f"{where}.name should be a string", param=f"{where}.name")
         turn["name"] = name
     return turn
 
 
 def _role(role: object, where: str) -> str:
     if not isinstance(role, str) or role not in _ROLES:
-        shown = f"not {role!r}" if isinstance(role, str) else "and is missing"
-        raise InvalidRequest(f"{where}.role should be one of {', '.join(_ROLES)}, {shown}", param=f"{where}.role")
+        but = "and is missing" if role is None else f"not {role!r}" if isinstance(role, str) else "as a string"
+        raise InvalidRequest(f"{where}.role should be one of {', '.join(_ROLES)}, {but}", param=f"{where}.role")
     return _ROLES[role]
 
 

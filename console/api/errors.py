@@ -11,6 +11,9 @@ from engine.errors import EngineError
 
 RETRY_AFTER_S = 1.0
 
+_LONGEST_MESSAGE = 1000
+"""Characters: a message may quote the request, which may be megabytes."""
+
 
 class NotAuthorized(EngineError):
     """The key is missing or wrong."""
@@ -91,9 +94,9 @@ def envelope(error: EngineError) -> ErrorEnvelope:
     param = error.details.get("param")
     return ErrorEnvelope(
         ErrorBody(
-            message=error.message,
+            message=error.message[:_LONGEST_MESSAGE],
             type=_type_of(error.http_status),
-            param=None if param is None else str(param),
+            param=None if param is None else str(param)[:_LONGEST_MESSAGE],
             code=error.code,
         )
     )

@@ -84,7 +84,7 @@ def counting(traffic: Traffic) -> Middleware:
         finally:
             traffic.leave()
             level = logging.DEBUG if request.path in _QUIET_PATHS else logging.INFO
-            log.log(level, "%s %s %d in %.3f s", request.method, request.path, status, clock() - began)
+            log.log(level, "%s %s %d in %.3f s", request.method, request.raw_path, status, clock() - began)
 
     return count
 
@@ -103,7 +103,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ConnectionError:
         raise
     except Exception:
-        log.exception("%s %s broke", request.method, request.path)
+        log.exception("%s %s broke", request.method, request.raw_path)
         return error_response(InternalError("The server failed to answer; its log says why"))
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, TypeVar
 
 from pydantic import Field
 
 from console.api.body import Body
 from console.api.served import ServedModel
-from engine.config import SamplingParams
+from engine.config import SamplingParams, shown
 from engine.errors import InvalidRequest
 
 T = TypeVar("T")
 
 TOP_K_OFF = -1
 MAX_N = 128
+_TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 class SamplingFields(Body):
@@ -54,7 +56,8 @@ def sampling_params(
     Raises InvalidRequest naming the field.
     """
     if fields.best_of is not None and fields.best_of != fields.n:
-        raise InvalidRequest(f"best_of is {fields.best_of}, not n, {fields.n}: answers are not ranked", param="best_of")
+        asked = shown(fields.best_of)
+        raise InvalidRequest(f"best_of is {asked}, not n, {fields.n}: answers are not ranked", param="best_of")
     model.check_token_ids(fields.stop_token_ids, "stop_token_ids")
     defaults = model.tokenizer.generation_defaults
     return SamplingParams(
@@ -95,10 +98,9 @@ def _stops(stop: object) -> tuple[str, ...]:
 
 
 def _biases(biases: dict[str, float], model: ServedModel) -> dict[int, float]:
-    """The same by token id."""
-    try:
-        by_id = {int(key): bias for key, bias in biases.items()}
-    except ValueError:
-        raise InvalidRequest("logit_bias should have token ids as its keys", param="logit_bias") from None
+    """The same by token id. Only its usual spelling is an id: with others, one token could have two biases."""
+    if not all(_TOKEN_ID.fullmatch(key) for key in biases):
+        raise InvalidRequest("logit_bias should have token ids as its keys", param="logit_bias")
+    by_id = {int(key): bias for key, bias in biases.items()}
     model.check_token_ids(list(by_id), "logit_bias")
     return by_id

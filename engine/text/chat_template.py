@@ -29,6 +29,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
+        /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
