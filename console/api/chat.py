@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,6 +25,9 @@ from console.api.stream import DONE, ChunkStream
 from engine.backends.base import FinishReason, TokenLogprob
 from engine.config import MAX_LOGPROBS
 from engine.errors import InvalidRequest
+
+MANY_MESSAGES = 256
+"""More are rendered beside the event loop: a template is a program, and runs for each of them."""
 
 
 class ChatBody(OpenAiFields):
@@ -147,14 +152,17 @@ class Chat:
 
 
 async def _prompt_ids(body: ChatBody, model: ServedModel) -> list[int]:
-    text = render(
+    work = partial(
+        render,
         model.tokenizer,
         read_messages(body.messages),
         add_generation_prompt=body.opens_answer,
         continue_final=body.continue_final_message,
         variables=body.chat_template_kwargs,
     )
-    return await model.encode(text, add_special_tokens=False)
+    many = len(body.messages) > MANY_MESSAGES
+    text = await asyncio.to_thread(work) if many else work()
+    return (await model.encode([text], add_special_tokens=False))[0]
 
 
 class _Call:

@@ -22,17 +22,20 @@ class ApiContext:
     settings: ApiSettings
     running: set[Generation] = field(default_factory=set)
 
-    @contextmanager
-    def generate(
-        self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams, n: int = 1
-    ) -> Iterator[Generation]:
-        """A generation under way; it is cancelled on leaving where it has not ended."""
-        wanted = len(prompts) * n
+    def check_choices(self, prompts: int, n: int) -> None:
+        """Raise InvalidRequest where this many prompts with `n` answers each are too many; before they are read."""
+        wanted = prompts * n
         if wanted > self.settings.max_choices:
             raise InvalidRequest(
                 f"This asks for {wanted} answers (prompts times n); the limit is {self.settings.max_choices}",
                 param="n" if n > 1 else "prompt",
             )
+
+    @contextmanager
+    def generate(
+        self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams, n: int = 1
+    ) -> Iterator[Generation]:
+        """A generation under way; it is cancelled on leaving where it has not ended."""
         with Generation(self.engine, request_id, prompts, params, n) as generation:
             self.running.add(generation)
             try:

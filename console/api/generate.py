@@ -19,7 +19,7 @@ from console.api.context import ApiContext, new_id
 from console.api.errors import json_response
 from console.api.generation import Generation
 from console.api.parameters import GENERATE_REFUSED
-from console.api.prompts import read_prompts
+from console.api.prompts import count_prompts, read_prompts
 from console.api.sampling import SamplingFields, sampling_params
 from console.api.served import served_model
 from console.api.stream import JSON_LINES, ChunkStream
@@ -65,6 +65,7 @@ class Generate:
         body = _one_penalty(await read(request, GenerateBody))
         model = served_model(self._context.engine, body.model)
         params = sampling_params(body, model, max_tokens=body.max_tokens)
+        self._context.check_choices(count_prompts(body.prompt), body.n)
         prompts = await read_prompts(body.prompt, model)
         starts = [prompt.text for prompt in prompts for _ in range(body.n)]
         ids = [prompt.ids for prompt in prompts]

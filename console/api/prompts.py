@@ -18,7 +18,18 @@ class Prompt:
 
 async def read_prompts(value: object, model: ServedModel) -> list[Prompt]:
     """`prompt` as OpenAI takes it: a string, token ids, or an array of either. Raises InvalidRequest."""
-    return [await _read_prompt(item, model) for item in _items(value)]
+    items = _items(value)
+    texts = [item for item in items if isinstance(item, str)]
+    encoded = iter(await model.encode(texts))
+    prompts = [Prompt(next(encoded), item) if isinstance(item, str) else _read_ids(item, model) for item in items]
+    if not all(prompt.ids for prompt in prompts):
+        raise InvalidRequest("prompt is empty; there is nothing to continue", param="prompt")
+    return prompts
+
+
+def count_prompts(value: object) -> int:
+    """How many prompts `value` holds. Raises InvalidRequest where it is no array, string or token ids."""
+    return len(_items(value))
 
 
 def _items(value: object) -> list[object]:
@@ -32,17 +43,11 @@ def _items(value: object) -> list[object]:
     return [value] if _is_id(value[0]) else value
 
 
-async def _read_prompt(item: object, model: ServedModel) -> Prompt:
-    if isinstance(item, str):
-        prompt = Prompt(await model.encode(item), item)
-    elif isinstance(item, list) and all(_is_id(part) for part in item):
-        model.check_token_ids(item, "prompt")
-        prompt = Prompt(item, model.tokenizer.decode(item))
-    else:
+def _read_ids(item: object, model: ServedModel) -> Prompt:
+    if not isinstance(item, list) or not all(_is_id(part) for part in item):
         raise _misshapen()
-    if not prompt.ids:
-        raise InvalidRequest("prompt is empty; there is nothing to continue", param="prompt")
-    return prompt
+    model.check_token_ids(item, "prompt")
+    return Prompt(item, model.tokenizer.decode(item))
 
 
 def _is_id(value: object) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.backends.base import LoadedModel
+from engine.config import shown
 from engine.engine import Engine
-from engine.errors import InvalidRequest, ModelNotFound, NoModelLoaded
+from engine.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, NoModelLoaded
 from engine.snapshot import ModelStatus
 from engine.text.tokenizer import Tokenizer
 
@@ -24,19 +25,33 @@ class ServedModel:
     loaded: LoadedModel
     tokenizer: Tokenizer
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; a long one is tokenized beside the event loop, which the tokenizer leaves free meanwhile."""
-        if len(text) < LONG_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Ids of each text; long ones are tokenized beside the event loop, which the tokenizer leaves free meanwhile.
+
+        Raises ContextLengthExceeded, before the work, for a text that cannot fit however few tokens it makes.
+        """
+        if sum(map(len, texts)) < LONG_TEXT:
+            return self.tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
+        self._refuse_endless(max(map(len, texts)))
+        return await asyncio.to_thread(self.tokenizer.encode_all, texts, add_special_tokens=add_special_tokens)
+
+    def _refuse_endless(self, characters: int) -> None:
+        least, limit = characters // self.tokenizer.longest_token, self.loaded.max_model_len
+        if least > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {characters} characters, so {least} tokens at the very least; with the answer's first "
+                f"token it may have {limit}",
+                param="prompt",
+                limit=limit,
+            )
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequest for an id that the model has no token for."""
         for token_id in token_ids:
             if not 0 <= token_id < self.loaded.vocab_size:
+                last = self.loaded.vocab_size - 1
                 raise InvalidRequest(
-                    f"{param} holds {token_id}; the model's token ids lie between 0 and {self.loaded.vocab_size - 1}",
-                    param=param,
+                    f"{param} holds {shown(token_id)}; the model's token ids lie between 0 and {last}", param=param
                 )
 
 

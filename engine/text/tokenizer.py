@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -54,10 +55,19 @@ class Tokenizer:
 
         Text made by `apply_chat_template` has its control tokens already: encode it without add_special_tokens.
         """
-        ids = list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        if add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2:
-            del ids[0]
-        return ids
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Ids of each text, as `encode` gives them. Other threads run meanwhile."""
+        # The library's encode() would hold the interpreter's lock for as long as it takes.
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        twice = [self.bos_token_id] * 2 if add_special_tokens and self.bos_token_id is not None else None
+        return [ids[1:] if ids[:2] == twice else ids for ids in (encoding.ids for encoding in encodings)]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of n characters has n / longest_token tokens at least."""
+        return max(map(len, self._backend.get_vocab()), default=1)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; unknown ids are left out, broken UTF-8 becomes U+FFFD."""
@@ -83,6 +93,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, object]],
+        /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,

@@ -1,0 +1,111 @@
+"""Bodies made to break a server: each gets a sentence, and nobody else waits for it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.api.harness import Served
+
+HUGE = "1" + "0" * 400
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/completions", "seed"),
+        ("/v1/completions", "max_tokens"),
+        ("/v1/completions", "min_tokens"),
+        ("/v1/completions", "logprobs"),
+        ("/v1/completions", "n"),
+        ("/v1/completions", "best_of"),
+        ("/v1/completions", "temperature"),
+        ("/generate", "top_k"),
+        ("/v1/chat/completions", "top_logprobs"),
+    ],
+)
+async def test_a_number_beyond_all_bounds_is_a_400_that_names_its_field(api: Served, path: str, field: str) -> None:
+    prompt = '"messages": [{"role": "user", "content": "x"}]' if "chat" in path else '"prompt": "x"'
+    async with api.http.post(path, data=f'{{{prompt}, "{field}": {HUGE}}}') as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, field)
+    assert len(error["message"]) < 200
+
+
+async def test_a_limit_is_told_exactly(api: Served) -> None:
+    error = await api.refusal("/v1/completions", prompt="x", seed=2**63)
+    assert error["message"] == f"seed is {2**63}; it must be between {-(2**63)} and {2**63 - 1}"
+    error = await api.refusal("/v1/completions", prompt="x", top_p=0)
+    assert error["message"] == "top_p is 0.0; it must be more than 0 and at most 1.0"
+
+
+@pytest.mark.parametrize("key", ["05", " 5", "5_0", "+5", "٥", "5.0", "", "9" * 30])
+async def test_only_the_usual_spelling_of_a_token_id_is_a_key_of_logit_bias(api: Served, key: str) -> None:
+    error = await api.refusal("/v1/completions", prompt="x", logit_bias={key: 1})
+    assert error["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize("name", ["self", "cls", "raise_exception", "a b"])
+async def test_any_name_of_a_template_variable_is_harmless(api: Served, name: str) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    answer = await api.post("/v1/chat/completions", messages=messages, max_tokens=1, chat_template_kwargs={name: 1})
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+async def test_a_message_s_name_and_role_must_be_text(api: Served) -> None:
+    for turn, param in (
+        ({"role": "user", "content": "x", "name": 5}, "messages[0].name"),
+        ({"role": 5, "content": "x"}, "messages[0].role"),
+    ):
+        assert (await api.refusal("/v1/chat/completions", messages=[turn]))["param"] == param
+
+
+async def test_an_error_does_not_send_back_the_megabytes_it_quotes(api: Served) -> None:
+    error = await api.refusal("/v1/completions", status=404, prompt="x", model="m" * 100_000)
+    assert len(error["message"]) <= 1000
+    error = await api.refusal("/v1/completions", prompt="x", **{"f" * 100_000: 1})
+    assert len(error["message"]) + len(error["param"]) <= 2000
+
+
+async def test_too_many_prompts_are_refused_before_any_is_tokenized(
+    api: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = api.engine.tokenizer
+    monkeypatch.setattr(type(tokenizer), "encode_all", lambda *_, **__: pytest.fail("a prompt was tokenized"))
+    for path in ("/generate", "/v1/completions"):
+        error = await api.refusal(path, prompt=["x"] * 600)
+        assert "600 answers" in error["message"]
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    api: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = api.engine.tokenizer
+    assert tokenizer is not None
+    monkeypatch.setattr(type(tokenizer), "encode_all", lambda *_, **__: pytest.fail("the text was tokenized"))
+    text = "x" * (tokenizer.longest_token * 4097)
+    for body in ({"prompt": text}, {"prompt": ["x", text]}):
+        error = await api.refusal("/v1/completions", **body)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+        assert f"{len(text)} characters" in error["message"]
+        assert "4096" in error["message"]
+
+
+async def test_a_long_conversation_is_rendered_whole(api: Served) -> None:
+    messages = [{"role": "user", "content": "x"}] * 300
+    answer = await api.post("/v1/chat/completions", messages=messages, max_tokens=1)
+    assert answer["usage"]["prompt_tokens"] == len("user: x\n") * 300 + len("assistant: ")
+
+
+async def test_a_path_cannot_write_into_the_log(api: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "api")
+    async with api.http.get("/nowhere%0aERROR%1b[2J"):
+        pass
+    assert "\n" not in caplog.text.removesuffix("\n")
+    assert "\x1b" not in caplog.text
+
+
+async def test_what_is_wrong_with_a_shape_is_said_in_json_s_words(api: Served) -> None:
+    error = await api.refusal("/v1/completions", prompt="x", stream=True, stream_options=[])
+    assert error["message"] == "stream_options should be an object, not an array"
