@@ -92,6 +92,7 @@ async def test_a_theme_can_be_chosen_while_the_console_runs(name: str) -> None:
 TEXT_PAIRS = [
     ("foreground", "background"),
     ("foreground", "surface"),
+    ("background", "primary"),
     ("muted", "background"),
     ("muted", "panel"),
     *((f"worker-{state}", "background") for state in ("busy", "idle", "loading", "draining", "failed")),
