@@ -16,6 +16,7 @@ from console.knobs import KnobName, Knobs
 from console.link import EngineLink
 from console.screens.base import ConsoleScreen
 from console.theme import DEFAULT_THEME, builtin_folder, load_themes, user_folder, variable_defaults
+from console.widgets import text
 from console.widgets.glyphs import wants_ascii
 from engine.errors import EngineError
 
@@ -139,14 +140,17 @@ class EricApp(App[None], inherit_bindings=False):
 
     async def action_quit(self) -> None:
         """Quit; ask first when that would cut answers off."""
-        from console.screens.quit import QuitScreen
+        from console.screens.confirm import ConfirmScreen
 
         snapshot = self.link.snapshot()
         unfinished = snapshot.running + snapshot.queued
-        if not unfinished or isinstance(self.screen, QuitScreen):
+        if not unfinished or isinstance(self.screen, ConfirmScreen):
             self.exit()
-        else:
-            self.push_screen(QuitScreen(unfinished), lambda leave: self.exit() if leave else None)
+            return
+        title = f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished."
+        grace = "They get a few seconds to end, then they are cut off. Quit?"
+        question = ConfirmScreen(title, grace, yes="Quit", no="Stay")
+        self.push_screen(question, lambda leave: self.exit() if leave else None)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """What the palette offers besides the keys."""

@@ -8,9 +8,12 @@ from pathlib import Path
 
 from console.settings import BackendKind, Settings, fields
 from engine.backends.base import LoadProgress
+from engine.backends.torch.model_config import read_model_config
+from engine.backends.torch.settings import apply_settings
 from engine.config import EngineConfig, ModelSpec
 from engine.errors import InvalidRequest, UnsupportedModel
 from engine.models.catalog import ModelEntry
+from engine.models.files import home_expanded
 from engine.models.inspect import inspect
 from engine.models.resolve import is_hub_id, resolve, resolve_local
 from engine.worker.factory import refuse_unavailable
@@ -56,7 +59,7 @@ def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
     refuse_unhonoured(settings, backend)
     spec = ModelSpec(
         path=path,
-        name=(Path(name).name or name) if "/" in name and path == Path(name).expanduser() else name,
+        name=(Path(name).name or name) if "/" in name and path == home_expanded(name) else name,
         backend=backend,
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
@@ -65,13 +68,14 @@ def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
         alpha_value=settings.alpha_value,
         compress_pos_emb=settings.compress_pos_emb,
         num_experts=settings.num_experts,
-        lora=settings.lora.expanduser() if settings.lora else None,
+        lora=home_expanded(settings.lora) if settings.lora else None,
         gpu_split_gb=settings.gpu_split,
         gpu_balance=settings.gpu_balance,
     )
     refuse_unavailable(spec)
     if entry.problem:
         raise UnsupportedModel(f"{spec.name} cannot be loaded: {entry.problem}", model=spec.name)
+    apply_settings(read_model_config(path), spec)
     return spec
 
 

@@ -17,10 +17,15 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_v
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from engine.backends.torch.settings import MAX_STRETCH
+from engine.config import MAX_TIMEOUT_S
 from engine.errors import InvalidRequest
+from engine.models.files import home_expanded
 
 APP_NAME = "ericllm"
 ENV_PREFIX = "ERICLLM_"
+MAX_TOKENS = 10**9
+_SECRETS = {"api_key"}
 NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_BACKEND_FACTORY"}
 
 Group = Literal["Model", "Engine", "API", "Console"]
@@ -44,7 +49,7 @@ class Flag:
 def config_path(env: Mapping[str, str] | None = None) -> Path:
     """Where config.toml is read: ERICLLM_CONFIG, or the user's config folder (XDG)."""
     named = (os.environ if env is None else env).get("ERICLLM_CONFIG")
-    return Path(named).expanduser() if named else Path(platformdirs.user_config_dir(APP_NAME)) / "config.toml"
+    return home_expanded(named) if named else Path(platformdirs.user_config_dir(APP_NAME)) / "config.toml"
 
 
 def data_dir() -> Path:
@@ -82,7 +87,9 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
     model: Annotated[
-        str, Flag("Model", "NAME"), Field(description="A folder, a name found in --models-dir, a hub id, or 'demo'")
+        str,
+        Flag("Model", "NAME"),
+        Field(min_length=1, description="A folder, a name found in --models-dir, a hub id, or 'demo'"),
     ] = "demo"
     models_dir: Annotated[
         PathList,
@@ -105,25 +112,27 @@ class Settings(BaseSettings):
     max_model_len: Annotated[
         int | None,
         Flag("Model", "TOKENS", example=8192),
-        Field(ge=1, description="Context length; the model's own if not given"),
+        Field(ge=1, le=MAX_TOKENS, description="Context length; the model's own if not given"),
     ] = None
     max_input_len: Annotated[
-        int | None, Flag("Model", "TOKENS", example=4096), Field(ge=1, description="Longest prompt accepted")
+        int | None,
+        Flag("Model", "TOKENS", example=4096),
+        Field(ge=1, le=MAX_TOKENS, description="Longest prompt accepted"),
     ] = None
     alpha_value: Annotated[
         float | None,
         Flag("Model", "X", example=2.5),
-        Field(gt=0, description="RoPE scaling by NTK alpha, for longer contexts"),
+        Field(ge=1, le=MAX_STRETCH, description="RoPE scaling by NTK alpha, for longer contexts"),
     ] = None
     compress_pos_emb: Annotated[
         float | None,
         Flag("Model", "X", example=2.0),
-        Field(gt=0, description="RoPE scaling by linear compression of positions"),
+        Field(ge=1, le=MAX_STRETCH, description="RoPE scaling by linear compression of positions"),
     ] = None
     num_experts: Annotated[
         int | None,
         Flag("Model", "N", ("exllamav2",), example=2),
-        Field(ge=1, description="Experts per token of a mixture-of-experts model"),
+        Field(ge=1, le=4096, description="Experts per token of a mixture-of-experts model"),
     ] = None
 
     num_workers: Annotated[
@@ -133,7 +142,9 @@ class Settings(BaseSettings):
         int, Flag("Engine", "N"), Field(ge=1, le=4096, description="Requests that a worker works on at once")
     ] = 16
     timeout: Annotated[
-        float, Flag("Engine", "SECONDS"), Field(ge=0, description="Time a request may take, waiting included; 0: any")
+        float,
+        Flag("Engine", "SECONDS"),
+        Field(ge=0, le=MAX_TIMEOUT_S, description="Time a request may take, waiting included; 0: any"),
     ] = 600.0
     gpu_split: Annotated[
         GigabyteList,
@@ -163,7 +174,7 @@ class Settings(BaseSettings):
     api_key: Annotated[
         SecretStr | None,
         Flag("API", "KEY", example="change-me"),
-        Field(description="Key that clients must send as a Bearer token"),
+        Field(min_length=1, description="Key that clients must send as a Bearer token"),
     ] = None
 
     headless: Annotated[bool, Flag("Console"), Field(description="Engine and API without a screen")] = False
@@ -180,7 +191,7 @@ class Settings(BaseSettings):
     @field_validator("models_dir")
     @classmethod
     def _existing_folders(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        folders = tuple(path.expanduser() for path in value)
+        folders = tuple(map(home_expanded, value))
         for path in folders:
             if not path.is_dir():
                 raise ValueError(f"there is no folder {path}")
@@ -189,7 +200,7 @@ class Settings(BaseSettings):
     @field_validator("lora")
     @classmethod
     def _existing_adapter(cls, value: Path | None) -> Path | None:
-        if value is not None and not value.expanduser().is_dir():
+        if value is not None and not home_expanded(value).is_dir():
             raise ValueError(f"there is no folder {value}")
         return value
 
@@ -291,9 +302,11 @@ def _worded(
         where = ENV_PREFIX + name.upper()
     else:
         where = f"{name!r} in {file}"
-    value = flags.get(name, from_env.get(name, problem["input"]))
-    reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return InvalidRequest(f"{where} {_shown(value)}: {reason[0].lower()}{reason[1:]}", param=name)
+    if problem["type"] in ("string_too_short", "too_short"):
+        return InvalidRequest(f"{where} is empty", param=name)
+    value = "" if name in _SECRETS else _shown(flags.get(name, from_env.get(name, problem["input"])))
+    reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable")[0]
+    return InvalidRequest(f"{where} {value}".rstrip() + f": {reason[0].lower()}{reason[1:]}", param=name)
 
 
 def _shown(value: Any) -> str:

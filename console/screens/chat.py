@@ -116,7 +116,8 @@ class ChatScreen(ConsoleScreen):
             left = self._store.conversations()
             await self._open(self._chat if event.id != self._chat else left[0].id if left else None)
 
-        self.app.push_screen(ConfirmScreen("Delete this conversation?", event.title, "Delete"), delete)
+        question = ConfirmScreen("Delete this conversation?", event.title, yes="Delete", no="Keep")
+        self.app.push_screen(question, delete)
 
     async def action_new(self) -> None:
         """An empty conversation with the settings of this one."""

@@ -12,18 +12,19 @@ from textual.widgets import Button, Label
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """True: do it. `verb` is what the button says."""
+    """True: do it. yes, no: what the buttons say; Enter means no."""
 
+    AUTO_FOCUS = "#no"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y,enter", "answer(True)", "Yes", id="confirm.yes", tooltip="Do it", show=False),
+        Binding("y", "answer(True)", "Yes", id="confirm.yes", tooltip="Do it", show=False),
         Binding("n,escape", "answer(False)", "No", id="confirm.no", tooltip="Leave it", show=False),
     ]
 
-    def __init__(self, title: str, question: str, verb: str) -> None:
+    def __init__(self, title: str, question: str, *, yes: str, no: str) -> None:
         super().__init__()
         self._title = title
         self._question = question
-        self._verb = verb
+        self._labels = {"yes": f"{yes} (y)", "no": f"{no} (n)"}
 
     def compose(self) -> ComposeResult:
         """The question, two buttons."""
@@ -31,8 +32,8 @@ class ConfirmScreen(ModalScreen[bool]):
             yield Label(self._title, classes="dialog-title", markup=False)
             yield Label(self._question, markup=False)
             with Horizontal(classes="dialog-buttons"):
-                yield Button(f"{self._verb} (y)", variant="error", id="yes", compact=True)
-                yield Button("Keep (n)", id="no", compact=True)
+                for answer, label in self._labels.items():
+                    yield Button(label, id=answer, compact=True)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """The mouse's way."""

@@ -25,7 +25,8 @@ class Terminal:
     def __init__(self, command: Sequence[str], *, size: tuple[int, int], env: dict[str, str]) -> None:
         self._server = f"ericllm-{uuid.uuid4().hex[:8]}"
         settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
-        line = f"cd {shlex.quote(str(ROOT))} && env -u COLUMNS -u LINES {settings} {shlex.join(command)}; echo exit code $?; exec cat"
+        run = f"env -u COLUMNS -u LINES {settings} {shlex.join(command)}"
+        line = f"cd {shlex.quote(str(ROOT))} && {run}; echo exit code $?; exec cat"
         self._tmux("new-session", "-d", "-s", "t", "-x", str(size[0]), "-y", str(size[1]), "bash", "-c", line)
 
     def screen(self) -> str:

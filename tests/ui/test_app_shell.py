@@ -7,8 +7,8 @@ from textual.widgets import Input
 
 from console.app import EricApp
 from console.commands import BindingCommands, entries
+from console.screens.confirm import ConfirmScreen
 from console.screens.help import HelpScreen
-from console.screens.quit import QuitScreen
 from engine.errors import EngineError, InvalidRequest
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
@@ -132,10 +132,10 @@ async def test_quitting_asks_only_while_requests_are_unfinished(key: str) -> Non
     busy = EricApp(FakeLink(scenes.busy()))
     async with busy.run_test() as pilot:
         await pilot.press(key)
-        assert isinstance(busy.screen, QuitScreen)
+        assert isinstance(busy.screen, ConfirmScreen)
         assert "17 requests are not finished" in screen_text(busy)
         await pilot.press("n")
-        assert not isinstance(busy.screen, QuitScreen)
+        assert not isinstance(busy.screen, ConfirmScreen)
         await pilot.press(key, "y")
     assert busy.return_code == 0
 

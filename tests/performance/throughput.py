@@ -1,0 +1,150 @@
+"""Tokens per second of the whole engine, in process and over HTTP. `python -m tests.performance.throughput --help`
+
+Closed loop: c clients, each asking again as soon as its answer is complete; about 128 prompt tokens in, exactly
+128 out, greedy. Rounds of all settings are interleaved; medians are printed. Synthetic shapes have random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from console.api.server import ApiServer
+from console.api.settings import ApiSettings
+from engine.config import EngineConfig, ModelSpec, SamplingParams
+from engine.engine import Engine, GenerateRequest
+from tests.fakes.tiny_models import make_tiny_model
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
+SHAPES: dict[str, dict[str, int]] = {
+    "135m": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+    },
+    "0.5b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 4864,
+        "vocab_size": 32000,
+    },
+}
+Ask = Callable[[int], Awaitable[int]]
+
+
+def prompt(number: int) -> list[int]:
+    """About PROMPT_TOKENS ids, of which no two prompts share a page."""
+    return [3 + (number * 131 + index * 7) % 290 for index in range(PROMPT_TOKENS - 16 + number * 5 % 33)]
+
+
+def in_process(engine: Engine) -> Ask:
+    """Submit to the engine itself."""
+
+    async def ask(number: int) -> int:
+        params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+        stream = engine.submit(GenerateRequest(prompt_ids=prompt(number), params=params))
+        last = [delta async for delta in stream][-1]
+        assert last.finish == "length", last
+        return last.output_tokens
+
+    return ask
+
+
+def over_http(session: aiohttp.ClientSession, url: str) -> Ask:
+    """Stream a completion."""
+
+    async def ask(number: int) -> int:
+        body = {"prompt": prompt(number), "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        usage = {}
+        async with session.post(f"{url}/v1/completions", json=body) as answer:
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    usage = json.loads(line[6:]).get("usage") or usage
+        return int(usage["completion_tokens"])
+
+    return ask
+
+
+async def closed_loop(ask: Ask, clients: int, requests: int, first: int) -> float:
+    """Generated tokens per second of `requests` answers to `clients` clients."""
+    numbers = iter(range(first, first + requests))
+
+    async def client() -> int:
+        return sum([await ask(number) for number in numbers])
+
+    started = time.perf_counter()
+    tokens = sum(await asyncio.gather(*(client() for _ in range(clients))))
+    return tokens / (time.perf_counter() - started)
+
+
+@asynccontextmanager
+async def serving(model: Path, clients: int) -> AsyncIterator[tuple[Engine, str]]:
+    """An engine with the model loaded and its API on a free port."""
+    engine = Engine(EngineConfig(max_prompts=clients, max_queue=10_000))
+    await engine.start()
+    api = ApiServer(engine, ApiSettings(port=0))
+    try:
+        loaded = await engine.load(ModelSpec(path=model, name=model.name))
+        seconds = engine.snapshot().workers[0].load_s
+        print(f"{model.name}: {loaded.parameters / 1e6:.0f} M parameters, {loaded.dtype}, loaded in {seconds:.2f} s")
+        await api.start()
+        yield engine, api.status().url
+    finally:
+        await api.stop(drain_s=0)
+        await engine.close(drain_s=0)
+
+
+async def measure(model: Path, clients: list[int], rounds: int) -> None:
+    """Print one line for each number of clients."""
+    async with serving(model, max(clients)) as (engine, url), aiohttp.ClientSession() as session:
+        ways = {"in process": in_process(engine), "HTTP": over_http(session, url)}
+        rates: dict[tuple[str, int], list[float]] = {}
+        first = 0
+        for round_ in range(rounds + 1):
+            for count in clients:
+                for way, ask in ways.items():
+                    rate = await closed_loop(ask, count, max(2, 2 * count), first)
+                    first += 2 * count + 2
+                    if round_:  # the first round warms up
+                        rates.setdefault((way, count), []).append(rate)
+        for count in clients:
+            inside, outside = (statistics.median(rates[way, count]) for way in ways)
+            spread = max(rates["in process", count]) - min(rates["in process", count])
+            print(f"c={count:<3} in process {inside:7.1f} tok/s (spread {spread:.1f}), HTTP streaming {outside:7.1f}")
+
+
+def main() -> None:
+    """Measure a folder or the synthetic shapes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="a model folder; else the synthetic shapes")
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    if given.model:
+        asyncio.run(measure(given.model, given.clients, given.rounds))
+        return
+    for shape in given.shape or SHAPES:
+        with tempfile.TemporaryDirectory() as folder:
+            fields = {**SHAPES[shape], "max_position_embeddings": 2048}
+            model = make_tiny_model(Path(folder) / shape, dtype="bfloat16", tie=True, **fields)  # type: ignore[arg-type]
+            asyncio.run(measure(model, given.clients, given.rounds))
+
+
+if __name__ == "__main__":
+    main()
