@@ -16,9 +16,6 @@ from engine.demo.facts import Fact, FollowUp, KnowledgeBase, load_knowledge
 from engine.demo.grammar import Grammar
 from engine.demo.noise import roughen
 
-DEFAULT_SEED = 20
-DEFAULT_SIZE = 120_000
-
 _NOT_LETTERS = re.compile(r"[^a-z0-9]+")
 
 
@@ -44,7 +41,7 @@ def normalise(question: str) -> str:
     return _NOT_LETTERS.sub(" ", question.lower()).strip()
 
 
-def make_corpus(size: int = DEFAULT_SIZE, seed: int = DEFAULT_SEED) -> Iterator[Conversation]:
+def make_corpus(size: int, seed: int) -> Iterator[Conversation]:
     """Yield `size` conversations drawn from the shipped facts."""
     maker = CorpusMaker(load_knowledge(), Random(seed))
     for _ in range(size):

@@ -57,6 +57,19 @@ def encode(conversation: Conversation, tokenizer: Tokenizer, max_length: int) ->
     return Example(example.ids[:max_length], example.answer[:max_length])
 
 
+def cut_last_answer(example: Example, rng: Random) -> Example:
+    """Keep only the first tokens of the last answer.
+
+    They decide which fact is told, which is the hard part; the rest is soon known by heart. Cutting it saves
+    a third of the training time.
+    """
+    start = len(example.answer)
+    while start > 0 and example.answer[start - 1]:
+        start -= 1
+    end = start + rng.randint(4, 16)
+    return Example(example.ids[:end], example.answer[:end])
+
+
 def batches(
     examples: Iterable[Example],
     tokens_per_batch: int,

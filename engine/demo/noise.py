@@ -53,7 +53,7 @@ _CODE = re.compile(r"[-_/`\[\]+=<>{}\\]")
 def roughen(question: str, rng: Random) -> str:
     """Return `question` as somebody in a hurry might type it (often unchanged)."""
     words = question.split(" ")
-    words = [_synonym(word, rng) if rng.random() < 0.10 else word for word in words]
+    words = [_synonym(word, rng) if rng.random() < 0.07 else word for word in words]
     if len(words) > 3 and rng.random() < 0.10:
         words = _drop_words(words, rng)
     if rng.random() < 0.13:
@@ -95,7 +95,7 @@ def _casing(text: str, rng: Random) -> str:
         text = text[:1].upper() + text[1:]
     elif rng.random() < 0.5:
         text = text.lower()
-    if rng.random() < 0.015:
+    if rng.random() < 0.005:
         text = text.upper()
     if rng.random() < 0.12:
         text = text.replace("'", "")

@@ -1,68 +1,83 @@
-"""Train the demo model: `python -m engine.demo.train`. Well under an hour on 2 CPU cores, the same each time.
+"""Train the demo model: `python -m engine.demo.train`. Under an hour on 2 CPU cores.
 
-Corpus, tokenizer, initial weights and batch order all follow from one seed (the last bits of the weights
-also depend on the CPU and the number of threads).
+Corpus, tokenizer, initial weights and batch order all follow from fixed seeds (the last bits of the weights
+also depend on the CPU and the number of threads). On a machine that others use too, set
+`OMP_WAIT_POLICY=passive`: spinning threads that wait for each other cost up to four fifths of the speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch.nn import functional
 
 from engine.demo import MODEL_DIR
-from engine.demo.corpus import DEFAULT_SEED, DEFAULT_SIZE, make_corpus
-from engine.demo.examples import IGNORED, Batch, batches, encode
+from engine.demo.corpus import make_corpus
+from engine.demo.examples import IGNORED, Batch, batches, cut_last_answer, encode
 from engine.demo.model import DemoModel, Shape
+from engine.demo.recipe import Recipe, Round, learning_rate
 from engine.demo.tokenizer import BOS, END, PAD, save_tokenizer, token_id, train_tokenizer
 
-TOKENIZER_SAMPLE = 40_000
 PROGRESS_EVERY = 25
+CHECKPOINT_EVERY = 250
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that decides the outcome of a training run."""
+@dataclass
+class Progress:
+    """Counts of a round, printed every `PROGRESS_EVERY` steps."""
 
-    size: int = DEFAULT_SIZE
-    seed: int = DEFAULT_SEED
-    tokens_per_batch: int = 6144
-    peak_lr: float = 2e-3
-    final_lr: float = 5e-5
-    warmup_steps: int = 100
-    weight_decay: float = 0.05
-    question_share: float = 0.15
-    clip_norm: float = 1.0
+    size: int
+    started: float = field(default_factory=time.monotonic)
+    conversations: int = 0
+    tokens: int = 0
+    steps: int = 0
+    loss_sum: float = 0.0
 
+    @property
+    def done(self) -> float:
+        """The share of the round that is behind us, 0 to 1."""
+        return self.conversations / self.size
 
-def learning_rate(recipe: Recipe, step: int, done: float) -> float:
-    """Linear warm-up over steps, then a cosine over the share of the corpus that is `done` (0 to 1)."""
-    warm = min(1.0, (step + 1) / recipe.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return warm * (recipe.final_lr + (recipe.peak_lr - recipe.final_lr) * cosine)
+    def add(self, batch: Batch, loss: float) -> None:
+        """Count one step, and print a line when one is due."""
+        self.conversations += batch.ids.shape[0]
+        self.tokens += batch.ids.numel()
+        self.steps += 1
+        self.loss_sum += loss
+        if self.steps % PROGRESS_EVERY == 0:
+            print(f"{self}  loss {self.loss_sum / PROGRESS_EVERY:.4f}", flush=True)
+            self.loss_sum = 0.0
+
+    def __str__(self) -> str:
+        elapsed_s = time.monotonic() - self.started
+        left_s = elapsed_s / self.done - elapsed_s
+        return (
+            f"step {self.steps}  {self.conversations}/{self.size} conversations  {self.tokens / 1e6:.2f} M tokens"
+            f"  {self.tokens / elapsed_s:.0f} tok/s  {elapsed_s / 60:.1f} min, {left_s / 60:.1f} min left"
+        )
 
 
 def make_tokenizer(recipe: Recipe) -> Tokenizer:
-    """Train the tokenizer on the start of the corpus."""
-    sample = make_corpus(min(recipe.size, TOKENIZER_SAMPLE), recipe.seed)
+    """Train the tokenizer on the start of the first round's corpus."""
+    sample = make_corpus(recipe.tokenizer_sample, recipe.rounds[0].seed)
     return train_tokenizer(text for talk in sample for e in talk.exchanges for text in (e.question, e.answer))
 
 
-def make_batches(recipe: Recipe, tokenizer: Tokenizer, max_length: int) -> Iterator[Batch]:
-    """Encode the corpus and group it into batches."""
-    examples = (encode(talk, tokenizer, max_length) for talk in make_corpus(recipe.size, recipe.seed))
-    rng = Random(recipe.seed + 1)
-    return batches(examples, recipe.tokens_per_batch, recipe.question_share, token_id(tokenizer, PAD), rng)
+def make_batches(recipe: Recipe, turn: Round, tokenizer: Tokenizer, max_length: int) -> Iterator[Batch]:
+    """Encode the corpus of one round and group it into batches."""
+    rng = Random(turn.seed + 1)
+    whole = (encode(talk, tokenizer, max_length) for talk in make_corpus(turn.size, turn.seed))
+    cut = (cut_last_answer(talk, rng) if rng.random() < turn.cut_share else talk for talk in whole)
+    return batches(cut, recipe.tokens_per_batch, turn.question_share, token_id(tokenizer, PAD), rng)
 
 
 def make_optimizer(model: DemoModel, recipe: Recipe) -> torch.optim.Optimizer:
@@ -73,7 +88,7 @@ def make_optimizer(model: DemoModel, recipe: Recipe) -> torch.optim.Optimizer:
         {"params": matrices, "weight_decay": recipe.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=recipe.peak_lr, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
 
 def loss_of(model: DemoModel, batch: Batch) -> torch.Tensor:
@@ -104,54 +119,54 @@ def export(model: DemoModel, tokenizer: Tokenizer, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def train(recipe: Recipe, folder: Path, checkpoint_every: int) -> None:
-    """Run the recipe, printing progress; leave the model in `folder`, also every `checkpoint_every` steps."""
-    torch.manual_seed(recipe.seed)
-    started = time.monotonic()
-    tokenizer = make_tokenizer(recipe)
-    model = DemoModel(Shape(vocab_size=tokenizer.get_vocab_size()))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{parameters / 1e6:.2f} M parameters, vocabulary {tokenizer.get_vocab_size()}", flush=True)
+def train_round(model: DemoModel, tokenizer: Tokenizer, recipe: Recipe, turn: Round, folder: Path) -> None:
+    """Run one round, printing progress; leave the model in `folder`, also every `CHECKPOINT_EVERY` steps."""
+    torch.manual_seed(turn.seed)
     optimizer = make_optimizer(model, recipe)
-    rows = tokens = step = 0
-    recent = 0.0
-    for step, batch in enumerate(make_batches(recipe, tokenizer, model.shape.max_positions)):
+    progress = Progress(turn.size)
+    for batch in make_batches(recipe, turn, tokenizer, model.shape.max_positions):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(recipe, step, rows / recipe.size)
+            group["lr"] = learning_rate(recipe, turn, progress.steps, progress.done)
         loss = loss_of(model, batch)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        rows, tokens = rows + batch.ids.shape[0], tokens + batch.ids.numel()
-        recent += loss.item()
-        if (step + 1) % PROGRESS_EVERY == 0:
-            elapsed_s = time.monotonic() - started
-            left_s = elapsed_s * (recipe.size / rows - 1)
-            print(
-                f"step {step + 1}  loss {recent / PROGRESS_EVERY:.4f}  {rows}/{recipe.size} conversations"
-                f"  {tokens / elapsed_s:.0f} tok/s  {elapsed_s / 60:.1f} min, {left_s / 60:.1f} min left",
-                flush=True,
-            )
-            recent = 0.0
-        if (step + 1) % checkpoint_every == 0:
+        progress.add(batch, loss.item())
+        if progress.steps % CHECKPOINT_EVERY == 0:
             export(model, tokenizer, folder)
     export(model, tokenizer, folder)
-    minutes = (time.monotonic() - started) / 60
-    print(f"done: {step + 1} steps, {tokens / 1e6:.2f} M tokens, {minutes:.1f} min -> {folder}", flush=True)
+    print(f"{progress}  -> {folder}", flush=True)
+
+
+def fresh(recipe: Recipe) -> tuple[DemoModel, Tokenizer]:
+    """A new tokenizer and a model with random weights."""
+    tokenizer = make_tokenizer(recipe)
+    torch.manual_seed(recipe.rounds[0].seed)
+    return DemoModel(Shape(vocab_size=tokenizer.get_vocab_size())), tokenizer
+
+
+def trained(folder: Path) -> tuple[DemoModel, Tokenizer]:
+    """The model and tokenizer that `export` left in `folder`."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = DemoModel(Shape(vocab_size=tokenizer.get_vocab_size()))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model, tokenizer
 
 
 def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser("python -m engine.demo.train", description="Train the built-in demo model.")
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="folder to write the model to")
-    parser.add_argument("--size", type=int, default=DEFAULT_SIZE, help="conversations to train on")
-    parser.add_argument("--seed", type=int, default=DEFAULT_SEED)
+    parser.add_argument("--start", type=Path, help="model folder to go on from, with the last round only")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--checkpoint-every", type=int, default=250, help="steps between checkpoints")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    train(Recipe(size=arguments.size, seed=arguments.seed), arguments.out, arguments.checkpoint_every)
+    recipe = Recipe()
+    model, tokenizer = trained(arguments.start) if arguments.start else fresh(recipe)
+    print(f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.2f} M parameters", flush=True)
+    for turn in recipe.rounds[-1:] if arguments.start else recipe.rounds:
+        train_round(model, tokenizer, recipe, turn, arguments.out)
 
 
 if __name__ == "__main__":
