@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine.backends.torch.settings import MAX_STRETCH
-from engine.config import MAX_TIMEOUT_S
+from engine.config import MAX_TIMEOUT_S, CacheBits
 from engine.errors import InvalidRequest
 from engine.models.files import home_expanded
 
@@ -75,6 +75,11 @@ def _split_paths(value: object) -> object:
     if isinstance(value, str):
         return [part for part in value.split(os.pathsep) if part]
     return value
+
+
+def _whole_number(value: object) -> object:
+    """'8' -> 8, as variables have it; anything else is left to pydantic."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 GigabyteList = Annotated[tuple[float, ...], NoDecode, BeforeValidator(_split_list)]
@@ -158,7 +163,10 @@ class Settings(BaseSettings):
         bool, Flag("Engine", backends=("exllamav2",)), Field(description="8-bit KV cache: the same as --cache-bits 8")
     ] = False
     cache_bits: Annotated[
-        Literal[16, 8, 6, 4], Flag("Engine", backends=("exllamav2",)), Field(description="Bits per KV cache element")
+        CacheBits,
+        BeforeValidator(_whole_number),
+        Flag("Engine", backends=("exllamav2",)),
+        Field(description="Bits per KV cache element"),
     ] = 16
     worker_host: Annotated[
         Literal["process", "thread"],

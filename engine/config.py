@@ -17,6 +17,7 @@ CacheBits = Literal[16, 8, 6, 4]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_TIMEOUT_S = 10**7
 _SHOWN_DIGITS = 24
 
 
@@ -153,7 +154,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("num_workers", 1, 64),
             ("max_prompts", 1, 4096),
             ("max_queue", 0, 10**6),
-            ("timeout_s", 0, 10**7),
+            ("timeout_s", 0, MAX_TIMEOUT_S),
             ("step_tokens", 16, 10**6),
             ("page_tokens", 1, 4096),
         ):

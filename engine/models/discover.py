@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from engine.models.catalog import ModelEntry
+from engine.models.files import home_expanded
 from engine.models.hub_cache import hub_cache_folder, repo_of, snapshot_of
 from engine.models.inspect import inspect
 
@@ -71,7 +72,7 @@ def _all_models(folders: Sequence[Path], hub_cache: bool) -> Iterator[FoundModel
     if demo is not None:
         yield FoundModel(DEMO, demo, DEMO)
     for folder in folders:
-        folder = folder.expanduser()
+        folder = home_expanded(folder)
         if _is_model(folder):
             yield FoundModel(folder.resolve().name, folder, str(folder))
         else:

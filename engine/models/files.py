@@ -9,6 +9,14 @@ import msgspec
 from engine.errors import UnsupportedModel
 
 
+def home_expanded(path: str | Path) -> Path:
+    """`path` with "~" as the home folder; as it is where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def read_json_object(path: Path) -> dict[str, object]:
     """The object in a JSON file; {} where there is no such file; UnsupportedModel where it cannot be read."""
     try:

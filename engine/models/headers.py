@@ -45,8 +45,11 @@ def weight_files(folder: Path) -> list[Path]:
     """The folder's safetensors files: those its index names, or all. Raises UnsafeWeights where there are only
     pickles, UnsupportedModel where there are no weights, ModelLoadFailed where files of the index are missing."""
     names = sorted(entry.name for entry in folder.iterdir())
-    index = read_json_object(folder / _INDEX).get("weight_map")
-    if isinstance(index, dict):
+    document = read_json_object(folder / _INDEX)
+    if document:
+        index = document.get("weight_map")
+        if not isinstance(index, dict):
+            raise ModelLoadFailed(f"{_INDEX} in {folder} does not say which files hold the weights")
         needed = sorted({str(name) for name in index.values()})
         if missing := sorted(set(needed) - set(names)):
             raise ModelLoadFailed(

@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.backends.base import LoadProgress
 from engine.errors import ModelLoadFailed, ModelNotFound
 from engine.models.discover import DEMO, demo_path, find_models
+from engine.models.files import home_expanded
 from engine.models.hub_cache import is_commit, is_complete, repo_folder, snapshot_of
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -49,7 +50,7 @@ def resolve_local(name: str, folders: Sequence[Path]) -> Path | None:
     """
     if name == DEMO:
         return _demo()
-    path = Path(name).expanduser()
+    path = home_expanded(name)
     if path.is_dir() and (name.startswith(_PATH_STARTS) or (path / "config.json").is_file()):
         return path
     for model in find_models(folders):

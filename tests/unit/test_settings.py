@@ -24,7 +24,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_every_flag_of_ericllm_is_a_setting() -> None:
-    assert ERICLLM_FLAGS <= set(Settings.model_fields)
+    assert set(Settings.model_fields) >= ERICLLM_FLAGS
 
 
 def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(config: Path) -> None:
@@ -47,6 +47,13 @@ def test_gpu_split_reads_the_same_from_flag_variable_and_file(config: Path) -> N
     assert load_settings({}, env={}, file=config).gpu_split == (16.0, 24.5)
 
 
+def test_cache_bits_reads_the_same_from_flag_variable_and_file(config: Path) -> None:
+    assert load_settings({"cache_bits": 8}, env={}, file=config).cache_bits == 8
+    assert load_settings({}, env={"ERICLLM_CACHE_BITS": "8"}, file=config).cache_bits == 8
+    config.write_text("cache_bits = 8\n")
+    assert load_settings({}, env={}, file=config).cache_bits == 8
+
+
 def test_models_dir_takes_several_folders(tmp_path: Path, config: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -66,6 +73,14 @@ def test_models_dir_takes_several_folders(tmp_path: Path, config: Path) -> None:
         ({"timeout": "-3"}, {}, "", "--timeout -3"),
         ({"models_dir": ["/no/such/folder"]}, {}, "", "/no/such/folder"),
         ({"lora": "/no/such/folder"}, {}, "", "/no/such/folder"),
+        ({"models_dir": ["~no-such-user/models"]}, {}, "", "there is no folder ~no-such-user/models"),
+        ({"max_model_len": str(10**24)}, {}, "", "must be less than or equal to 1000000000"),
+        ({"alpha_value": "inf"}, {}, "", "must be less than or equal to 1000"),
+        ({"compress_pos_emb": "0.5"}, {}, "", "--compress_pos_emb 0.5: must be greater than or equal to 1"),
+        ({"timeout": "inf"}, {}, "", "--timeout inf: must be less than or equal to"),
+        ({"model": ""}, {}, "", "--model is empty"),
+        ({"host": ""}, {}, "", "--host is empty"),
+        ({"port": "http"}, {}, "", "--port http: must be a valid integer"),
         ({}, {"ERICLLM_PORT": "http"}, "", "ERICLLM_PORT http"),
         ({}, {"ERICLLM_MAX_PROMPT": "3"}, "", "did you mean ERICLLM_MAX_PROMPTS"),
         ({}, {}, "port = 99999", "'port' in"),
@@ -107,6 +122,19 @@ def test_the_samples_examples_are_valid_values(config: Path) -> None:
 def test_the_api_key_does_not_show_when_settings_are_printed(config: Path) -> None:
     settings = load_settings({"api_key": "s3cret"}, env={}, file=config)
     assert "s3cret" not in repr(settings)
+
+
+def test_an_empty_api_key_is_refused_rather_than_letting_everybody_in(config: Path) -> None:
+    for flags, env in (({"api_key": ""}, {}), ({}, {"ERICLLM_API_KEY": ""})):
+        with pytest.raises(InvalidRequest, match="is empty"):
+            load_settings(flags, env=env, file=config)
+
+
+def test_an_api_key_of_the_wrong_type_is_not_printed(config: Path) -> None:
+    config.write_text("api_key = 1234567\n")
+    with pytest.raises(InvalidRequest) as caught:
+        load_settings({}, env={}, file=config)
+    assert "1234567" not in caught.value.message
 
 
 def test_cache_8bit_means_eight_cache_bits(config: Path) -> None:

@@ -125,8 +125,8 @@ def test_a_context_longer_than_the_model_takes_is_refused_with_the_limit(tmp_pat
 
 
 @pytest.mark.parametrize("param", ["alpha_value", "compress_pos_emb"])
-@pytest.mark.parametrize("value", [0.5, 0.0, -1.0, float("nan")])
-def test_a_stretch_below_one_is_refused_by_its_name(tmp_path: Path, param: str, value: float) -> None:
+@pytest.mark.parametrize("value", [0.5, 0.0, -1.0, 1e300, float("nan"), float("inf")])
+def test_a_stretch_below_one_or_beyond_reason_is_refused_by_its_name(tmp_path: Path, param: str, value: float) -> None:
     with pytest.raises(InvalidRequest, match=param):
         apply_settings(read(tmp_path), spec(**{param: value}))
 

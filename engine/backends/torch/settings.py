@@ -8,6 +8,8 @@ from engine.backends.torch.model_config import ModelConfig
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
 
+MAX_STRETCH = 1000.0
+
 
 def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:
     """`config` with the context length and RoPE settings of `spec`. Raises InvalidRequest naming the setting.
@@ -18,8 +20,10 @@ def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:
     stretch = 1.0
     for param in ("alpha_value", "compress_pos_emb"):
         value = getattr(spec, param)
-        if value is not None and not value >= 1.0:
-            raise InvalidRequest(f"{param} is {value:g}; it must be 1 or more", param=param, value=value)
+        if value is not None and not 1.0 <= value <= MAX_STRETCH:
+            raise InvalidRequest(
+                f"{param} is {value:g}; it must be between 1 and {MAX_STRETCH:g}", param=param, value=value
+            )
         stretch *= value or 1.0
     longest = int(config.max_model_len * stretch)
     if config.rope.kind == "dynamic":

@@ -1,0 +1,38 @@
+"""What is refused before anything is started, because the model asked for cannot be loaded as asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from console.loading import choose_model
+from console.settings import Settings
+from engine.errors import EngineError, InvalidRequest, ModelNotFound
+from tests.fakes.tiny_models import make_tiny_model
+
+
+def settings(model: Path | str, **fields: object) -> Settings:
+    return Settings(model=str(model), **fields)  # type: ignore[arg-type]
+
+
+def test_a_context_longer_than_the_model_takes_is_refused_before_the_start(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny")
+    with pytest.raises(InvalidRequest, match="max_model_len is 513; this model takes from 1 to 512"):
+        choose_model(settings(model, max_model_len=513))
+    assert choose_model(settings(model, max_model_len=1024, alpha_value=2.0)).spec is not None
+
+
+def test_a_home_folder_that_does_not_exist_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="there is no folder ~no-such-user/m"):
+        choose_model(settings("~no-such-user/m", models_dir=(tmp_path,)))
+
+
+@pytest.mark.parametrize("document", [{"weight_map": 5}, {"metadata": {}}])
+def test_an_index_that_names_no_files_is_refused_by_its_name(tmp_path: Path, document: dict[str, object]) -> None:
+    model = make_tiny_model(tmp_path / "tiny")
+    (model / "model.safetensors.index.json").write_text(json.dumps(document))
+    with pytest.raises(EngineError, match=r"model\.safetensors\.index\.json .* does not say which files") as caught:
+        choose_model(settings(model))
+    assert caught.value.http_status == 400
