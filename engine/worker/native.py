@@ -10,6 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from engine.worker.protocol import LogLine
 
@@ -17,6 +18,9 @@ NATIVE_LOGGER = "native"
 TAIL_LINES = 40
 _MAX_LINE_CHARS = 2000
 _READ_BYTES = 1 << 16
+
+
+_logger = logging.getLogger(__name__)
 
 
 class NativeOutput:
@@ -27,12 +31,9 @@ class NativeOutput:
     """
 
     def __init__(self, on_line: Callable[[LogLine], None], log_path: Path | None = None) -> None:
-        """Open the pipe; raises OSError where the file cannot be written."""
+        """Open the pipe. A file that cannot be written is no reason to stop: its lines go to `on_line` all the same."""
         self._on_line = on_line
-        self._file = None
-        if log_path is not None:
-            log_path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = log_path.open("ab", buffering=0)
+        self._file = _opened(log_path) if log_path is not None else None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unfinished = ""
@@ -70,9 +71,18 @@ class NativeOutput:
             self._loop.remove_reader(self._read_fd)
             return False
         if self._file is not None:
-            self._file.write(chunk)
+            self._keep(self._file, chunk)
         self._take_lines(self._decoder.decode(chunk))
         return True
+
+    def _keep(self, file: BinaryIO, chunk: bytes) -> None:
+        """Write to the file; give it up for good where that fails (a full disk)."""
+        try:
+            file.write(chunk)
+        except OSError as error:
+            _logger.warning("%s is not written any more: %s", file.name, error)
+            file.close()
+            self._file = None
 
     def _take_lines(self, text: str) -> None:
         """Carriage returns end a line too: progress bars are made of them."""
@@ -84,3 +94,13 @@ class NativeOutput:
             if line := line.rstrip()[:_MAX_LINE_CHARS]:
                 self._tail.append(line)
                 self._on_line(LogLine(level=logging.INFO, logger=NATIVE_LOGGER, message=line))
+
+
+def _opened(path: Path) -> BinaryIO | None:
+    """The file, to append to; None, with a warning, where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab", buffering=0)
+    except OSError as error:
+        _logger.warning("%s cannot be written, so native output goes to the log alone: %s", path, error)
+        return None

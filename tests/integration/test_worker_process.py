@@ -257,3 +257,22 @@ async def test_a_worker_without_death_signals_still_ends_with_its_channel(start_
     await probe.wait_for(StepBatch)
     probe.host._channel.abort()
     assert (await probe.wait_for(WorkerExit)).code == 0
+
+
+@pytest.mark.parametrize("taken", ["folder", "file"])
+async def test_a_log_that_cannot_be_written_keeps_no_worker_from_starting(tmp_path, taken):
+    (tmp_path / "taken").touch()
+    (tmp_path / "w0.log").mkdir()
+    log_path = tmp_path / ("taken/w0.log" if taken == "folder" else "w0.log")
+    probe = Probe(ProcessHost("w0", log_path=log_path))
+    await probe.start()
+    await probe.host.stop(PATIENCE_S)
+    assert probe.exits == [WorkerExit(code=0)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="it takes a full disk")
+async def test_a_full_disk_costs_the_log_and_not_the_worker(monkeypatch):
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.no_such_module:make")
+    probe = Probe(ProcessHost("w0", log_path=Path("/dev/full")))
+    await probe.host.start(probe._on_event, probe._on_exit)
+    assert "No module named" in (await probe.wait_for(WorkerExit)).log_tail
