@@ -170,9 +170,10 @@ class Pool:
         restarts = replica.state == "restarting"
         if restarts:
             self._metrics.count("worker_restarts")
-        text = "%s; it is %s, and %d requests go back to the queue"
-        will = "restarted" if restarts else "not restarted"
-        _log.error(text, error.message, will, len(requests), extra={"source": replica.id})
+        follows = ("; it is restarted" if restarts else "") + (
+            f"; {len(requests)} of its requests go back to the queue" if requests else ""
+        )
+        _log.error("%s%s", error.message, follows, extra={"source": replica.id})
         self._desk.lost(replica.id, requests, error)
         self._on_change()
 
