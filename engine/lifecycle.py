@@ -20,7 +20,7 @@ from engine.backends.base import LoadedModel
 from engine.config import EngineConfig, ModelSpec
 from engine.demand import MemoryDemand, read_demand
 from engine.desk import Desk
-from engine.devices import computable, usable_cores
+from engine.devices import computable
 from engine.dispatcher import Slot
 from engine.errors import EngineBusy, EngineError, LoadCancelled, ModelLoadFailed, NoModelLoaded
 from engine.metrics import Metrics
@@ -177,7 +177,7 @@ class Lifecycle:
             self.tokenizer = await asyncio.to_thread(Tokenizer.from_folder, spec.path)
             await self._sampler.read(self.pids())
             workers = self.config.num_workers
-            placements = self._place(spec, self._demand, workers, workers)
+            placements = self._place(spec, self._demand, workers)
             self._pool = self._new_pool(spec)
             self._resize(self._pool, workers, placements)
             model = await self._pool.first_ready()
@@ -242,16 +242,16 @@ class Lifecycle:
             on_change=self._on_change,
         )
 
-    def _place(self, spec: ModelSpec, demand: MemoryDemand, new: int, total: int) -> list[Placement]:
+    def _place(self, spec: ModelSpec, demand: MemoryDemand, new: int) -> list[Placement]:
         devices = computable(self._sampler.latest)
-        return place(new, demand, devices, spec, cores=usable_cores(), total_workers=total)
+        return place(new, demand, devices, spec)
 
     def _place_more(self, workers: int) -> list[Placement]:
         """Placements for the workers that are missing to `workers`, beyond those that drain and can be kept."""
         if self._pool is None or self._demand is None:
             return []
         kept = sum(replica.state not in ("failed", "stopping") for replica in self._pool)
-        return self._place(self._pool.spec, self._demand, max(0, workers - kept), workers)
+        return self._place(self._pool.spec, self._demand, max(0, workers - kept))
 
     def _resize(self, pool: Pool, workers: int, placements: list[Placement]) -> None:
         pool.drop_failed()

@@ -15,10 +15,9 @@ _MIB = 2**20
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's device, and its CPU threads."""
+    """Where one worker goes."""
 
     device: str
-    threads: int
 
 
 def place(
@@ -26,25 +25,20 @@ def place(
     demand: MemoryDemand,
     devices: Sequence[DeviceReading],
     spec: ModelSpec,
-    *,
-    cores: int,
-    total_workers: int | None = None,
 ) -> list[Placement]:
     """A placement for each of `workers` new workers: each on the device with most memory left, or on spec.device.
 
-    devices: those the backend can use, "cpu" among them; GPUs are preferred.  total_workers: workers there will be
-    (the cores are shared out among them), `workers` if None.
+    devices: those the backend can use, "cpu" among them; GPUs are preferred.
     Raises InsufficientMemory with the numbers, InvalidRequest for a device that is not there.
     """
     free = {device.id: device.free_bytes for device in _candidates(devices, spec.device)}
-    threads = spec.threads or max(1, cores // max(1, total_workers or workers))
     placements: list[Placement] = []
     for number in range(1, workers + 1):
         device = max(free, key=lambda name: free[name])
         if free[device] < demand.total_bytes:
             raise _short(spec, demand, device, free[device], number, workers)
         free[device] -= demand.total_bytes
-        placements.append(Placement(device=device, threads=threads))
+        placements.append(Placement(device=device))
     return placements
 
 

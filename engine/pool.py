@@ -84,11 +84,12 @@ class Pool:
 
     def grow(self, placements: Sequence[Placement]) -> None:
         """Start a replica for each placement, in the background; none once `stop` was called."""
+        total = len(self._replicas) + len(placements)
         for placement in () if self._stopped else placements:
             worker_id = next(name for name in (f"w{n}" for n in count()) if name not in self._replicas)
             replica = Replica(
                 worker_id,
-                self._load_command(placement),
+                self._load_command(placement, total),
                 device=placement.device,
                 new_host=self._new_host,
                 owner=self,
@@ -184,10 +185,11 @@ class Pool:
 
     def _share_cores(self) -> None:
         """Workers on more threads than there are cores wait for each other at every layer."""
-        if self.spec.threads is None and self._replicas:
-            threads = max(1, usable_cores() // len(self._replicas))
-            for replica in self:
-                replica.set_threads(threads)
+        for replica in self:
+            replica.set_threads(self._threads(len(self._replicas)))
+
+    def _threads(self, workers: int) -> int:
+        return self.spec.threads or max(1, usable_cores() // workers)
 
     def _fail(self, errors: Iterable[ErrorInfo | None]) -> None:
         error = next((error for error in errors if error is not None), None)
@@ -195,13 +197,13 @@ class Pool:
             self._first.set_exception(from_info(error))
             self._first.exception()
 
-    def _load_command(self, placement: Placement) -> Load:
+    def _load_command(self, placement: Placement, workers: int) -> Load:
         return Load(
             spec=msgspec.structs.replace(self.spec, device=placement.device),
             max_prompts=self._max_prompts,
             step_tokens=self._config.step_tokens,
             page_tokens=self._config.page_tokens,
-            threads=placement.threads,
+            threads=self._threads(workers),
         )
 
     def _leave(self, replica: Replica) -> None:

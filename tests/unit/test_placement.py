@@ -29,7 +29,7 @@ def spec(**fields: object) -> ModelSpec:
 
 
 def devices_of(workers: int, *devices: DeviceReading, model: ModelSpec | None = None) -> list[str]:
-    return [each.device for each in place(workers, DEMAND, devices, model or spec(), cores=8)]
+    return [each.device for each in place(workers, DEMAND, devices, model or spec())]
 
 
 def test_each_worker_goes_where_most_memory_is_left() -> None:
@@ -62,14 +62,6 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         "free_bytes": 500 * MIB,
         "short_bytes": 1000 * MIB,
     }
-
-
-def test_workers_share_the_cores_and_have_at_least_one_each() -> None:
-    cpu = device("cpu", 90000)
-    assert place(3, DEMAND, [cpu], spec(), cores=8)[0].threads == 2
-    assert place(1, DEMAND, [cpu], spec(), cores=8, total_workers=4)[0].threads == 2
-    assert place(4, DEMAND, [cpu], spec(), cores=2)[0].threads == 1
-    assert place(4, DEMAND, [cpu], spec(threads=5), cores=2)[0].threads == 5
 
 
 def model_folder(folder: Path, weights_bytes: int, **config: object) -> Path:
