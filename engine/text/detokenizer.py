@@ -28,7 +28,7 @@ class IncrementalDetokenizer:
             return ""
         if not self._at_start:
             return self._characters.decode(self._pieces.inner(token_id))
-        self._at_start = False
+        self._at_start = not self._pieces.knows(token_id)
         return self._characters.decode(self._pieces.first(token_id))
 
     def flush(self) -> str:

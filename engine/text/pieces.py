@@ -41,6 +41,10 @@ class TokenPieces:
         """Ids of control tokens, which `skip_special_tokens` leaves out."""
         return self._special
 
+    def knows(self, token_id: int) -> bool:
+        """Whether there is such a token; ids beyond the vocabulary (padding of the head) are none."""
+        return self._tokenizer.id_to_token(token_id) is not None
+
     def first(self, token_id: int) -> bytes:
         """The bytes of the token where it begins a text; b"" for an unknown id."""
         raw = self._raw_bytes(token_id)

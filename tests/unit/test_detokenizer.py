@@ -44,6 +44,13 @@ def test_streamed_text_of_any_ids_is_their_decoded_text(kind: str, data: st.Data
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_id_beyond_the_vocabulary_is_not_the_start_of_the_text(kind: str) -> None:
+    subject = tokenizer(kind)
+    ids = [subject.vocab_size + 1, *subject.encode(" a", add_special_tokens=False)]
+    assert "".join(stream(subject, ids)) == subject.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @given(text=st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("the 世界😀👩‍👩‍👧é  \n"))))
 def test_streamed_text_of_any_text_is_its_decoded_text(kind: str, text: str) -> None:
     subject = tokenizer(kind)
