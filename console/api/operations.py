@@ -28,7 +28,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker. step_age_s: seconds since its last step, None before the first."""
+    """One worker. step_age_s: seconds since it last reported, None before the first time."""
 
     id: str
     state: str
@@ -37,7 +37,7 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the engine lives: "ok", or "stalled" when workers have requests but take no steps."""
+    """Whether the engine lives: "ok", or "stalled" when a worker has been silent for too long."""
 
     status: str
     model_state: str
@@ -97,9 +97,9 @@ class Operations:
 
 
 def is_stalled(worker: WorkerReading, stall_s: float) -> bool:
-    """Whether a worker holds requests but has taken no step for `stall_s`."""
+    """Whether a worker has been silent for `stall_s`. Idle ones report every second, so they are never just old."""
     age_s = worker.last_step_age_s
-    return worker.state == "ready" and worker.active > 0 and age_s is not None and age_s > stall_s
+    return worker.state in ("ready", "draining") and age_s is not None and age_s > stall_s
 
 
 def _ready_model(snapshot: Snapshot, stall_s: float) -> str:

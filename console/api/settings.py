@@ -13,7 +13,7 @@ class ApiSettings:
     max_body_bytes: longest request body.  max_choices: answers one HTTP request may ask for (prompts times n).
     ping_s: seconds without a chunk after which a stream sends a comment, so that proxies keep it open.
     write_timeout_s: a client that reads nothing for so long is cut off.
-    stall_s: a worker that works on requests without a step for so long makes /health fail.
+    stall_s: a worker that is silent for so long, at work or idle, makes /health fail.
     """
 
     host: str = "127.0.0.1"
