@@ -1,8 +1,9 @@
-"""Engine and API without a screen: one line per event on stderr, SIGINT or SIGTERM drains and leaves."""
+"""Engine and API without a screen: one line per event on stderr; SIGINT, SIGTERM or SIGHUP drains and leaves."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 
@@ -67,7 +68,9 @@ async def _close(runtime: Runtime, stop: _Stop) -> None:
 
 
 class _Stop:
-    """SIGINT and SIGTERM: the first asks to leave, the second to hurry."""
+    """SIGINT and SIGTERM: the first asks to leave, the second to hurry. So does the terminal's end, unless that is
+    ignored (nohup); it may be told twice and never hurries.
+    """
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -75,10 +78,14 @@ class _Stop:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self.asked.set)
 
     def _signal(self) -> None:
         (self.hurried if self.asked.is_set() else self.asked).set()
 
 
 def _say(line: str) -> None:
-    print(f"{APP_NAME}: {line}", file=sys.stderr, flush=True)
+    """A line on stderr; dropped where its reader is gone (a closed terminal, a pipe)."""
+    with contextlib.suppress(OSError):
+        print(f"{APP_NAME}: {line}", file=sys.stderr, flush=True)

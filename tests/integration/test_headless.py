@@ -134,3 +134,11 @@ def test_a_signal_during_the_load_ends_it(tmp_path: Path, model: Path, start: li
     start.append(server)
     server.wait_for("loading")
     assert server.end(signal.SIGINT) == 0
+
+
+def test_the_end_of_the_terminal_drains_like_any_other_end(tmp_path: Path, model: Path, start: list[Headless]) -> None:
+    server = Headless("--headless", "--no-api", "--model", str(model), home=tmp_path)
+    start.append(server)
+    server.wait_for("is ready")
+    assert server.end(signal.SIGHUP) == 0
+    assert any("unloaded" in line for line in server.lines)
