@@ -272,9 +272,11 @@ class Replica:
 
 
 def describe_exit(worker: str, exit_: WorkerExit) -> str:
-    """Why a worker ended, in one sentence with the last line of its output."""
+    """Why a worker ended, in one sentence with the line of its output that says most: a crash's first, or the last."""
     how = f"was ended by {exit_.signal}" if exit_.signal else f"exited with code {exit_.code}"
     if exit_.signal == signal.SIGKILL.name and os.name == "posix":
         how += " (out of memory, perhaps)"
     lines = exit_.log_tail.strip().splitlines()
-    return f"worker {worker} {how}" + (f": {lines[-1].strip()}" if lines else "")
+    crash = next((line for line in lines if line.startswith("Fatal Python error")), None)
+    said = crash or (lines[-1].strip() if lines else "")
+    return f"worker {worker} {how}" + (f": {said}" if said else "")
