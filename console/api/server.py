@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
+from typing import Any
 
 from aiohttp import web
 
@@ -20,6 +22,8 @@ from console.api.settings import ApiSettings
 from console.link import ApiStatus
 from engine.engine import Engine
 from engine.errors import ErrorInfo
+
+log = logging.getLogger("api")
 
 __all__ = ["ApiServer", "ApiSettings"]
 
@@ -47,7 +51,11 @@ class ApiServer:
                 return
             await self._close_runner()
             runner = web.AppRunner(
-                self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=_FAREWELL_S
+                self._app(),
+                handler_cancellation=True,
+                access_log=None,
+                logger=_PeerLog(log),
+                shutdown_timeout=_FAREWELL_S,
             )
             await runner.setup()
             site = web.TCPSite(runner, self._settings.host, self._settings.port)
@@ -106,6 +114,16 @@ class ApiServer:
             app.add_routes(endpoint(self._context).routes())
         app.on_response_prepare.append(sign)
         return app
+
+
+class _PeerLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's log. What it calls exceptions are bytes that are no HTTP: the client's fault, so one line is enough."""
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **_: Any) -> None:
+        """One line; the traceback where debugging was asked for."""
+        said = str(getattr(exc_info, "message", exc_info))  # a parser's own sentence, then what it pointed at
+        self.warning("%s: %s", str(msg) % args, said.partition("\n")[0])
+        self.debug("its traceback", exc_info=exc_info)
 
 
 def _cannot_listen(error: Exception, settings: ApiSettings) -> CannotListen:

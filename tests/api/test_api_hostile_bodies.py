@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -109,3 +110,19 @@ async def test_a_path_cannot_write_into_the_log(api: Served, caplog: pytest.LogC
 async def test_what_is_wrong_with_a_shape_is_said_in_json_s_words(api: Served) -> None:
     error = await api.refusal("/v1/completions", prompt="x", stream=True, stream_options=[])
     assert error["message"] == "stream_options should be an object, not an array"
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["FOO /health HTTP/1.1", "GET /health HTTP/1.1\r\nContent-Length: -5", f"GET /{'a' * 9000} HTTP/1.1"],
+    ids=["method", "header", "long line"],
+)
+async def test_what_is_no_http_is_a_400_and_at_most_one_line_in_the_log(
+    api: Served, caplog: pytest.LogCaptureFixture, head: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.status().port)
+    writer.write(f"{head}\r\nHost: x\r\n\r\n".encode())
+    assert b" 400 " in await reader.readline()
+    writer.close()
+    assert len(caplog.text.splitlines()) <= 1
