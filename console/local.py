@@ -77,12 +77,7 @@ class LocalLink:
     def sampling_defaults(self) -> SamplingParams:
         """What the loaded model's folder suggests; neutral where it says nothing."""
         tokenizer = self._runtime.engine.tokenizer
-        if tokenizer is None:
-            return SamplingParams()
-        defaults = tokenizer.generation_defaults
-        names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-        said = {name: getattr(defaults, name) for name in names if getattr(defaults, name) is not None}
-        return SamplingParams(**said, max_tokens=defaults.max_new_tokens)
+        return SamplingParams() if tokenizer is None else tokenizer.generation_defaults.as_params()
 
     async def chat(self, messages: Sequence[ChatMessage], params: SamplingParams) -> AsyncIterator[ChatDelta]:
         """Stream an answer; closing the iterator cancels the request."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from engine.errors import UnsupportedModel
+from engine.config import SamplingParams
+from engine.errors import InvalidRequest, UnsupportedModel
 from engine.models.files import read_json_object
 
 TokenToId = Callable[[str], int | None]
@@ -26,6 +27,13 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     typical_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
+
+    def as_params(self) -> SamplingParams:
+        """The settings for a request that says nothing itself; neutral where they say nothing, top_k below 0 is off."""
+        given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            max_tokens=given.pop("max_new_tokens", None), **given | {"top_k": max(0, given.get("top_k", 0))}
+        )
 
 
 class TokenizerFolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,14 +83,18 @@ class TokenizerFolder(msgspec.Struct, frozen=True, kw_only=True):
         return dict(_named_templates(self.tokenizer.get("chat_template"))) | dict(self.template_files)
 
     def generation_defaults(self) -> GenerationDefaults:
-        """The recommended settings; raises UnsupportedModel for one of the wrong type."""
+        """The recommended settings; raises UnsupportedModel for one of the wrong type or out of range."""
         values = {field: self.generation.get(field) for field in GenerationDefaults.__struct_fields__}
         if self.generation.get("do_sample") is False:
             values["temperature"] = 0.0
         try:
-            return msgspec.convert(values, GenerationDefaults)
+            defaults = msgspec.convert(values, GenerationDefaults)
+            defaults.as_params().validate()
         except msgspec.ValidationError as error:
             raise UnsupportedModel(f"generation_config.json has a setting of the wrong type: {error}") from error
+        except InvalidRequest as error:
+            raise UnsupportedModel(f"generation_config.json is wrong: {error.message}") from error
+        return defaults
 
 
 def _read_templates(path: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.config import SamplingParams
 from engine.errors import UnsupportedModel
 from engine.text.folder import GenerationDefaults
 from engine.text.tokenizer import Tokenizer
@@ -98,3 +99,10 @@ def test_the_makers_sampling_settings_are_read(tmp_path: Path) -> None:
     assert greedy.generation_defaults.temperature == 0.0
     with pytest.raises(UnsupportedModel, match="top_k"):
         load(tmp_path / "c", generation_config={"top_k": "many"})
+
+
+def test_settings_that_no_request_could_have_are_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"generation_config\.json is wrong: top_p is 7\.0"):
+        load(tmp_path / "a", generation_config={"top_p": 7.0})
+    off = load(tmp_path / "b", generation_config={"top_k": -1, "max_new_tokens": 9})
+    assert off.generation_defaults.as_params() == SamplingParams(max_tokens=9)
