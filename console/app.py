@@ -21,6 +21,7 @@ from console.widgets.glyphs import wants_ascii
 from engine.errors import EngineError
 
 REFRESH_S = 0.25
+PALETTE_GONE_S = 0.1
 log = logging.getLogger(__name__)
 
 
@@ -155,7 +156,16 @@ class EricApp(App[None], inherit_bindings=False):
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """What the palette offers besides the keys."""
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
-        yield SystemCommand("Screenshot", "Save a picture of this screen (SVG)", self._save_screenshot)
+        yield SystemCommand("Screenshot", "Save a picture of this screen (SVG) where you are", self._picture)
 
-    def _save_screenshot(self) -> None:
-        self.set_timer(0.1, self.deliver_screenshot)
+    def _picture(self) -> None:
+        """Once the palette is off the screen."""
+        self.set_timer(PALETTE_GONE_S, self._save_picture)
+
+    def _save_picture(self) -> None:
+        try:
+            path = Path(self.save_screenshot(path=str(Path.cwd()))).resolve()
+        except OSError as error:
+            self.notify(f"The picture cannot be saved: {error.strerror}", severity="error", markup=False)
+        else:
+            self.notify(f"Saved {path}", markup=False)

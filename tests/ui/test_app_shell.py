@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from textual.widgets import Input
 
@@ -179,3 +181,27 @@ async def test_only_the_screen_that_is_seen_is_updated() -> None:
         await pilot.press("1")
         await pilot.pause()
         assert updates
+
+
+def pictures(folder: Path) -> list[str]:
+    return [picture.read_text(encoding="utf-8") for picture in folder.glob("*.svg")]
+
+
+async def test_a_picture_of_the_screen_is_saved_where_the_operator_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with EricApp(FakeLink()).run_test() as pilot:
+        pilot.app._save_picture()
+    assert [("EricLLM" in picture) for picture in pictures(tmp_path)] == [True]
+
+
+async def test_a_picture_that_cannot_be_saved_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    async with EricApp(FakeLink()).run_test(notifications=True) as pilot:
+        monkeypatch.setattr(pilot.app, "save_screenshot", full)
+        pilot.app._save_picture()
+        await pilot.pause()
+        assert any("No space left" in toast.message for toast in pilot.app._notifications)
