@@ -55,6 +55,7 @@ class CorpusMaker:
         self._rng = rng
         self._grammar = Grammar(knowledge.classes)
         self._frames = knowledge.frames
+        self._synonyms = knowledge.synonyms
         self._systems = knowledge.systems
         self._facts = knowledge.facts
         self._shares = list(accumulate(fact.weight for fact in knowledge.facts))
@@ -85,7 +86,7 @@ class CorpusMaker:
             if follow_ups and self._rng.random() < 0.6:
                 follow_up = self._rng.choice(follow_ups)
                 question = self._ask(follow_up.ask)
-                yield Exchange(roughen(question, self._rng), self._rng.choice(follow_up.answers))
+                yield Exchange(roughen(question, self._synonyms, self._rng), self._rng.choice(follow_up.answers))
                 previous = None
                 continue
             fact = self._fact(followable=count > 1 and self._rng.random() < 0.5)
@@ -112,16 +113,16 @@ class CorpusMaker:
             question = frame.replace("{x}", question)
         if not fact.plain:
             question = self._wrap(question)
-        return roughen(question, rng)
+        return roughen(question, self._synonyms, rng)
 
     def _ask(self, phrases: tuple[str, ...]) -> str:
         return self._grammar.sample(self._rng.choice(phrases), self._rng)
 
     def _wrap(self, question: str) -> str:
         rng = self._rng
-        if rng.random() < 0.16:
+        if rng.random() < 0.28:
             question = self._grammar.sample(rng.choice(self._frames.before), rng) + " " + question
-        if rng.random() < 0.12:
+        if rng.random() < 0.16:
             ending = "?" if question.endswith("?") else ""
             after = rng.choice(self._frames.after)
             tail = self._grammar.sample(after, rng)

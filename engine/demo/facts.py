@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ class KnowledgeBase:
     follow_ups: tuple[FollowUp, ...]
     frames: Frames
     systems: tuple[str, ...]
-    classes: dict[str, list[str]] = field(default_factory=dict)
+    classes: dict[str, list[str]]
+    synonyms: dict[str, list[str]]
 
 
 def load_knowledge(folder: Path = FACTS_DIR) -> KnowledgeBase:
@@ -62,6 +63,7 @@ def load_knowledge(folder: Path = FACTS_DIR) -> KnowledgeBase:
     facts: list[Fact] = []
     follow_ups: list[FollowUp] = []
     classes: dict[str, list[str]] = {}
+    synonyms: dict[str, list[str]] = {}
     wrap: dict[str, list[str]] = {}
     systems: list[str] = []
     for path in sorted(folder.glob("*.toml")):
@@ -69,10 +71,11 @@ def load_knowledge(folder: Path = FACTS_DIR) -> KnowledgeBase:
         facts.extend(Fact(**_tuples(entry)) for entry in table.get("fact", ()))
         follow_ups.extend(FollowUp(**_tuples(entry)) for entry in table.get("follow", ()))
         classes.update(table.get("classes", {}))
+        synonyms.update(table.get("synonyms", {}))
         wrap.update(table.get("wrap", {}))
         systems.extend(table.get("system", {}).get("prompts", ()))
     _check(facts, follow_ups)
-    return KnowledgeBase(tuple(facts), tuple(follow_ups), Frames(**_tuples(wrap)), tuple(systems), classes)
+    return KnowledgeBase(tuple(facts), tuple(follow_ups), Frames(**_tuples(wrap)), tuple(systems), classes, synonyms)
 
 
 def _tuples(entry: dict[str, Any]) -> dict[str, Any]:

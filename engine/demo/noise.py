@@ -3,46 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from random import Random
-
-SYNONYMS: dict[str, tuple[str, ...]] = {
-    "answer": ("reply", "response"),
-    "change": ("modify", "alter", "adjust", "edit", "switch"),
-    "show": ("display", "tell", "give"),
-    "shown": ("displayed", "visible"),
-    "stop": ("halt", "end", "quit"),
-    "remove": ("delete", "drop", "kill", "take out"),
-    "add": ("create", "bring in", "put in", "include"),
-    "key": ("button", "shortcut", "hotkey"),
-    "model": ("llm", "network", "ai", "model file", "weights"),
-    "models": ("llms", "networks"),
-    "console": ("program", "app", "application", "tool", "screen"),
-    "memory": ("ram", "vram", "mem"),
-    "worker": ("process", "replica", "instance"),
-    "colours": ("colors",),
-    "conversation": ("chat", "talk", "dialog", "thread"),
-    "conversations": ("chats", "talks", "dialogs"),
-    "message": ("text", "question"),
-    "explain": ("describe", "clarify"),
-    "use": ("employ", "try", "work with"),
-    "load": ("open", "get", "start", "bring in"),
-    "big": ("large", "huge"),
-    "fast": ("quick", "speedy"),
-    "slow": ("sluggish", "laggy"),
-    "gpu": ("graphics card", "card", "nvidia gpu"),
-    "computer": ("machine", "pc", "laptop", "box"),
-    "where": ("in which place", "whereabouts"),
-    "settings": ("options", "preferences", "configuration"),
-    "flag": ("option", "switch", "parameter", "argument"),
-    "want": ("would like", "wanna", "need"),
-    "requests": ("calls", "queries", "prompts"),
-    "set": ("specify", "define", "choose", "configure"),
-    "number": ("figure", "value", "count"),
-    "happens": ("occurs", "is going to happen"),
-    "server": ("service", "backend", "api"),
-    "another": ("a different", "some other", "one more"),
-    "folder": ("directory", "dir", "path"),
-}
 
 _WORD = re.compile(r"[A-Za-z']+")
 _DROPPABLE = {"the", "a", "an", "is", "do", "does", "to", "of", "i", "it", "can", "my", "in", "on", "for"}
@@ -50,10 +12,10 @@ _KEYBOARD = "qwertyuiop asdfghjkl zxcvbnm"
 _CODE = re.compile(r"[-_/`\[\]+=<>{}\\]")
 
 
-def roughen(question: str, rng: Random) -> str:
+def roughen(question: str, synonyms: Mapping[str, Sequence[str]], rng: Random) -> str:
     """Return `question` as somebody in a hurry might type it (often unchanged)."""
     words = question.split(" ")
-    words = [_synonym(word, rng) if rng.random() < 0.07 else word for word in words]
+    words = [_synonym(word, synonyms, rng) if rng.random() < 0.16 else word for word in words]
     if len(words) > 3 and rng.random() < 0.10:
         words = _drop_words(words, rng)
     if rng.random() < 0.13:
@@ -62,8 +24,8 @@ def roughen(question: str, rng: Random) -> str:
     return _casing(" ".join(words), rng)
 
 
-def _synonym(word: str, rng: Random) -> str:
-    options = SYNONYMS.get(word.rstrip("?.!,"))
+def _synonym(word: str, synonyms: Mapping[str, Sequence[str]], rng: Random) -> str:
+    options = synonyms.get(word.rstrip("?.!,").lower())
     if not options:
         return word
     return rng.choice(options) + word[len(word.rstrip("?.!,")) :]

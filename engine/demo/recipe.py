@@ -29,6 +29,9 @@ class Recipe:
     rounds: tuple[Round, ...] = (
         Round(80_000, seed=20, peak_lr=1.5e-3, warmup_steps=100, question_share=0.15, cut_share=0.7),
         Round(30_000, seed=21, peak_lr=1e-3, warmup_steps=30, question_share=0.05, cut_share=0.85),
+        Round(28_000, seed=22, peak_lr=8e-4, warmup_steps=30, question_share=0.05, cut_share=0.85),
+        Round(26_000, seed=23, peak_lr=8e-4, warmup_steps=30, question_share=0.05, cut_share=0.85),
+        Round(30_000, seed=24, peak_lr=1e-3, warmup_steps=30, question_share=0.05, cut_share=0.85),
     )
     tokens_per_batch: int = 3072
     final_lr: float = 5e-5
