@@ -39,11 +39,11 @@ def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Pop
 def _environment() -> dict[str, str]:
     """Ours, with the folder of this package importable, output unbuffered and crashes traced into the log.
 
-    CUDA_DEVICE_ORDER: so that cuda:N is the driver's device N, which placement speaks of.  OMP_WAIT_POLICY: a thread
-    that spins at a barrier takes the core from the thread it waits for as soon as anything else runs (ourselves
-    included): an order of magnitude on small models, see docs/performance.md.
+    CUDA_DEVICE_ORDER: so that cuda:N is the driver's device N, which placement speaks of.  GOMP_SPINCOUNT: how long
+    torch's threads spin at a barrier before they sleep. As long as a quiet machine needs and no longer: a thread that
+    spins takes the core from the one it waits for as soon as anything else runs. Measured in docs/performance.md.
     """
-    env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    env = {"GOMP_SPINCOUNT": "3000", **os.environ}
     env.update(PYTHONUNBUFFERED="1", PYTHONFAULTHANDLER="1", CUDA_DEVICE_ORDER="PCI_BUS_ID")
     root = str(Path(engine.__file__).resolve().parent.parent)
     if root != sysconfig.get_path("purelib"):
