@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from console.config_file import sample
-from console.settings import APP_NAME, Flag, Settings, config_path, fields, load_settings
+from console.settings import APP_NAME, Flag, Settings, config_path, fields
+from console.sources import load_settings
 from engine.errors import EngineError
 
 USAGE_ERROR = 2

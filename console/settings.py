@@ -6,27 +6,23 @@ A flag wins over a variable, a variable over config.toml, config.toml over the d
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import platformdirs
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine.backends.torch.settings import MAX_STRETCH
 from engine.config import MAX_TIMEOUT_S, CacheBits
-from engine.errors import InvalidRequest
 from engine.models.files import home_expanded
 
 APP_NAME = "ericllm"
 ENV_PREFIX = "ERICLLM_"
 MAX_TOKENS = 10**9
-_SECRETS = {"api_key"}
-NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_BACKEND_FACTORY"}
 
 Group = Literal["Model", "Engine", "API", "Console"]
 BackendKind = Literal["torch", "exllamav2"]
@@ -87,7 +83,7 @@ PathList = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_paths)]
 
 
 class Settings(BaseSettings):
-    """All settings of the console and the engine. Build it with `load_settings`, which words the errors."""
+    """All settings of the console and the engine. Build it with `console.sources.load_settings`."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
@@ -226,7 +222,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """`load_settings` merges the sources itself, so that it can say where a bad value came from."""
+        """`console.sources` merges the sources itself, so that it can say where a bad value came from."""
         return (init_settings,)
 
 
@@ -236,88 +232,3 @@ def fields() -> Sequence[tuple[str, FieldInfo, Flag]]:
         (name, field, next(extra for extra in field.metadata if isinstance(extra, Flag)))
         for name, field in Settings.model_fields.items()
     ]
-
-
-def load_settings(
-    flags: Mapping[str, Any], *, env: Mapping[str, str] | None = None, file: Path | None = None
-) -> Settings:
-    """The settings from flags given, ERICLLM_* variables and config.toml.
-
-    Raises InvalidRequest with one sentence that names the value and where it stands.
-    """
-    env = os.environ if env is None else env
-    file = config_path(env) if file is None else file
-    from_file = _read_file(file, required=bool(env.get("ERICLLM_CONFIG")))
-    from_env = _read_env(env)
-    merged = {**from_file, **from_env, **flags}
-    try:
-        settings = Settings(**merged)
-    except ValidationError as error:
-        raise _worded(error, flags, from_env, file) from None
-    if settings.cache_8bit and settings.cache_bits not in (16, 8):
-        raise InvalidRequest(
-            f"--cache_8bit asks for 8 bits and --cache-bits for {settings.cache_bits}; give one of them",
-            param="cache_bits",
-        )
-    return settings
-
-
-def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for variable, value in env.items():
-        if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
-            continue
-        name = variable.removeprefix(ENV_PREFIX).lower()
-        if name not in Settings.model_fields:
-            raise InvalidRequest(f"{variable} is no setting of {APP_NAME}{_nearest(name, ENV_PREFIX)}", param=name)
-        values[name] = value
-    return values
-
-
-def _read_file(file: Path, *, required: bool) -> dict[str, Any]:
-    try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if required:
-            raise InvalidRequest(f"ERICLLM_CONFIG names {file}, which does not exist", param="config") from None
-        return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidRequest(f"{file} cannot be read: {error}", param="config") from None
-    for name in values:
-        if name not in Settings.model_fields:
-            raise InvalidRequest(f"{name!r} in {file} is no setting of {APP_NAME}{_nearest(name)}", param=name)
-    return values
-
-
-def _nearest(name: str, prefix: str = "") -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, Settings.model_fields, n=1)
-    if not near:
-        return ""
-    return f"; did you mean {prefix + near[0].upper() if prefix else near[0]}?"
-
-
-def _worded(
-    error: ValidationError, flags: Mapping[str, Any], from_env: Mapping[str, Any], file: Path
-) -> InvalidRequest:
-    """One sentence for the first problem, naming the flag, the variable or the file it came from."""
-    problem = error.errors(include_url=False)[0]
-    name = str(problem["loc"][0])
-    if name in flags:
-        where = f"--{name}"
-    elif name in from_env:
-        where = ENV_PREFIX + name.upper()
-    else:
-        where = f"{name!r} in {file}"
-    if problem["type"] in ("string_too_short", "too_short"):
-        return InvalidRequest(f"{where} is empty", param=name)
-    value = "" if name in _SECRETS else _shown(flags.get(name, from_env.get(name, problem["input"])))
-    reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable")[0]
-    return InvalidRequest(f"{where} {value}".rstrip() + f": {reason[0].lower()}{reason[1:]}", param=name)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ",".join(str(item) for item in value)
-    return str(value)
