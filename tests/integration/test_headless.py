@@ -22,6 +22,11 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
+def _heed_hang_up() -> None:
+    """A test run under nohup hands its ignored SIGHUP down; the server is to see what a terminal gives it."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Headless:
     """A headless server; `lines` are what it said on stderr so far."""
 
@@ -36,6 +41,7 @@ class Headless:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=_heed_hang_up,
         )
 
     def wait_for(self, pattern: str) -> re.Match[str]:
