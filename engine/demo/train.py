@@ -1,4 +1,4 @@
-"""Train the demo model: `python -m engine.demo.train`. How long it takes, and how the shipped weights were made: README.md.
+"""Train the demo model: `python -m engine.demo.train`. README.md says how long that takes.
 
 Corpus, tokenizer, initial weights and batch order all follow from fixed seeds (the last bits of the weights
 also depend on the CPU and the number of threads). On a machine that others use too, set
