@@ -70,7 +70,13 @@ def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
         num_experts=settings.num_experts,
         lora=home_expanded(settings.lora) if settings.lora else None,
         gpu_split_gb=settings.gpu_split,
+        gpu_reserve_mib=settings.gpu_reserve,
+        tensor_parallel=settings.tensor_parallel,
         gpu_balance=settings.gpu_balance,
+        draft_model=home_expanded(settings.draft_model) if settings.draft_model else None,
+        ngram_draft=settings.ngram_draft,
+        draft_tokens=settings.draft_tokens,
+        attention=settings.attention,
     )
     refuse_unavailable(spec)
     if entry.problem:

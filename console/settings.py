@@ -79,6 +79,7 @@ def _whole_number(value: object) -> object:
 
 
 GigabyteList = Annotated[tuple[float, ...], NoDecode, BeforeValidator(_split_list)]
+MegabyteList = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split_list)]
 PathList = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_paths)]
 
 
@@ -152,6 +153,16 @@ class Settings(BaseSettings):
         Flag("Engine", "GB,GB", ("exllamav2",)),
         Field(description="GB of weights per GPU, for example 16,24"),
     ] = ()
+    gpu_reserve: Annotated[
+        MegabyteList,
+        Flag("Engine", "MIB,MIB", ("exllamav2",)),
+        Field(description="MiB to leave free on each GPU where the split is automatic, for example 512,256"),
+    ] = ()
+    tensor_parallel: Annotated[
+        bool,
+        Flag("Engine", backends=("exllamav2",)),
+        Field(description="Split every layer over the GPUs instead of giving each some layers"),
+    ] = False
     gpu_balance: Annotated[
         bool, Flag("Engine"), Field(description="Spread whole workers over the GPUs, round-robin")
     ] = False
@@ -164,6 +175,26 @@ class Settings(BaseSettings):
         Flag("Engine", backends=("exllamav2",)),
         Field(description="Bits per KV cache element"),
     ] = 16
+    draft_model: Annotated[
+        Path | None,
+        Flag("Engine", "DIR", ("exllamav2",), example="~/models/my-draft"),
+        Field(description="Folder of a small model with the same vocabulary that guesses tokens ahead"),
+    ] = None
+    ngram_draft: Annotated[
+        bool,
+        Flag("Engine", backends=("exllamav2",)),
+        Field(description="Guess tokens ahead from the request's own text"),
+    ] = False
+    draft_tokens: Annotated[
+        int | None,
+        Flag("Engine", "N", ("exllamav2",), example=4),
+        Field(ge=1, le=7, description="Tokens to guess ahead per step"),
+    ] = None
+    attention: Annotated[
+        Literal["auto", "flash", "triton", "varlen", "gathered"],
+        Flag("Engine"),
+        Field(description="Paged attention on CUDA; auto takes the best that fits the GPU"),
+    ] = "auto"
     worker_host: Annotated[
         Literal["process", "thread"],
         Flag("Engine"),
@@ -192,6 +223,13 @@ class Settings(BaseSettings):
             raise ValueError("every GPU's share must be more than 0 GB")
         return value
 
+    @field_validator("gpu_reserve")
+    @classmethod
+    def _no_negative_reserve(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(mebibytes < 0 for mebibytes in value):
+            raise ValueError("what is left free on a GPU must be 0 MiB or more")
+        return value
+
     @field_validator("models_dir")
     @classmethod
     def _existing_folders(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -201,7 +239,7 @@ class Settings(BaseSettings):
                 raise ValueError(f"there is no folder {path}")
         return folders
 
-    @field_validator("lora")
+    @field_validator("lora", "draft_model")
     @classmethod
     def _existing_adapter(cls, value: Path | None) -> Path | None:
         if value is not None and not home_expanded(value).is_dir():

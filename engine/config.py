@@ -14,6 +14,7 @@ BackendName = Literal["auto", "torch", "exllamav2"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 WorkerHostName = Literal["process", "thread"]
 CacheBits = Literal[16, 8, 6, 4]
+AttentionName = Literal["auto", "flash", "triton", "varlen", "gathered"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -32,8 +33,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     temperature: 0 is greedy (exact argmax).      top_k: 0 is off.
     top_p, typical_p: 1.0 is off, in (0, 1].      min_p: 0.0 is off, in [0, 1].
+    top_a: 0.0 is off; drops tokens less likely than top_a times the square of the best one's probability.
+    tfs: 1.0 is off, in (0, 1]; tail-free sampling (second derivative of the sorted probabilities).
+    min_temp, max_temp, temp_exponent: dynamic temperature by entropy; max_temp 0.0 is off.
+    smoothing_factor: 0.0 is off; quadratic smoothing of the logits around the best one.
+    temperature_last: the temperature is applied after the filters instead of before.
+    xtc_probability: 0.0 is off; the chance that a token's most likely choices above xtc_threshold are left out.
+    mirostat: 0 is off, 2 is Mirostat 2.0 (Basu et al. 2021) with its target mirostat_tau and rate mirostat_eta.
     repetition_penalty: 1.0 is off, multiplicative on prompt and output tokens (CTRL, Keskar et al. 2019).
+    repetition_range: how many of the last tokens the three penalties look at; 0 is all of them.
+    repetition_decay: tokens over which the penalties fade to nothing beyond repetition_range; 0 is at once.
     frequency_penalty, presence_penalty: 0.0 is off, additive on output tokens, in [-2, 2] (OpenAI).
+    dry_multiplier: 0.0 is off; DRY: a token that would extend a repeat of at least dry_allowed_length tokens loses
+        dry_multiplier * dry_base ** (length - dry_allowed_length). dry_range: last tokens looked at, 0 is all.
+        dry_breaker_ids: tokens over which no repeat reaches.
+    cfg_scale: 1.0 is off; classifier-free guidance against negative_prompt_ids.
+    banned_strings: texts that the answer must not contain, whatever their case; generation goes another way.
     logit_bias: token id -> added to its logit, in [-100, 100].
     seed: None lets the engine draw one; the token at position p depends on (seed, p) alone.
     max_tokens: None means up to the context's end.   min_tokens: end tokens are masked before that many.
@@ -46,9 +61,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    top_a: float = 0.0
+    tfs: float = 1.0
+    min_temp: float = 0.0
+    max_temp: float = 0.0
+    temp_exponent: float = 1.0
+    smoothing_factor: float = 0.0
+    temperature_last: bool = False
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
     repetition_penalty: float = 1.0
+    repetition_range: int = 0
+    repetition_decay: int = 0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    dry_breaker_ids: tuple[int, ...] = ()
+    cfg_scale: float = 1.0
+    negative_prompt_ids: tuple[int, ...] = ()
+    banned_strings: tuple[str, ...] = ()
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     max_tokens: int | None = None
@@ -107,7 +144,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     path: a folder with config.json and safetensors.  name: what clients call it.
     max_model_len, max_input_len: tokens; None takes the model's own context length.
     kv_cache_tokens: tokens that the KV pages of one worker hold; None sizes it from max_prompts and free memory.
-    gpu_split_gb: GiB of weights per GPU, in device order.  device: "auto", "cpu" or "cuda:N".
+    gpu_split_gb: GiB of weights per GPU, in device order.  gpu_reserve_mib: MiB left free on each GPU.
+    tensor_parallel: split every layer over the GPUs, where the backend and the architecture can.
+    draft_model: folder of a small model with the same vocabulary that guesses ahead.  ngram_draft: guess from the
+        request's own text instead.  draft_tokens: guesses per step; None is the backend's choice.
+    attention: which paged attention on CUDA; "auto" takes the best that fits.
+    device: "auto", "cpu" or "cuda:N".
     threads: CPU threads of each worker; None shares the machine's cores out.
     """
 
@@ -124,6 +166,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int | None = None
     lora: Path | None = None
     gpu_split_gb: tuple[float, ...] = ()
+    gpu_reserve_mib: tuple[int, ...] = ()
+    tensor_parallel: bool = False
+    draft_model: Path | None = None
+    ngram_draft: bool = False
+    draft_tokens: int | None = None
+    attention: AttentionName = "auto"
     gpu_balance: bool = False
     device: str = "auto"
     threads: int | None = None

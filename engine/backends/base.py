@@ -22,6 +22,7 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     generated: ids already produced (a request that lost its worker goes on from them); never empty prompt_ids.
     params.seed and params.max_tokens are resolved, never None; max_tokens counts `generated` in.
     end_token_ids: the model's end tokens (unless ignore_eos) and stop_token_ids, masked before min_tokens.
+    banned_next: ids that the very next token must not be (a rewound banned string); they bind that token alone.
     """
 
     id: str
@@ -29,6 +30,7 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     generated: list[int] = []
     params: SamplingParams
     end_token_ids: tuple[int, ...] = ()
+    banned_next: tuple[int, ...] = ()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +68,10 @@ class LoadProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What a load ended with. kv_tokens: tokens that the worker's KV pages hold together."""
+    """What a load ended with. kv_tokens: tokens that the worker's KV pages hold together.
+
+    attention, attention_reason: which attention computes, and why that one, in a few words.
+    """
 
     backend: str
     architecture: str
@@ -79,6 +84,8 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     kv_bytes: int
     parameters: int
+    attention: str = ""
+    attention_reason: str = ""
 
 
 class SequenceStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +97,11 @@ class SequenceStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters and gauges of one backend. Counters only grow; pages_free counts cached pages that can be reused."""
+    """Counters and gauges of one backend. Counters only grow; pages_free counts cached pages that can be reused.
+
+    draft_tokens, draft_accepted: tokens guessed ahead, and those of them that held.
+    degraded: why the backend takes no more requests until it is loaded again; "" while it is well.
+    """
 
     waiting: int = 0
     prefilling: int = 0
@@ -105,6 +116,9 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     weights_bytes: int = 0
     kv_bytes: int = 0
+    draft_tokens: int = 0
+    draft_accepted: int = 0
+    degraded: str = ""
     sequences: tuple[SequenceStats, ...] = ()
 
 
