@@ -116,6 +116,13 @@ class UnsafeWeights(ModelLoadFailed):
     http_status = 400
 
 
+class BackendUnavailable(ModelLoadFailed):
+    """The backend that was asked for cannot run on this machine; the message says what it lacks."""
+
+    code = "backend_unavailable"
+    http_status = 400
+
+
 class InsufficientMemory(ModelLoadFailed):
     """It does not fit; details: device, needed_bytes, free_bytes, short_bytes."""
 
