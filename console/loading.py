@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from console.settings import BackendKind, Settings, fields
+from console.settings import Settings, fields
 from engine.backends.base import LoadProgress
 from engine.backends.torch.model_config import read_model_config
 from engine.backends.torch.settings import apply_settings
-from engine.config import EngineConfig, ModelSpec
+from engine.config import BackendKind, EngineConfig, ModelSpec
 from engine.errors import InvalidRequest, UnsupportedModel
 from engine.models.catalog import ModelEntry
 from engine.models.files import home_expanded
 from engine.models.inspect import inspect
 from engine.models.resolve import is_hub_id, resolve, resolve_local
-from engine.worker.factory import refuse_unavailable
+from engine.worker.factory import exllamav2_lacks, refuse_unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,19 @@ def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
         draft_tokens=settings.draft_tokens,
         attention=settings.attention,
     )
-    refuse_unavailable(spec)
+    refuse_unavailable(backend)
     if entry.problem:
         raise UnsupportedModel(f"{spec.name} cannot be loaded: {entry.problem}", model=spec.name)
-    apply_settings(read_model_config(path), spec)
+    if backend == "torch":
+        apply_settings(read_model_config(path), spec)
     return spec
 
 
 def backend_for(settings: Settings, entry: ModelEntry) -> BackendKind:
-    """--backend, or what the folder's format asks for."""
+    """--backend, or what the folder's format asks for: exllamav2 for EXL2 weights where it can run, else torch."""
     if settings.backend != "auto":
         return settings.backend
-    return "exllamav2" if entry.quantisation.startswith("exl2") else "torch"
+    return "exllamav2" if entry.quantisation.startswith("exl2") and exllamav2_lacks() is None else "torch"
 
 
 def refuse_unhonoured(settings: Settings, backend: BackendKind) -> None:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine.backends.torch.settings import MAX_STRETCH
-from engine.config import MAX_TIMEOUT_S, CacheBits
+from engine.config import MAX_TIMEOUT_S, AttentionName, BackendKind, CacheBits
 from engine.models.files import home_expanded
 
 APP_NAME = "ericllm"
@@ -25,7 +25,6 @@ ENV_PREFIX = "ERICLLM_"
 MAX_TOKENS = 10**9
 
 Group = Literal["Model", "Engine", "API", "Console"]
-BackendKind = Literal["torch", "exllamav2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ class Settings(BaseSettings):
         Field(ge=1, le=7, description="Tokens to guess ahead per step"),
     ] = None
     attention: Annotated[
-        Literal["auto", "flash", "triton", "varlen", "gathered"],
+        AttentionName,
         Flag("Engine"),
         Field(description="Paged attention on CUDA; auto takes the best that fits the GPU"),
     ] = "auto"

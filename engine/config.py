@@ -10,6 +10,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 
+BackendKind = Literal["torch", "exllamav2"]
 BackendName = Literal["auto", "torch", "exllamav2"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 WorkerHostName = Literal["process", "thread"]

@@ -10,6 +10,7 @@ import msgspec
 from engine.config import ModelSpec
 from engine.errors import UnsafeWeights, UnsupportedModel
 from engine.models.files import read_json_object
+from engine.models.inspect import inspect
 
 LEAST_KV_TOKENS = 2048
 """A worker's KV pages should hold at least one request of this length, or of the whole context where that is less."""
@@ -36,16 +37,29 @@ def read_demand(spec: ModelSpec) -> MemoryDemand:
     """What a worker needs for `spec`; raises UnsupportedModel or UnsafeWeights for a folder that cannot be a model."""
     config = read_config(spec.path)
     stored = str(config.get("torch_dtype") or config.get("dtype") or "")
-    file_bytes = sum(file.stat().st_size for file in spec.path.glob("*.safetensors"))
     stored_bytes = _DTYPE_BYTES.get(stored, 2)
     wanted_bytes = _DTYPE_BYTES.get(spec.dtype, stored_bytes)
     context = spec.max_model_len or config.get("max_position_embeddings")
     least = min(LEAST_KV_TOKENS, context) if isinstance(context, int) else LEAST_KV_TOKENS
     tokens = spec.kv_cache_tokens or least
     return MemoryDemand(
-        weights_bytes=file_bytes * wanted_bytes // stored_bytes,
-        kv_bytes=tokens * kv_bytes_per_token(config, wanted_bytes),
+        weights_bytes=_weights_bytes(spec, config, stored_bytes, wanted_bytes),
+        kv_bytes=int(tokens * kv_bytes_per_token(config, wanted_bytes) * _cache_share(spec)),
     )
+
+
+def _weights_bytes(spec: ModelSpec, config: Mapping[str, object], stored_bytes: int, wanted_bytes: int) -> int:
+    """exllamav2 computes with the weights as the files pack them; torch unpacks them to plain numbers."""
+    packed = "quantization_config" in config
+    if packed and spec.backend == "torch":
+        return inspect(spec.path).parameters * wanted_bytes
+    file_bytes = sum(file.stat().st_size for file in spec.path.glob("*.safetensors"))
+    return file_bytes if packed else file_bytes * wanted_bytes // stored_bytes
+
+
+def _cache_share(spec: ModelSpec) -> float:
+    """Of the memory of an unquantised cache; the packed ones carry a scale of two bytes per 32 elements."""
+    return 1.0 if spec.cache_bits == 16 else (spec.cache_bits + 0.5) / 16
 
 
 def read_config(folder: Path) -> Mapping[str, object]:

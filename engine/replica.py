@@ -187,6 +187,8 @@ class Replica:
             self._host.send(command)
 
     async def _start(self, host: WorkerHost) -> None:
+        if self._disposals:  # the one before may still hold the memory
+            await asyncio.wait(self._disposals)
         try:
             await host.start(partial(self._on_event, host), partial(self._on_exit, host))
         except EngineError as error:
@@ -211,6 +213,8 @@ class Replica:
                 before, self.stats = self.stats, event.stats
                 self._step_at, self._step_s, self._rss_bytes = self._loop.time(), event.step_s, event.rss_bytes
                 self._owner.replica_stepped(self, event, before)
+                if event.stats.degraded and self.state in ("ready", "draining"):
+                    self._degraded(host, event.stats.degraded)
             case protocol.WorkerError(error=error):
                 self._told = error
             case protocol.LogLine(level=level, message=message):
@@ -221,6 +225,11 @@ class Replica:
         self.model, self.load_s, self.progress = model, load_s, None
         self._ready_at = self._loop.time()
         self._set_state("ready")
+
+    def _degraded(self, host: WorkerHost, reason: str) -> None:
+        """Its backend takes no more requests: others do, and a new worker takes its place once it has left."""
+        self._died(host, WorkerFailed(f"worker {self.id} is degraded: {reason}", worker=self.id).info)
+        self._dispose(host)
 
     def _on_exit(self, host: WorkerHost, exit_: WorkerExit) -> None:
         told, self._told = self._told, None
@@ -265,7 +274,7 @@ class Replica:
             await asyncio.wait(self._disposals)
 
     def _dispose(self, host: WorkerHost) -> None:
-        """Stop a host that loaded nothing; `stop` waits for it."""
+        """Stop a host that is no use any more; `stop` and the next start wait for it."""
         task = self._loop.create_task(host.stop(STOP_PATIENCE_S))
         self._disposals.add(task)
         task.add_done_callback(self._disposals.discard)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 from engine.backends.base import Backend
-from engine.config import ModelSpec
-from engine.errors import InvalidRequest, UnsupportedModel
+from engine.config import BackendKind, ModelSpec
+from engine.errors import BackendUnavailable, UnsupportedModel
+from engine.models.files import read_json_object
 
 BackendFactory = Callable[[ModelSpec], Backend]
 
@@ -16,34 +17,49 @@ BackendFactory = Callable[[ModelSpec], Backend]
 def create_backend(spec: ModelSpec) -> Backend:
     """The backend for `spec`, imported only now: torch is heavy, and only the worker that uses it pays.
 
-    Raises what `refuse_unavailable` raises.
+    Raises BackendUnavailable where `spec` names one that cannot run here.
     """
-    refuse_unavailable(spec)
+    kind = resolve_backend(spec)
+    refuse_unavailable(kind)
+    if kind == "exllamav2":
+        from engine.backends.exllama.backend import ExllamaBackend
+
+        return ExllamaBackend()
     from engine.backends.torch.backend import TorchBackend
 
     return TorchBackend()
 
 
-def refuse_unavailable(spec: ModelSpec) -> None:
-    """Raise InvalidRequest where the backend that was asked for is not there, UnsupportedModel for EXL2 weights."""
-    if is_exl2(spec.path):
-        raise UnsupportedModel(
-            f"{spec.name} holds EXL2 weights, which need an exllamav2 backend on CUDA; this version reads unquantised "
-            "safetensors (bfloat16, float16, float32)",
-            model=spec.name,
+def resolve_backend(spec: ModelSpec) -> BackendKind:
+    """The backend that `spec` names. "auto" is exllamav2 for EXL2 weights where it can run, else torch, which reads
+    EXL2 weights too but computes with them in plain floats."""
+    if spec.backend != "auto":
+        return spec.backend
+    return "exllamav2" if is_exl2(spec.path) and exllamav2_lacks() is None else "torch"
+
+
+def refuse_unavailable(kind: BackendKind) -> None:
+    """Raise BackendUnavailable, naming what the backend lacks on this machine."""
+    lack = exllamav2_lacks() if kind == "exllamav2" else None
+    if lack is not None:
+        raise BackendUnavailable(
+            f"--backend exllamav2 cannot run here: {lack} (`ericllm doctor` says more)", param="backend", value=kind
         )
-    if spec.backend == "exllamav2":
-        raise InvalidRequest(
-            "--backend exllamav2 is not available: this version computes with the torch backend alone",
-            param="backend",
-            value=spec.backend,
-        )
+
+
+def exllamav2_lacks() -> str | None:
+    """What this machine lacks for exllamav2, or None. Looks without importing it or torch, both of which are heavy."""
+    if importlib.util.find_spec("exllamav2") is None:
+        return "the package exllamav2 is not installed; `pip install 'ericllm[cuda]'` brings it"
+    from engine.devices import NvmlProbe
+
+    return None if NvmlProbe().read() else "it computes on NVIDIA GPUs, and none was found"
 
 
 def is_exl2(folder: Path) -> bool:
     """Whether config.json says that the weights are EXL2. An unreadable one says nothing: the load will."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return bool(config["quantization_config"]["quant_method"] == "exl2")
-    except (OSError, ValueError, KeyError, TypeError):
+        quantisation = read_json_object(folder / "config.json").get("quantization_config")
+    except UnsupportedModel:
         return False
+    return isinstance(quantisation, dict) and quantisation.get("quant_method") == "exl2"

@@ -64,6 +64,37 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     }
 
 
+EXL2 = spec(backend="exllamav2")
+
+
+def test_an_exllamav2_worker_spans_the_gpus_where_no_single_one_holds_it() -> None:
+    assert devices_of(1, device("cuda:0", 1000), device("cuda:1", 800), model=EXL2) == ["auto"]
+    assert devices_of(1, device("cuda:0", 1000), device("cuda:1", 1500), model=EXL2) == ["cuda:1"]
+    with pytest.raises(InsufficientMemory, match=r"on cuda:1 .* short by 1000 MiB"):
+        devices_of(2, device("cuda:0", 1000), device("cuda:1", 1000), model=EXL2)
+
+
+def test_a_torch_worker_spans_nothing() -> None:
+    with pytest.raises(InsufficientMemory):
+        devices_of(1, device("cuda:0", 1000), device("cuda:1", 800))
+
+
+def test_a_gpu_split_is_checked_card_by_card() -> None:
+    split = spec(backend="exllamav2", gpu_split_gb=(1.0, 0.5))
+    assert devices_of(1, device("cuda:0", 1024), device("cuda:1", 600), model=split) == ["auto"]
+    with pytest.raises(InsufficientMemory, match=r"512 MiB on cuda:1 \(its share of 1500 MiB\) and 500 MiB are free"):
+        devices_of(1, device("cuda:0", 1024), device("cuda:1", 500), model=split)
+    with pytest.raises(InvalidRequest, match="gpu_split names 2 GPUs; this machine has 1: cuda:0"):
+        devices_of(1, device("cuda:0", 9000), model=split)
+
+
+def test_tensor_parallelism_takes_an_equal_share_of_each_card() -> None:
+    parallel = spec(backend="exllamav2", tensor_parallel=True)
+    assert devices_of(1, device("cuda:0", 750), device("cuda:1", 750), model=parallel) == ["auto"]
+    with pytest.raises(InsufficientMemory, match="750 MiB on cuda:1"):
+        devices_of(1, device("cuda:0", 9000), device("cuda:1", 749), model=parallel)
+
+
 def model_folder(folder: Path, weights_bytes: int, **config: object) -> Path:
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
     (folder / "config.json").write_text(json.dumps({**shape, **config}))

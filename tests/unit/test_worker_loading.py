@@ -10,8 +10,8 @@ import pytest
 
 from engine.backends.base import LoadProgress
 from engine.config import ModelSpec
-from engine.errors import InvalidRequest, UnsupportedModel
-from engine.worker.factory import create_backend, is_exl2
+from engine.errors import BackendUnavailable
+from engine.worker.factory import create_backend, is_exl2, resolve_backend
 from engine.worker.loading import ProgressThrottle, limit_torch_threads, reason
 from tests.fakes.model import fake_spec
 
@@ -43,16 +43,35 @@ def test_torch_gets_the_thread_count_where_the_backend_brought_it_in(monkeypatch
     assert counts == [3]
 
 
-def test_the_exllamav2_backend_is_refused_by_the_name_of_its_flag(tmp_path):
-    with pytest.raises(InvalidRequest, match="--backend exllamav2") as caught:
+@pytest.mark.parametrize(
+    ("installed", "gpus", "lack"), [(False, 1, "pip install"), (True, 0, "NVIDIA GPUs, and none was found")]
+)
+def test_the_exllamav2_backend_is_refused_with_what_is_missing(tmp_path, monkeypatch, installed, gpus, lack):
+    machine(monkeypatch, installed=installed, gpus=gpus)
+    with pytest.raises(BackendUnavailable, match=f"--backend exllamav2 cannot run here: .*{lack}") as caught:
         create_backend(fake_spec(tmp_path, backend="exllamav2"))
     assert caught.value.details["param"] == "backend"
 
 
-def test_exl2_weights_are_refused_with_what_would_be_read(tmp_path):
+def test_exl2_weights_go_to_exllamav2_where_it_can_run_and_to_torch_elsewhere(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "exl2", "bits": 4.0}}))
-    with pytest.raises(UnsupportedModel, match=r"EXL2 weights.*unquantised safetensors"):
-        create_backend(ModelSpec(path=tmp_path, name="m"))
+    spec = ModelSpec(path=tmp_path, name="m")
+    machine(monkeypatch, installed=True, gpus=1)
+    assert resolve_backend(spec) == "exllamav2"
+    machine(monkeypatch, installed=True, gpus=0)
+    assert resolve_backend(spec) == "torch"
+
+
+def test_plain_weights_go_to_torch_on_every_machine(tmp_path, monkeypatch):
+    machine(monkeypatch, installed=True, gpus=1)
+    assert resolve_backend(ModelSpec(path=tmp_path, name="m")) == "torch"
+
+
+def machine(monkeypatch, *, installed: bool, gpus: int) -> None:
+    """A machine that has the package exllamav2 or not, and so many GPUs."""
+    probe = SimpleNamespace(read=lambda: [f"cuda:{number}" for number in range(gpus)])
+    monkeypatch.setattr("engine.devices.NvmlProbe", lambda: probe)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
 
 
 @pytest.mark.parametrize("config", ["", "[]", "{}", '{"quantization_config": null}', '{"quantization_config": []}'])
