@@ -105,7 +105,8 @@ class Desk:
     def stepped(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
         """Hand a step's outputs to their requests. An output of a request that is no longer the worker's is dropped."""
         now = _now()
-        self._metrics.count("preemptions", max(0, batch.stats.preemptions - before.preemptions))
+        for counter in ("preemptions", "draft_tokens", "draft_accepted"):
+            self._metrics.count(counter, max(0, getattr(batch.stats, counter) - getattr(before, counter)))
         tokens = 0
         for output in batch.outputs:
             request = replica.active.get(output.request_id)

@@ -130,10 +130,7 @@ class Metrics:
         self.history: tuple[Second, ...] = ()
         self._marks: deque[Mark] = deque(maxlen=_MAX_MARKS)
         self._finished: dict[str, int] = {}
-        self._counts = dict.fromkeys(
-            ("prompt_tokens", "output_tokens", "cached_tokens", "requests", "rejected", "requeued"), 0
-        )
-        self._counts |= {"worker_restarts": 0, "preemptions": 0}
+        self._counts = dict.fromkeys((name for name in Totals.__struct_fields__ if name != "finished"), 0)
         self._second_tokens = {"prompt_tokens": 0, "output_tokens": 0}
         self._second_samples: dict[str, list[float]] = {TTFT: [], ITL: []}
 

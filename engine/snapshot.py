@@ -135,6 +135,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     requeued: int = 0
     worker_restarts: int = 0
     preemptions: int = 0
+    draft_tokens: int = 0
+    draft_accepted: int = 0
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):

@@ -76,6 +76,8 @@ def _counters(snapshot: Snapshot, labels: dict[str, str]) -> Iterator[Metric]:
     yield _counter("vllm:prompt_tokens", "Prompt tokens taken", totals.prompt_tokens, labels)
     yield _counter("vllm:generation_tokens", "Tokens generated", totals.output_tokens, labels)
     yield _counter("vllm:num_preemptions", "Requests put back for want of KV pages", totals.preemptions, labels)
+    yield _counter("vllm:spec_decode_num_draft_tokens", "Tokens guessed ahead", totals.draft_tokens, labels)
+    yield _counter("vllm:spec_decode_num_accepted_tokens", "Guesses that held", totals.draft_accepted, labels)
     yield _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", _queries(stats), labels)
     yield _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", _hits(stats), labels)
     finished = CounterMetricFamily(

@@ -102,8 +102,10 @@ def _facts(model: LoadedModel, status: ModelStatus, snapshot: Snapshot) -> list[
         ("context", f"{model.max_model_len} tokens"),
         ("workers", f"{len(snapshot.workers)} × {snapshot.max_prompts} prompts"),
     ]
+    if model.attention:
+        rows.insert(1, ("attention", f"{model.attention}: {model.attention_reason}"))
     loaded = next((worker.load_s for worker in snapshot.workers if worker.load_s), None)
     if loaded is not None:
         rows.append(("loaded", f"in {text.seconds(loaded)}"))
-    lines = [Content.assemble((f"{label:<9}", "$muted"), value) for label, value in rows]
+    lines = [Content.assemble((f"{label:<10}", "$muted"), value) for label, value in rows]
     return [*lines, Content.styled("u unloads", "$muted")] if status.state == "ready" else lines

@@ -57,7 +57,11 @@ def facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     if model is not None:
         yield "model", f"{text.count(model.parameters)} parameters · {model.architecture}"
         yield "context", f"{model.max_model_len:,} tokens · {model.kv_tokens:,} in KV pages of {model.page_tokens}"
-        yield "backend", f"{model.backend} · {model.dtype} · {text.size(model.weights_bytes)} weights"
+        attention = f" · {model.attention} attention" if model.attention else ""
+        yield "backend", f"{model.backend} · {model.dtype} · {text.size(model.weights_bytes)} weights{attention}"
+    if totals.draft_tokens:
+        held = text.percent(totals.draft_accepted / totals.draft_tokens)
+        yield "drafts", f"{totals.draft_tokens:,} tokens guessed ahead · {held} held"
 
 
 def _uptime(seconds: float) -> str:

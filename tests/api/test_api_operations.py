@@ -26,6 +26,8 @@ VLLM_NAMES = {
     "vllm:e2e_request_latency_seconds",
     "vllm:request_success",
     "vllm:num_preemptions",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
     "vllm:prefix_cache_queries",
     "vllm:prefix_cache_hits",
 }

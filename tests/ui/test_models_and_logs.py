@@ -15,9 +15,10 @@ from console.widgets.log_view import LogView
 from console.widgets.model_details import ModelDetails
 from console.widgets.model_load import ModelLoad, describe
 from console.widgets.model_table import ModelTable, kind, parameters
+from console.widgets.session import facts
 from engine.backends.base import LoadProgress
 from engine.errors import InsufficientMemory
-from engine.snapshot import ModelStatus
+from engine.snapshot import ModelStatus, Totals
 from tests.fakes import scenes
 from tests.fakes.link import MODELS, FakeLink
 
@@ -151,3 +152,15 @@ async def test_the_level_can_be_raised() -> None:
         await pilot.press("v", "v")
         assert pilot.app.screen.query_one(LogView).level == logging.WARNING
         await until(pilot, lambda: "loading" not in lines(pilot) and "kernels" in lines(pilot))
+
+
+def test_the_engine_says_which_attention_computes_and_why() -> None:
+    status = scenes.ready_status(attention="triton", attention_reason="flash-attn is not installed")
+    shown = describe(scenes.busy(status=status)).plain
+    assert "attention triton: flash-attn is not installed" in shown
+
+
+def test_the_session_says_how_many_guesses_held() -> None:
+    totals = Totals(draft_tokens=1200, draft_accepted=900)
+    assert dict(facts(scenes.busy(totals=totals)))["drafts"] == "1,200 tokens guessed ahead · 75% held"
+    assert "drafts" not in dict(facts(scenes.busy()))
