@@ -17,6 +17,7 @@ from engine.models.headers import TensorHeader, read_header, weight_files
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FLOATS |= {"F8_E4M3": "float8_e4m3", "F8_E5M2": "float8_e5m2"}
 _READABLE = ("bfloat16", "float16", "float32")
+_MARKS = {".q_weight": "exl2", ".qweight": "gptq"}
 _PACKED_HELPERS = (
     *(".q_scale", ".q_scale_max", ".q_groups", ".q_group_map", ".q_perm", ".q_invperm"),  # exl2
     *(".qzeros", ".scales", ".g_idx"),  # gptq, awq
@@ -26,12 +27,13 @@ _PACKED_HELPERS = (
 
 
 class _Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """What the headers say. dtype: of most of the bytes that are plain numbers; exl2: whether weights are packed so."""
+    """What the headers say. dtype: of most of the bytes that are plain numbers; packing: the method that their names
+    betray, "" if none."""
 
     file_bytes: int = 0
     parameters: int = 0
     dtype: str = ""
-    exl2: bool = False
+    packing: str = ""
 
 
 def inspect(path: Path) -> ModelEntry:
@@ -48,7 +50,7 @@ def inspect(path: Path) -> ModelEntry:
         problems.append(error.message)
     try:
         weights = _read_weights(path, config)
-        _refuse_unreadable(path, config, weights)
+        _refuse_unreadable(path, weights)
     except EngineError as error:
         problems.append(error.message)
     except OSError as error:
@@ -80,7 +82,7 @@ def _read_weights(path: Path, config: Mapping[str, object]) -> _Weights:
         file_bytes=sum(file.stat().st_size for file in files),
         parameters=sum(_parameters(name, tensors, _bits(config)) for name in tensors),
         dtype=next((dtype for dtype, _ in plain_bytes.most_common(1)), ""),
-        exl2=any(name.endswith(".q_weight") for name in tensors),
+        packing=next((method for mark, method in _MARKS.items() if any(name.endswith(mark) for name in tensors)), ""),
     )
 
 
@@ -88,7 +90,7 @@ def _parameters(name: str, tensors: Mapping[str, TensorHeader], bits: float | No
     """How many weights of the model a stored tensor stands for; packed ones stand for more than their elements."""
     tensor = tensors[name]
     stem, _, kind = name.rpartition(".")
-    if kind == "q_weight":  # exl2: [packed rows, columns]; its permutation has one entry per row
+    if kind == "q_weight":  # exl2: [packed rows, columns, padded to 32]; its permutation has one entry per row
         rows = tensors.get(f"{stem}.q_invperm") or tensors.get(f"{stem}.q_perm")
         return rows.elements * tensor.shape[-1] if rows and tensor.shape else 0
     if kind == "qweight":  # gptq and awq: 32-bit words full of values
@@ -100,10 +102,8 @@ def _parameters(name: str, tensors: Mapping[str, TensorHeader], bits: float | No
     return tensor.elements if tensor.dtype in _FLOATS or tensor.dtype == "I8" else 0
 
 
-def _refuse_unreadable(path: Path, config: Mapping[str, object], weights: _Weights) -> None:
-    """Raise UnsupportedModel for what config.json does not show: packed weights, a rare dtype, no tokenizer."""
-    if weights.exl2 and "quantization_config" not in config:
-        raise UnsupportedModel("the weights are exl2, which needs the exllamav2 backend on a CUDA GPU")
+def _refuse_unreadable(path: Path, weights: _Weights) -> None:
+    """Raise UnsupportedModel for what config.json does not show: a rare dtype, no tokenizer."""
     if weights.dtype not in _READABLE:
         raise UnsupportedModel(f"the weights are {weights.dtype or 'no floats'}; {', '.join(_READABLE)} can be read")
     if not (path / "tokenizer.json").is_file():
@@ -128,7 +128,7 @@ def _context_tokens(config: Mapping[str, object]) -> int:
 
 def _quantisation(config: Mapping[str, object], weights: _Weights) -> str:
     """ "exl2 5.0 bpw", "gptq 4-bit", "fp8", ..."""
-    method = _quantisation_config(config).get("quant_method") or ("exl2" if weights.exl2 else "")
+    method = _quantisation_config(config).get("quant_method") or weights.packing
     bits = _bits(config)
     if not method or bits is None:
         return str(method)

@@ -75,13 +75,28 @@ def test_packed_weights_are_named_and_their_parameters_counted(
 ) -> None:
     entry = inspect(write_model(tmp_path, tensors, quantization_config=quantization))
     assert (entry.quantisation, entry.parameters) == (label, parameters)
-    assert quantization["quant_method"] in entry.problem
 
 
-def test_exl2_weights_are_known_by_their_tensors_too(tmp_path: Path) -> None:
-    entry = inspect(write_model(tmp_path, {"l.q_weight": ("I32", (20, 32)), "n": ("F16", (1,))}))
-    assert entry.quantisation == "exl2"
-    assert "CUDA" in entry.problem
+@pytest.mark.parametrize("quantization", [{"quant_method": "exl2", "bits": 5.0}, {"quant_method": "gptq", "bits": 4}])
+def test_packed_weights_that_can_be_read_are_no_problem(tmp_path: Path, quantization: dict[str, Any]) -> None:
+    entry = inspect(write_model(tmp_path, {"norm.weight": ("F16", (8,))}, quantization_config=quantization))
+    assert (entry.problem, entry.dtype) == ("", "float16")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "named"),
+    [({"quant_method": "awq", "bits": 4}, "awq"), ({"quant_method": "gptq", "bits": 8}, "gptq of 8 bits")],
+)
+def test_packed_weights_that_are_not_read_are_refused_by_name(
+    tmp_path: Path, quantization: dict[str, Any], named: str
+) -> None:
+    assert named in inspect(write_model(tmp_path, quantization_config=quantization)).problem
+
+
+@pytest.mark.parametrize(("mark", "method"), [("q_weight", "exl2"), ("qweight", "gptq")])
+def test_packed_weights_are_known_by_their_tensors_too(tmp_path: Path, mark: str, method: str) -> None:
+    entry = inspect(write_model(tmp_path, {f"l.{mark}": ("I32", (20, 32)), "n": ("F16", (1,))}))
+    assert (entry.quantisation, entry.problem) == (method, "")
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) -> None:

@@ -32,13 +32,26 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path: 
         assert name in refusal.value.message
 
 
-@pytest.mark.parametrize(
-    ("method", "hint"), [("exl2", "exllamav2 backend on a CUDA GPU"), ("gptq", "unquantized"), ("awq", "unquantized")]
-)
-def test_quantized_weights_are_refused_by_the_name_of_their_method(tmp_path: Path, method: str, hint: str) -> None:
+@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "fp8", "compressed-tensors"])
+def test_quantised_weights_that_are_not_read_are_refused_by_the_name_of_their_method(
+    tmp_path: Path, method: str
+) -> None:
     with pytest.raises(UnsupportedModel, match=method) as refusal:
         read(tmp_path, quantization_config={"quant_method": method, "bits": 4})
-    assert hint in refusal.value.message
+    assert "exl2, gptq of 4 bits" in refusal.value.message
+
+
+@pytest.mark.parametrize("declared", ["exl2", [], {}, {"quant_method": None}])
+def test_a_quantisation_that_is_not_named_is_refused(tmp_path: Path, declared: object) -> None:
+    with pytest.raises(UnsupportedModel, match="unknown"):
+        read(tmp_path, quantization_config=declared)
+
+
+@pytest.mark.parametrize("method", ["exl2", "gptq"])
+def test_quantised_weights_that_are_read_are_known_by_their_method(tmp_path: Path, method: str) -> None:
+    config = read(tmp_path, quantization_config={"quant_method": method, "bits": 4})
+    assert config.quantisation is not None
+    assert config.quantisation.method == method
 
 
 @pytest.mark.parametrize(

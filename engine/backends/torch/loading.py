@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.backends.torch.archs import ARCHITECTURES
 from engine.backends.torch.archs.base import TensorNames
+from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.linear import Linear, LinearFactory, PackedLinear
 from engine.backends.torch.model import Block, Decoder
 from engine.backends.torch.model_config import ModelConfig
+from engine.backends.torch.quant.weight import is_quantised, method_of
 from engine.backends.torch.rope import RotaryEmbedding
 from engine.backends.torch.weights import WeightReader
 
 MAX_HEAD_COPY_BYTES = 256 << 20
 """A tied head is packed as a second copy of the embedding up to this size; a larger one is used as it lies."""
+
+
+def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """`config` as the weights bear it out.
+
+    Quantised weights are float16 once read, whatever config.json says of the model that they were made from, and the
+    head is quantised by itself even where that model tied it to the embedding.
+    """
+    if not is_quantised(checkpoint):
+        return config
+    head = ARCHITECTURES[config.architecture].names.head
+    tied = config.tie_embeddings and method_of(checkpoint, head) is None
+    return replace(config, tie_embeddings=tied, checkpoint_dtype="float16")
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

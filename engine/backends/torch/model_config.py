@@ -10,6 +10,7 @@ from typing import Literal, TypeGuard, get_args
 
 from engine.backends.torch.archs import ARCHITECTURES
 from engine.backends.torch.archs.base import Architecture, RawConfig, Traits
+from engine.backends.torch.quant.declared import Quantisation, read_quantisation
 from engine.errors import UnsupportedModel
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
@@ -43,7 +44,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a model and how long a context it takes. Sizes are in elements, lengths in tokens."""
+    """Shape of a model and how long a context it takes. Sizes are in elements, lengths in tokens.
+
+    quantisation: what config.json says of it; None where it says nothing, though weights may be quantised still.
+    """
 
     architecture: str
     traits: Traits
@@ -60,6 +64,7 @@ class ModelConfig:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: CheckpointDtype
+    quantisation: Quantisation | None = None
 
     @property
     def sliding_window(self) -> int | None:
@@ -77,7 +82,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. Raises UnsupportedModel, naming what is missing, malformed or unknown."""
     raw = _read_json(folder)
     architecture = _architecture(raw)
-    _refuse_quantized(raw)
+    quantisation = read_quantisation(raw)
     _refuse_unknown_parts(raw)
     layers = _positive(raw, "num_hidden_layers")
     hidden, heads = _positive(raw, "hidden_size"), _positive(raw, "num_attention_heads")
@@ -106,6 +111,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         max_model_len=_native_length(rope, max_positions),
         eos_token_ids=_token_ids(raw.get("eos_token_id")),
         checkpoint_dtype=_checkpoint_dtype(raw),
+        quantisation=quantisation,
     )
 
 
@@ -131,17 +137,6 @@ def _architecture(raw: RawConfig) -> Architecture:
     raise UnsupportedModel(
         f"the torch backend does not know the architecture {', '.join(named) or '(none named)'}; "
         f"it knows {', '.join(ARCHITECTURES)}"
-    )
-
-
-def _refuse_quantized(raw: RawConfig) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization is None:
-        return
-    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-    hint = "exl2 needs the exllamav2 backend on a CUDA GPU" if method == "exl2" else "use the unquantized model"
-    raise UnsupportedModel(
-        f"the weights are quantized ({method}), which the torch backend does not read; {hint}", quant_method=str(method)
     )
 
 

@@ -11,14 +11,15 @@ from torch import Tensor
 from engine.backends.base import LoadProgress
 from engine.backends.torch import memory
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.linear import LinearFactory, native_bfloat16
-from engine.backends.torch.loading import DecoderLoader, tensor_shapes, weights_bytes
+from engine.backends.torch.loading import DecoderLoader, as_stored, tensor_shapes, weights_bytes
 from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, read_model_config
 from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.step_plan import StepPlanner
-from engine.backends.torch.weights import Checkpoint, WeightReader
+from engine.backends.torch.weights import WeightReader, locate
 from engine.config import DtypeName, ModelSpec
 from engine.errors import InvalidRequest
 
@@ -55,14 +56,12 @@ class ModelRunner:
         device = pick_device(spec.device)
         refuse_settings(spec, on_cpu=device.type == "cpu")
         config = apply_settings(read_model_config(path), spec)
-        dtype = pick_dtype(spec.dtype, config.checkpoint_dtype, device)
         checkpoint = Checkpoint.open(path)
-        shapes = tensor_shapes(config)
-        checkpoint.require(shapes)
+        config = as_stored(config, checkpoint)
+        dtype = pick_dtype(spec.dtype, config.checkpoint_dtype, device)
+        weights = locate(checkpoint, tensor_shapes(config), config.quantisation)
         report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
-        reader = WeightReader(
-            checkpoint, checkpoint.stored_bytes(shapes), dtype=dtype, device=device, report=report, cancelled=cancelled
-        )
+        reader = WeightReader(weights, dtype=dtype, device=device, report=report, cancelled=cancelled)
         with torch.inference_mode(), memory.room_for(weights_bytes(config, dtype), device, "the weights"):
             decoder = DecoderLoader(config, reader, LinearFactory(device, dtype), device).load()
         return cls(decoder, dtype=dtype, device=device, parameters=reader.elements)

@@ -1,0 +1,117 @@
+"""A model folder's safetensors files: headers first, tensors when asked for; sharded or not, never pickles."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
+
+_INDEX = "model.safetensors.index.json"
+_STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I16": 2}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies and what it is; `kind` is its dtype in safetensors' words."""
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def stored_bytes(self) -> int:
+        """Its size in the file, for a dtype that is read."""
+        return math.prod(self.shape) * _STORED_BYTES.get(self.kind, 0)
+
+
+class Checkpoint:
+    """The tensors of a model folder, known by their headers until they are read."""
+
+    def __init__(self, tensors: dict[str, TensorInfo]) -> None:
+        self._tensors = tensors
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Read the headers. Raises UnsafeWeights, UnsupportedModel or ModelLoadFailed, naming the file."""
+        tensors: dict[str, TensorInfo] = {}
+        for file in _weight_files(folder):
+            tensors.update(_read_header(file))
+        return cls(tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        """The tensors' names."""
+        return iter(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Header of a tensor. Raises ModelLoadFailed where there is none of that name."""
+        if name not in self._tensors:
+            raise ModelLoadFailed(f"the weights lack the tensor {name}", tensor=name)
+        return self._tensors[name]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored, on the CPU. Raises ModelLoadFailed naming the file where it cannot be read."""
+        file = self.info(name).file
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _damaged(file, error) from None
+        return tensor
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        return _indexed_files(index)
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    for pattern in _PICKLES:
+        for pickle in sorted(folder.glob(pattern)):
+            raise UnsafeWeights(
+                f"{pickle.name} in {folder} is a pickle, which can run code when read; "
+                "convert the model to safetensors",
+                file=pickle.name,
+            )
+    raise UnsupportedModel(f"{folder} holds no weights: it has no *.safetensors file")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadFailed(f"{index.name} in {index.parent} cannot be read: {error!r}") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelLoadFailed(f"{index.name} names {name!r}, which is no safetensors file beside it")
+        if not (index.parent / name).is_file():
+            raise ModelLoadFailed(f"{index.name} names {name}, which is not in {index.parent}", file=name)
+    return [index.parent / name for name in names]
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: _tensor_info(file, opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _damaged(file, error) from None
+
+
+def _tensor_info(file: Path, header: Any) -> TensorInfo:
+    return TensorInfo(file, tuple(header.get_shape()), str(header.get_dtype()))
+
+
+def _damaged(file: Path, error: Exception) -> ModelLoadFailed:
+    return ModelLoadFailed(f"{file.name} in {file.parent} is damaged or cut short: {error}", file=file.name)

@@ -1,0 +1,247 @@
+"""Folders of EXL2 and 4-bit GPTQ weights load on a CPU and answer exactly as the weights that they stand for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.backends.base import BackendRequest, LoadProgress
+from engine.backends.torch import memory
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.checkpoint import Checkpoint
+from engine.backends.torch.loading import as_stored
+from engine.backends.torch.model_config import read_model_config
+from engine.backends.torch.runner import ModelRunner
+from engine.config import ModelSpec, SamplingParams
+from engine.errors import InsufficientMemory, LoadCancelled, ModelLoadFailed
+from engine.models.inspect import inspect
+from tests.fakes.oracle import ignore_progress, load_runner, never
+from tests.fakes.quantised_folders import Twins, edit_config, edit_weights, make_twins
+
+TOKENS = 16
+PROMPT = [(17 * position) % 300 + 3 for position in range(20)]
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+MODELS: dict[str, dict[str, Any]] = {
+    "exl2-llama": {"method": "exl2"},
+    "exl2-qwen2": {"method": "exl2", "architecture": "Qwen2ForCausalLM"},
+    "exl2-padded": {
+        "method": "exl2",
+        "architecture": "Qwen2ForCausalLM",
+        "vocab_size": 330,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 20,
+        "intermediate_size": 64,
+    },
+    "exl2-plain-head": {"method": "exl2", "plain_head": True, "num_hidden_layers": 1},
+    "exl2-tied": {"method": "exl2", "tie": True, "plain_head": True, "num_hidden_layers": 1},
+    "exl2-tied-with-a-head": {"method": "exl2", "tie": True, "num_hidden_layers": 1},
+    "gptq-llama": {"method": "gptq"},
+    "gptq-qwen2": {"method": "gptq", "architecture": "Qwen2ForCausalLM"},
+    "gptq-plain-head": {"method": "gptq", "plain_head": True, "num_hidden_layers": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twins:
+    return make_twins(tmp_path_factory.mktemp(request.param), **MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def exl2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_twins(tmp_path_factory.mktemp("exl2"), "exl2", num_hidden_layers=1).quantised
+
+
+@pytest.fixture(scope="module")
+def gptq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_twins(tmp_path_factory.mktemp("gptq"), "gptq", num_hidden_layers=1).quantised
+
+
+@pytest.fixture
+def exl2(exl2_folder: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(exl2_folder, tmp_path / "model")
+
+
+@pytest.fixture
+def gptq(gptq_folder: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(gptq_folder, tmp_path / "model")
+
+
+def logits(folder: Path, **spec: Any) -> torch.Tensor:
+    return load_runner(folder, **spec).forward([ChunkInput(PROMPT, 0, [0, 1, 2], sample=True)])
+
+
+def greedy_tokens(folder: Path) -> list[int]:
+    backend = TorchBackend()
+    spec = ModelSpec(path=folder, name="tiny", dtype="float32", device="cpu", kv_cache_tokens=256)
+    backend.load(spec, max_prompts=2, step_tokens=64, page_tokens=8, report=ignore_progress, cancelled=never)
+    backend.submit(BackendRequest(id="r", prompt_ids=PROMPT, params=SamplingParams(temperature=0)))
+    tokens: list[int] = []
+    while len(tokens) < TOKENS:
+        tokens += [event.token_id for event in backend.step() if event.token_id is not None]
+    backend.unload()
+    return tokens
+
+
+def weights_progress(folder: Path, *, stop_after: int | None = None) -> list[LoadProgress]:
+    """The weights' progress of a load; cancelled once `stop_after` tensors were read."""
+    seen: list[LoadProgress] = []
+    ModelRunner.load(
+        folder,
+        ModelSpec(path=folder, name="tiny", dtype="float32", device="cpu"),
+        report=lambda progress: seen.append(progress) if progress.phase == "weights" else None,
+        cancelled=lambda: stop_after is not None and len(seen) >= stop_after,
+    ).unload()
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_quantised_folder_gives_the_logits_of_its_dequantised_weights_exactly(twins: Twins, dtype: str) -> None:
+    assert torch.equal(logits(twins.quantised, dtype=dtype), logits(twins.plain, dtype=dtype))
+
+
+def test_a_quantised_folder_answers_with_the_tokens_of_its_dequantised_weights(twins: Twins) -> None:
+    assert greedy_tokens(twins.quantised) == greedy_tokens(twins.plain)
+
+
+def test_a_quantised_folder_has_the_parameters_of_its_plain_twin(twins: Twins) -> None:
+    quantised, plain = load_runner(twins.quantised), load_runner(twins.plain)
+    assert quantised.parameters == plain.parameters
+    assert quantised.weights_bytes == plain.weights_bytes
+
+
+def test_progress_counts_every_stored_byte_once(twins: Twins) -> None:
+    total = sum(tensor.nbytes for tensor in load_file(twins.quantised / "model.safetensors").values())
+    seen = weights_progress(twins.quantised)
+    assert [progress.done for progress in seen] == sorted({progress.done for progress in seen})
+    assert {progress.total for progress in seen} == {total}
+    assert seen[-1].done == total
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 5])
+def test_a_load_stops_before_the_next_tensor_once_cancelled(exl2_folder: Path, stop_after: int) -> None:
+    with pytest.raises(LoadCancelled):
+        weights_progress(exl2_folder, stop_after=stop_after)
+
+
+def test_memory_is_asked_for_by_the_size_of_the_expanded_weights(
+    exl2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = (exl2_folder / "model.safetensors").stat().st_size
+    expanded = load_runner(exl2_folder).weights_bytes
+    assert 2 * stored < expanded
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2 * stored)
+    with pytest.raises(InsufficientMemory) as refusal:
+        load_runner(exl2_folder)
+    assert refusal.value.details["needed_bytes"] == expanded
+
+
+def test_quantised_weights_are_float16_whatever_the_config_says_of_the_original(exl2: Path) -> None:
+    edit_config(exl2, torch_dtype="bfloat16")
+    config = as_stored(read_model_config(exl2), Checkpoint.open(exl2))
+    assert config.checkpoint_dtype == "float16"
+
+
+@pytest.mark.parametrize("folder", ["exl2_folder", "gptq_folder"])
+def test_quantised_weights_are_known_without_a_word_in_the_config(
+    folder: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    declared: Path = request.getfixturevalue(folder)
+    silent = shutil.copytree(declared, tmp_path / "silent")
+    edit_config(silent, quantization_config=None)
+    assert torch.equal(logits(silent), logits(declared))
+
+
+def test_zero_points_of_gptq_v2_are_read_as_they_are_stored(gptq: Path) -> None:
+    """Stored zeros of 1..15 less one in the second format are the same zeros."""
+    tensors = load_file(gptq / "model.safetensors")
+    first = {name: tensor & 0x77777777 for name, tensor in tensors.items() if name.endswith(".qzeros")}
+    edit_weights(gptq, **first)
+    expected = logits(gptq)
+    edit_weights(gptq, **{name: zeros + 0x11111111 for name, zeros in first.items()})
+    edit_config(gptq, quantization_config={"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"})
+    assert torch.equal(logits(gptq), expected)
+
+
+@pytest.mark.parametrize(
+    ("folder", "declared", "mark", "found"), [("exl2", "gptq", "q_weight", "exl2"), ("gptq", "exl2", "qweight", "gptq")]
+)
+def test_tensors_of_another_method_than_the_config_says_are_named(
+    folder: str, declared: str, mark: str, found: str, request: pytest.FixtureRequest
+) -> None:
+    path: Path = request.getfixturevalue(folder)
+    edit_config(path, quantization_config={"quant_method": declared, "bits": 4})
+    with pytest.raises(ModelLoadFailed, match=rf"lm_head\.{mark} is {found}; config\.json says .* {declared}"):
+        logits(path)
+
+
+def test_groups_that_contradict_the_configs_group_size_are_named(gptq: Path) -> None:
+    edit_config(gptq, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 16})
+    with pytest.raises(ModelLoadFailed, match=r"lm_head\.scales has 2 groups; .* group_size of 16 makes 4"):
+        logits(gptq)
+
+
+@pytest.mark.parametrize(
+    ("folder", "part", "changed", "problem"),
+    [
+        ("exl2", "q_scale", None, "is missing"),
+        ("exl2", "q_weight", torch.zeros(16, 96, dtype=torch.int32), "is 16 x 96; its layer makes it 16 x 64"),
+        ("exl2", "q_invperm", torch.arange(96, dtype=torch.int32), "is 96; its layer makes it 64"),
+        ("exl2", "q_groups", torch.tensor([8, 0, 7, 4, 2, 9], dtype=torch.int16), "is damaged: its group 1"),
+        ("exl2", "q_groups", torch.zeros(6, dtype=torch.int32), "is stored as I32"),
+        ("exl2", "bias", torch.ones(64).half(), "is not zero, and config.json gives its layer no bias"),
+        ("gptq", "qzeros", None, "is missing"),
+        ("gptq", "qweight", torch.zeros(16, 64, dtype=torch.int32), "holds values of 8 bits"),
+        ("gptq", "g_idx", torch.full((64,), 9, dtype=torch.int32), "names groups that are not among the 2"),
+        ("gptq", "bias", torch.ones(64).half(), "is not zero, and config.json gives its layer no bias"),
+    ],
+)
+def test_a_malformed_tensor_of_a_layer_is_named(
+    folder: str, part: str, changed: torch.Tensor | None, problem: str, request: pytest.FixtureRequest
+) -> None:
+    path: Path = request.getfixturevalue(folder)
+    edit_weights(path, **{f"{Q_PROJ}.{part}": changed})
+    with pytest.raises(ModelLoadFailed) as refusal:
+        logits(path)
+    assert refusal.value.message.startswith(f"the quantised tensor {Q_PROJ}.{part} {problem}")
+
+
+def test_a_bias_of_zeros_that_the_model_does_not_have_changes_nothing(gptq: Path) -> None:
+    expected = logits(gptq)
+    edit_weights(gptq, **{f"{Q_PROJ}.bias": torch.zeros(64).half()})
+    assert torch.equal(logits(gptq), expected)
+
+
+def test_a_layer_that_is_neither_plain_nor_quantised_is_named(exl2: Path) -> None:
+    edit_weights(exl2, **{f"{Q_PROJ}.q_weight": None})
+    with pytest.raises(ModelLoadFailed, match=rf"lack the tensor {Q_PROJ}\.weight"):
+        logits(exl2)
+
+
+@pytest.mark.parametrize(("folder", "label"), [("exl2_folder", "exl2 4.5 bpw"), ("gptq_folder", "gptq 4-bit")])
+def test_a_quantised_folder_is_offered_as_one_that_can_be_loaded(
+    folder: str, label: str, request: pytest.FixtureRequest
+) -> None:
+    path: Path = request.getfixturevalue(folder)
+    entry = inspect(path)
+    assert (entry.problem, entry.quantisation, entry.dtype) == ("", label, "float16")
+    assert entry.parameters == load_runner(path).parameters
