@@ -1,0 +1,97 @@
+"""The requests of one worker: those that wait in line, and those that the library's generator has as jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.backends.base import BackendRequest, SequenceStats, TokenEvent
+from engine.backends.exllama.jobs import Job
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the load; only ever grows."""
+
+    steps: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens_computed: int = 0
+    draft_tokens: int = 0
+    draft_accepted: int = 0
+
+
+@dataclass(slots=True)
+class Live:
+    """A request with its job. begun: its first token was sent. The others are what the counters have of it."""
+
+    job: Job
+    request: BackendRequest
+    begun: bool = False
+    prompt_computed: int = 0
+    draft_tokens: int = 0
+    draft_accepted: int = 0
+
+    def count(self, counters: Counters) -> None:
+        """Add to the counters what they do not have yet."""
+        job = self.job
+        computed = max(self.prompt_computed, min(job.computed_tokens, job.known_tokens) - job.cached_tokens)
+        counters.prompt_tokens_computed += computed - self.prompt_computed
+        counters.draft_tokens += job.draft_tokens - self.draft_tokens
+        counters.draft_accepted += job.draft_accepted - self.draft_accepted
+        self.prompt_computed, self.draft_tokens, self.draft_accepted = computed, job.draft_tokens, job.draft_accepted
+
+    def events(self, counters: Counters, *, ended: bool) -> list[TokenEvent]:
+        """Events of the tokens since the last call. The library ends a job at its length alone."""
+        chosen = self.job.take()
+        events = []
+        for index, token in enumerate(chosen, start=1):
+            events.append(
+                TokenEvent(
+                    request_id=self.request.id,
+                    token_id=token.token_id,
+                    logprob=token.logprob,
+                    finish="length" if ended and index == len(chosen) else None,
+                    cached_tokens=None if self.begun else self.job.cached_tokens,
+                )
+            )
+            if not self.begun:
+                counters.prefix_query_tokens += self.job.known_tokens
+                counters.prefix_hit_tokens += self.job.cached_tokens
+            self.begun = True
+        return events
+
+
+@dataclass(slots=True)
+class Line:
+    """waiting: in order of arrival.  running: given to the generator, by id."""
+
+    waiting: dict[str, BackendRequest] = field(default_factory=dict)
+    running: dict[str, Live] = field(default_factory=dict)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.waiting or request_id in self.running
+
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def places(self) -> int:
+        """Sequences of all that run."""
+        return sum(live.job.places for live in self.running.values())
+
+    def give_back(self, requests: list[BackendRequest]) -> None:
+        """Put requests that ran in no step to the head of the line."""
+        self.waiting = {request.id: request for request in requests} | self.waiting
+
+    def sequences(self) -> Iterator[SequenceStats]:
+        """How far everybody is."""
+        for live in self.running.values():
+            yield SequenceStats(
+                request_id=live.request.id,
+                computed_tokens=live.job.computed_tokens,
+                known_tokens=live.job.length,
+            )
+        for request in self.waiting.values():
+            known = len(request.prompt_ids) + len(request.generated)
+            yield SequenceStats(request_id=request.id, computed_tokens=0, known_tokens=known)

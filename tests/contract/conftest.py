@@ -1,0 +1,69 @@
+"""The backends that keep the contract, each with a way to make its steps fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.runner import ModelRunner
+from engine.config import ModelSpec
+from tests.contract.driving import Subject
+from tests.fakes.exllama import FakeExllama
+from tests.fakes.tiny_models import make_tiny_model
+
+SUBJECTS = ["torch", "exllamav2", "exllamav2 with drafts"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random two-layer model of 320 tokens and a context of 512."""
+    return make_tiny_model(tmp_path_factory.mktemp("contract"), with_tokenizer=False)
+
+
+@pytest.fixture(params=SUBJECTS)
+def subject(request: pytest.FixtureRequest, tiny_model: Path) -> Subject:
+    """Each backend in turn, over a context of 512 tokens."""
+    if request.param == "torch":
+        return _torch(tiny_model)
+    return _exllama(tiny_model, draft_tokens=3 if "drafts" in request.param else 0)
+
+
+def _torch(folder: Path) -> Subject:
+    errors: list[Exception] = []
+
+    class FailingRunner(ModelRunner):
+        """Raises what the test put into `errors`."""
+
+        def forward(self, chunks: Sequence[ChunkInput]) -> torch.Tensor:
+            if errors:
+                raise errors.pop()
+            return super().forward(chunks)
+
+    return Subject(
+        create=lambda: TorchBackend(FailingRunner),
+        spec=ModelSpec(path=folder, name="tiny", dtype="float32", kv_cache_tokens=4096),
+        fail_next_step=errors.append,
+    )
+
+
+def _exllama(folder: Path, draft_tokens: int) -> Subject:
+    fakes = FakeExllama(max_model_len=512, draft_tokens=draft_tokens)
+    fail: Callable[[Exception], None] = lambda error: fakes.faults.add("iterate", error)  # noqa: E731
+    return Subject(
+        create=fakes.backend,
+        spec=ModelSpec(path=folder, name="tiny", backend="exllamav2", kv_cache_tokens=4096),
+        fail_next_step=fail,
+    )

@@ -1,0 +1,130 @@
+"""A library and a loader without a GPU: what an ExllamaBackend under test is made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
+from engine.backends.exllama.backend import ExllamaBackend
+from engine.backends.exllama.parts import Library, LoadedParts
+from engine.config import ModelSpec
+from engine.errors import LoadCancelled
+from tests.fakes.exllama_generator import FakeGenerator, Faults, Logits, hash_logits
+from tests.fakes.exllama_job import PAGE, FakeJob, FakeSettings
+from tests.fakes.model import VOCAB_SIZE
+
+PHASES: tuple[LoadPhase, ...] = ("weights", "kv_cache")
+
+
+class FakeExllama:
+    """A library and a loader whose generators are fakes.
+
+    generators: those made so far, the last one in use.   freed: how often the memory was given back.
+    faults: errors to come, also from "make_generator".   logits: what the model says.
+    """
+
+    def __init__(
+        self,
+        *,
+        pages: int = 16,
+        max_model_len: int = 2048,
+        max_chunk_size: int = 512,
+        draft_tokens: int = 0,
+        ngram: bool = False,
+        places: int = 32,
+        logits: Logits = hash_logits,
+    ) -> None:
+        self.pages = pages
+        self.max_model_len = max_model_len
+        self.max_chunk_size = max_chunk_size
+        self.draft_tokens = draft_tokens
+        self.ngram = ngram
+        self.places = places
+        self.logits = logits
+        self.faults = Faults()
+        self.generators: list[FakeGenerator] = []
+        self.freed = 0
+
+    def backend(self) -> ExllamaBackend:
+        """A backend over these fakes, with nothing loaded."""
+        return ExllamaBackend(self.import_library, self.load_parts)
+
+    def import_library(self, report: Callable[[LoadProgress], None]) -> Library:
+        """The fake classes."""
+        report(LoadProgress(phase="kernels", done=1, total=1, unit="files"))
+        unused: Any = None
+        return Library(
+            config=unused,
+            model=unused,
+            caches={},
+            cache_tp=unused,
+            tokenizer=unused,
+            generator=FakeGenerator,
+            job=FakeJob,
+            settings=FakeSettings,
+            filter=unused,
+            lora=unused,
+            attention="fake",
+            attention_reason="nothing is computed",
+        )
+
+    def load_parts(
+        self,
+        library: Library,
+        spec: ModelSpec,
+        *,
+        max_prompts: int,
+        report: Callable[[LoadProgress], None],
+        cancelled: Callable[[], bool],
+    ) -> LoadedParts:
+        """Pages for the spec's kv_cache_tokens, or as many as the constructor said."""
+        self.pages = (spec.kv_cache_tokens or self.pages * PAGE) // PAGE
+        for phase in PHASES:
+            report(LoadProgress(phase=phase, done=1000, total=1000))
+            if cancelled():
+                raise LoadCancelled("the load was cancelled")
+        return LoadedParts(
+            library=library,
+            config=None,
+            tokenizer=None,
+            info=self._info(spec),
+            pages=self.pages,
+            draft_tokens=self.draft_tokens,
+            make_generator=self._make_generator,
+            free=self._free,
+        )
+
+    def _info(self, spec: ModelSpec) -> LoadedModel:
+        return LoadedModel(
+            backend="exllamav2",
+            architecture="FakeForCausalLM",
+            dtype="exl2",
+            devices=("cuda:0",),
+            vocab_size=VOCAB_SIZE,
+            max_model_len=spec.max_model_len or self.max_model_len,
+            kv_tokens=self.pages * PAGE,
+            page_tokens=PAGE,
+            weights_bytes=1000,
+            kv_bytes=1000,
+            parameters=1000,
+        )
+
+    def _make_generator(self) -> FakeGenerator:
+        self.faults.strike("make_generator")
+        self.generators.append(
+            FakeGenerator(
+                pages=self.pages,
+                max_batch_size=self.places,
+                max_chunk_size=self.max_chunk_size,
+                vocab_size=VOCAB_SIZE,
+                num_draft_tokens=self.draft_tokens,
+                use_ngram_draft=self.ngram,
+                faults=self.faults,
+                logits=self.logits,
+            )
+        )
+        return self.generators[-1]
+
+    def _free(self) -> None:
+        self.freed += 1
