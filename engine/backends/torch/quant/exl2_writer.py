@@ -1,0 +1,178 @@
+"""Packing one weight matrix as EXL2, every weight rounded to the nearest value that its group has.
+
+A matrix is stored as [input features, output features]. Its rows are sorted, those that matter most first, and cut
+into groups; each group has a width in bits, a scale of half precision, and a 4-bit code per column that divides it.
+On disk the widest groups come first. Nothing here looks at what the model computes: there is no calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from engine.backends.torch.quant.bits import WORD_BITS
+from engine.backends.torch.quant.rounding import round_groups
+from engine.backends.torch.quant.widths import ROW_STEP, WIDTHS, MatrixErrors, MatrixShape
+
+_CODES_PER_WORD = 8
+_SAMPLED_COLUMNS = 256
+_BATCH_ELEMENTS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingError:
+    """Sums over some weights: squared errors, and squares of the weights themselves."""
+
+    squared_error: float = 0.0
+    squared_weight: float = 0.0
+
+    def __add__(self, other: RoundingError) -> RoundingError:
+        return RoundingError(self.squared_error + other.squared_error, self.squared_weight + other.squared_weight)
+
+    @property
+    def relative(self) -> float:
+        """Root mean square of the error as a share of the weights'."""
+        return float((self.squared_error / self.squared_weight) ** 0.5) if self.squared_weight else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """The stored tensors by the last part of their name, and what rounding to each width cost."""
+
+    tensors: dict[str, Tensor]
+    errors: Mapping[int, RoundingError]
+
+
+def stored_shapes(
+    shape: MatrixShape, widths: Sequence[int], *, bias: bool
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtypes and shapes of what `pack_linear` returns, in its order."""
+    groups, columns = len(widths), shape.stored_columns
+    words = sum(rows * width // WORD_BITS for rows, width in zip(shape.group_rows(), widths, strict=True))
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "q_weight": (torch.int32, (words, columns)),
+        "q_invperm": (torch.int32, (shape.rows,)),
+        "q_scale": (torch.int32, (groups, columns // _CODES_PER_WORD)),
+        "q_scale_max": (torch.float16, (groups,)),
+        "q_groups": (torch.int16, (2 * groups,)),
+    }
+    return shapes | {"bias": (torch.float16, (columns,))} if bias else shapes
+
+
+def measure_linear(weight: Tensor, group_size: int, importance: Tensor | None = None) -> MatrixErrors:
+    """What rounding each group of `weight` [out, in] to each width would cost, as a share of the whole matrix.
+
+    importance: float [in], how much the squared error of each input feature counts; all the same if None.
+    Wide matrices are judged by a sample of their columns, evenly spread.
+    """
+    shape = _shape(weight, group_size)
+    rows = row_order(weight, importance)
+    sample = weight[:: max(1, shape.columns // _SAMPLED_COLUMNS)].float()
+    counts = torch.ones(shape.rows) if importance is None else importance.float()
+    sorted_rows, counts = sample.t()[rows], counts[rows]
+    total = float(counts @ sorted_rows.square().sum(dim=1)) or 1.0
+    errors = [
+        [
+            error / total
+            for batch, count in _batches(sorted_rows, counts, group_size)
+            for error in _errors(batch, count, width)
+        ]
+        for width in WIDTHS
+    ]
+    return MatrixErrors(shape, tuple(zip(*errors, strict=True)))
+
+
+def pack_linear(
+    weight: Tensor,
+    widths: Sequence[int],
+    *,
+    group_size: int,
+    importance: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> PackedMatrix:
+    """Pack `weight` [out, in]; widths: bits of each group of rows in the order of `row_order`.
+
+    in must be a multiple of 32; out is padded to one with zero weights. bias: [out].
+    """
+    shape = _shape(weight, group_size)
+    members = row_order(weight, importance).split(shape.group_rows())
+    order = sorted(range(len(widths)), key=lambda group: -widths[group])
+    words, codes, scales = [], [], []
+    errors = dict.fromkeys(sorted(set(widths)), RoundingError())
+    for group in order:
+        rows = weight[:, members[group]].t().float()
+        rounded = round_groups(pad(rows, (0, shape.stored_columns - shape.columns))[None], widths[group])
+        errors[widths[group]] += RoundingError(float(rounded.errors.sum()), float(rows.square().sum()))
+        words.append(pack_columns(rounded.values[0], widths[group]))
+        codes.append(rounded.scale_codes[0])
+        scales.append(rounded.scale_max)
+    tensors = {
+        "q_weight": torch.cat(words),
+        "q_invperm": torch.cat([members[group] for group in order]).argsort().int(),
+        "q_scale": pack_codes(torch.stack(codes)),
+        "q_scale_max": torch.cat(scales),
+        "q_groups": _group_table([widths[group] for group in order], [len(part) for part in words]),
+    }
+    if bias is not None:
+        tensors["bias"] = pad(bias.half(), (0, shape.stored_columns - shape.columns))
+    return PackedMatrix(tensors, errors)
+
+
+def row_order(weight: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Input features of `weight` [out, in], the one whose weights matter most first; int64 [in]."""
+    energy = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32).square_()
+    if importance is not None:
+        energy *= importance.float()
+    return energy.argsort(descending=True, stable=True)
+
+
+def pack_columns(values: Tensor, bits: int) -> Tensor:
+    """Each column of `values`, uint8 [rows, columns], as a stream of bits, least significant first; int32 words."""
+    rows, columns = values.shape
+    runs = values.view(rows // ROW_STEP, ROW_STEP, columns).long()
+    words = torch.zeros(rows // ROW_STEP, bits, columns, dtype=torch.int64)
+    for place in range(ROW_STEP):
+        word, shift = divmod(place * bits, WORD_BITS)
+        words[:, word] |= runs[:, place] << shift
+        if shift + bits > WORD_BITS:
+            words[:, word + 1] |= runs[:, place] >> (WORD_BITS - shift)
+    return words.view(-1, columns).to(torch.int32)
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Scale codes 1 to 16, uint8 [groups, columns], eight to a word and less one; int32 [groups, columns / 8]."""
+    groups, columns = codes.shape
+    places = torch.arange(_CODES_PER_WORD) * (WORD_BITS // _CODES_PER_WORD)
+    nibbles = codes.view(groups, columns // _CODES_PER_WORD, _CODES_PER_WORD).long() - 1
+    return (nibbles << places).sum(dim=2).to(torch.int32)
+
+
+def _group_table(widths: Sequence[int], words: Sequence[int]) -> Tensor:
+    starts = torch.tensor([0, *words[:-1]]).cumsum(dim=0)
+    return torch.stack((torch.tensor(widths), starts), dim=1).flatten().to(torch.int16)
+
+
+def _shape(weight: Tensor, group_size: int) -> MatrixShape:
+    columns, rows = weight.shape
+    assert rows % ROW_STEP == 0, f"{rows} input features are no multiple of {ROW_STEP}"
+    return MatrixShape(rows, columns, group_size)
+
+
+def _batches(rows: Tensor, counts: Tensor, group_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Groups stacked as [groups, rows, columns] with their rows' counts, in order; the short last one by itself."""
+    height = max(1, _BATCH_ELEMENTS // (group_size * rows.shape[1])) * group_size
+    full = len(rows) // group_size * group_size
+    for part, count in zip(rows[:full].split(height), counts[:full].split(height), strict=True):
+        if len(part):
+            yield part.reshape(-1, group_size, part.shape[1]), count.reshape(-1, group_size)
+    if full < len(rows):
+        yield rows[None, full:], counts[None, full:]
+
+
+def _errors(groups: Tensor, counts: Tensor, bits: int) -> list[float]:
+    errors: list[float] = (round_groups(groups, bits).errors * counts).sum(dim=1).tolist()
+    return errors
