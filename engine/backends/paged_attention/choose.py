@@ -1,0 +1,160 @@
+"""Which paged attention computes: a pure decision over what the machine and the model are. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.config import AttentionName, DtypeName
+from engine.errors import InvalidRequest
+
+ImplementationName = Literal["flash", "triton", "varlen", "gathered"]
+Version = tuple[int, ...]
+
+ORDER: tuple[ImplementationName, ...] = ("flash", "triton", "varlen", "gathered")
+"""From the best on. See `choose`."""
+
+_FLASH_SINCE: Version = (2, 5, 7)
+_FLASH_SOFTCAP_SINCE: Version = (2, 6)
+_TRITON_SINCE: Version = (2, 3)
+_VARLEN_SINCE: Version = (2, 12)
+_AMPERE = (8, 0)
+_TURING = (7, 5)
+_MAX_HEAD_DIM = 256
+_FLASH_PAGE_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFacts:
+    """What decides.
+
+    capability: compute capability, the lowest of all devices that the model lies on; None without CUDA.
+    torch, triton, flash: versions; None where it is not installed or does not import, `flash_problem` saying why.
+    failed: implementations that were tried on the device and did not work, and how.
+    """
+
+    capability: tuple[int, int] | None
+    torch: Version
+    triton: Version | None = None
+    flash: Version | None = None
+    flash_problem: str = "flash-attn is not installed"
+    page_tokens: int = 256
+    head_dim: int = 128
+    dtype: DtypeName = "float16"
+    softcap: float = 0.0
+    window: int | None = None
+    failed: Mapping[ImplementationName, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which implementation, and one sentence that says why."""
+
+    name: ImplementationName
+    reason: str
+
+
+def choose(wanted: AttentionName, facts: AttentionFacts) -> Choice:
+    """What `--attention wanted` comes to. Raises InvalidRequest, with the reason, where `wanted` cannot be.
+
+    "auto" takes the first that fits of:
+    flash: hand-tuned for what it takes, appends and splits long contexts in one launch.
+    triton: does the same in two or three launches, for any page size and soft-cap. Not taken unasked on a Turing
+        card: Triton supports 8.0 and newer. For 7.5 it compiles without tensor cores, and some versions' compiler
+        ends the process.
+    varlen: FlashAttention 2 within torch, which needs no host compiler as Triton does; but the append is a handful
+        of small kernels, and long contexts are split only for grouped queries.
+    gathered: copies all pages at every call; runs everywhere.
+    """
+    if wanted != "auto":
+        problem = obstacle(wanted, facts)
+        if problem:
+            raise InvalidRequest(f"--attention {wanted} cannot be honoured: {problem}", param="attention", value=wanted)
+        return Choice(wanted, "as asked for")
+    if facts.capability is None:
+        return Choice("gathered", "there is no CUDA device")
+    passed: list[str] = []
+    for name in ORDER:
+        problem = obstacle(name, facts) or _unasked(name, facts)
+        if not problem:
+            return Choice(name, "; ".join(passed) or "flash-attn is installed and fits")
+        passed.append(problem)
+    raise AssertionError("gathered pages fit everywhere")
+
+
+def obstacle(name: ImplementationName, facts: AttentionFacts) -> str:
+    """Why `name` cannot be used here, as a clause; "" where it can."""
+    if facts.capability is None and name != "gathered":
+        return f"{name} attention needs a CUDA device"
+    return facts.failed.get(name, "") or _OBSTACLES[name](facts)
+
+
+def _unasked(name: ImplementationName, facts: AttentionFacts) -> str:
+    if name == "triton" and _capability(facts) < _AMPERE:
+        return f"Triton supports compute capability 8.0 and newer, and this is {_dotted(_capability(facts))}"
+    return ""
+
+
+def _flash(facts: AttentionFacts) -> str:
+    if facts.flash is None:
+        return facts.flash_problem
+    if facts.flash < _FLASH_SINCE:
+        return f"flash-attn is {_dotted(facts.flash)}, which has no pages; it takes 2.5.7"
+    if facts.softcap and facts.flash < _FLASH_SOFTCAP_SINCE:
+        return f"flash-attn is {_dotted(facts.flash)}, which has no soft-cap; it takes 2.6"
+    return _flash_kernels("flash-attn", facts)
+
+
+def _varlen(facts: AttentionFacts) -> str:
+    if facts.torch < _VARLEN_SINCE:
+        return f"torch is {_dotted(facts.torch)}; its varlen_attn knows pages from 2.12 on"
+    if facts.softcap:
+        return "torch's varlen_attn has no soft-cap, which this model needs"
+    return _flash_kernels("torch's varlen_attn", facts)
+
+
+def _flash_kernels(who: str, facts: AttentionFacts) -> str:
+    """What flash-attn and torch's copy of it have in common."""
+    if _capability(facts) < _AMPERE:
+        return f"{who} needs compute capability 8.0 on every device, and one has {_dotted(_capability(facts))}"
+    if facts.dtype == "float32":
+        return f"{who} takes float16 or bfloat16, and this is float32"
+    if facts.page_tokens % _FLASH_PAGE_TOKENS:
+        return f"{who} takes pages of a multiple of 256 tokens, and these have {facts.page_tokens}"
+    if facts.head_dim > _MAX_HEAD_DIM or facts.head_dim % 8:
+        return f"{who} takes head sizes up to 256 that 8 divides, and this is {facts.head_dim}"
+    return ""
+
+
+def _triton(facts: AttentionFacts) -> str:
+    capability = _capability(facts)
+    if facts.triton is None:
+        return "triton is not installed"
+    if facts.triton < _TRITON_SINCE:
+        return f"triton is {_dotted(facts.triton)}; the kernel takes 2.3"
+    if capability < _TURING:
+        return f"the Triton kernel needs compute capability 7.5, and this is {_dotted(capability)}"
+    if facts.dtype == "float32":
+        return "the Triton kernel takes float16 or bfloat16, and this is float32"
+    if facts.dtype == "bfloat16" and capability < _AMPERE:
+        return f"bfloat16 needs compute capability 8.0, and this is {_dotted(capability)}"
+    if facts.head_dim > _MAX_HEAD_DIM:
+        return f"the Triton kernel takes head sizes up to 256, and this is {facts.head_dim}"
+    return ""
+
+
+_OBSTACLES: Mapping[ImplementationName, Callable[[AttentionFacts], str]] = {
+    "flash": _flash,
+    "triton": _triton,
+    "varlen": _varlen,
+    "gathered": lambda facts: "",
+}
+
+
+def _capability(facts: AttentionFacts) -> tuple[int, int]:
+    return facts.capability or (0, 0)
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(str(part) for part in version)

@@ -1,0 +1,152 @@
+"""What the machine has for paged attention, and whether the choice works there: the side of `choose` that looks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.backends.paged_attention.choose import (
+    AttentionFacts,
+    Choice,
+    ImplementationName,
+    Version,
+    choose,
+)
+from engine.backends.paged_attention.face import implementation
+from engine.config import AttentionName, DtypeName
+
+_IMPORT_TIMEOUT_S = 120.0
+_TOLERANCE = 0.02
+"""Of values around 1 in half precision, after a softmax."""
+
+
+def probe(
+    *devices: torch.device,
+    page_tokens: int = 256,
+    head_dim: int = 128,
+    dtype: DtypeName = "float16",
+    softcap: float = 0.0,
+    window: int | None = None,
+) -> AttentionFacts:
+    """Facts about `devices` (all that the model lies on) and about what is installed.
+
+    flash-attn is imported in a child process only: a build for another torch ends in an ImportError at best.
+    """
+    on_cuda = bool(devices) and all(device.type == "cuda" for device in devices)
+    flash, flash_problem = _flash_attn() if on_cuda else (_installed("flash-attn"), "flash-attn is not installed")
+    return AttentionFacts(
+        capability=min(torch.cuda.get_device_capability(device) for device in devices) if on_cuda else None,
+        torch=_version(torch.__version__),
+        triton=_installed("triton"),
+        flash=flash,
+        flash_problem=flash_problem,
+        page_tokens=page_tokens,
+        head_dim=head_dim,
+        dtype=dtype,
+        softcap=softcap,
+        window=window,
+    )
+
+
+def engage(wanted: AttentionName, facts: AttentionFacts, devices: Sequence[torch.device]) -> Choice:
+    """`choose`, and the choice tried on each of `devices`; what fails there is passed over.
+
+    Raises InvalidRequest where `wanted` cannot be, or fails.
+    """
+    while True:
+        choice = choose(wanted, facts)
+        problem = next((found for found in (failure(choice.name, facts, device) for device in devices) if found), "")
+        if not problem:
+            return choice
+        facts = replace(facts, failed={**facts.failed, choice.name: problem})
+
+
+def failure(name: ImplementationName, facts: AttentionFacts, device: torch.device) -> str:
+    """What goes wrong when `name` is run on `device`, as a clause; "" where it gives what gathered pages give.
+
+    One decode and one chunk of two short sequences: what a missing host compiler, too little shared memory or a
+    kernel built for other cards would break.
+    """
+    if name == "gathered":
+        return ""
+    try:
+        for q_len in (1, 33):
+            difference = _difference(name, facts, q_len, device)
+            if not difference <= _TOLERANCE:
+                return f"{name} was tried on {device} and is off by {difference:.3g}"
+    except Exception as error:  # whatever a compiler, a driver or a library raises
+        text = (str(error) or repr(error)).strip().splitlines()[0]
+        return f"{name} was tried on {device} and failed: {type(error).__name__}: {text[:200]}"
+    return ""
+
+
+def _difference(name: ImplementationName, facts: AttentionFacts, q_len: int, device: torch.device) -> float:
+    generator = torch.Generator().manual_seed(q_len)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, getattr(torch, facts.dtype))
+
+    heads, kv_heads, size = 8, 2, facts.head_dim
+    table = torch.tensor([[2, 1], [3, 0]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([facts.page_tokens - 1, 0], dtype=torch.int32, device=device)
+    q_len = min(q_len, facts.page_tokens)
+    keys, values = (drawn(4, facts.page_tokens, kv_heads, size) for _ in range(2))
+    q, k, v = (drawn(2, q_len, number, size) for number in (heads, kv_heads, kv_heads))
+    both: tuple[ImplementationName, ImplementationName] = (name, "gathered")
+    found, expected = (
+        implementation(each)(
+            q,
+            k,
+            v,
+            keys.clone(),
+            values.clone(),
+            lengths,
+            table,
+            scale=size**-0.5,
+            window=facts.window,
+            softcap=facts.softcap,
+        )
+        for each in both
+    )
+    return float((found.float() - expected.float()).abs().max())
+
+
+def _flash_attn() -> tuple[Version | None, str]:
+    """The version of flash-attn and "", or None and why it cannot be used."""
+    version = _installed("flash-attn")
+    if version is None:
+        return None, "flash-attn is not installed"
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", "import torch; from flash_attn import flash_attn_with_kvcache"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_IMPORT_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"flash-attn does not import within {_IMPORT_TIMEOUT_S:.0f} s"
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or [f"it ends with status {child.returncode}"])[-1]
+        return None, f"flash-attn is installed but does not import: {last[:200]}"
+    return version, ""
+
+
+def _installed(distribution: str) -> Version | None:
+    try:
+        return _version(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _version(text: str) -> Version:
+    """The leading numbers: (2, 13, 0) of "2.13.0+cpu"."""
+    found = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
