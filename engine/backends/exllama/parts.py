@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.backends.base import LoadedModel
+from engine.config import AttentionName
 
 PAGE_TOKENS = 256
 """Tokens per KV page of the library; not a choice."""
@@ -21,6 +22,8 @@ class Library:
 
     caches: by bits per element (16, 8, 6, 4).  cache_tp: wraps one of them for tensor parallelism.
     attention, attention_reason: as in LoadedModel.
+    engage: (config, wanted attention, GPU numbers) -> this library, computing with the attention that fits them; None
+        where the attention is settled.
     """
 
     config: Any
@@ -35,6 +38,7 @@ class Library:
     lora: Any
     attention: str
     attention_reason: str
+    engage: Callable[[Any, AttentionName, Sequence[int]], Library] | None = None
 
 
 @dataclass(slots=True)
