@@ -12,76 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from engine.backends.torch.draw import FIRST_LOOK, rank, uniform
-from engine.backends.torch.sampler import SampledToken, SampleRow, sample
+from engine.backends.torch.draw import rank
+from engine.backends.torch.knobs import FIRST_LOOK
+from engine.backends.torch.noise import uniform
+from engine.backends.torch.sampler import sample
 from engine.config import SamplingParams
-
-DRAWS = 4000
-
-
-def row(
-    params: SamplingParams,
-    *,
-    prompt: list[int] | None = None,
-    generated: tuple[int, ...] = (),
-    ends: tuple[int, ...] = (),
-) -> SampleRow:
-    return SampleRow(params, prompt_ids=prompt or [0], generated=generated, end_token_ids=ends)
-
-
-def one(logits: list[float] | torch.Tensor, params: SamplingParams, **more: object) -> SampledToken:
-    found = sample(torch.as_tensor(logits, dtype=torch.float32)[None], [row(params, **more)])[0]  # type: ignore[arg-type]
-    assert found is not None
-    return found
-
-
-def histogram(logits: list[float], draws: int = DRAWS, **knobs: float) -> list[int]:
-    """How often each token comes out over `draws` seeds."""
-    rows = [row(SamplingParams(seed=seed, **knobs)) for seed in range(draws)]  # type: ignore[arg-type]
-    counts = Counter(token.token_id for token in sample(torch.tensor([logits]).repeat(draws, 1), rows) if token)
-    return [counts[token_id] for token_id in range(len(logits))]
-
-
-def expected(logits: list[float], **knobs: float) -> np.ndarray:
-    """The distribution after every filter, by the definitions, one token at a time."""
-    probs = softmax(np.array(logits, dtype=np.float64) / knobs.get("temperature", 1.0))
-    best_first = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    kept = best_first[: int(knobs.get("top_k", 0)) or None]
-    kept = smallest_set(kept, probs, knobs.get("top_p", 1.0))
-    kept = [i for i in kept if probs[i] >= knobs.get("min_p", 0.0) * probs[kept[0]]]
-    mass = sum(probs[i] for i in kept)
-    entropy = -sum(probs[i] / mass * math.log(probs[i] / mass) for i in kept)
-    typical_first = sorted(kept, key=lambda i: abs(-math.log(probs[i] / mass) - entropy))
-    kept = smallest_set(typical_first, probs, knobs.get("typical_p", 1.0))
-    result = np.zeros(len(logits))
-    result[kept] = probs[kept]
-    return result / result.sum()
-
-
-def smallest_set(ordered: list[int], probs: np.ndarray, share: float) -> list[int]:
-    """The fewest of `ordered`, from the first on, that have `share` of their mass together."""
-    mass, kept, so_far = sum(probs[i] for i in ordered), [], 0.0
-    for i in ordered:
-        if kept and so_far >= share * mass:
-            break
-        kept.append(i)
-        so_far += probs[i]
-    return kept if share < 1 else ordered
-
-
-def softmax(values: np.ndarray) -> np.ndarray:
-    exps = np.exp(values - values.max())
-    return np.asarray(exps / exps.sum())
-
-
-def assert_distributed(counts: list[int], probs: np.ndarray) -> None:
-    """Chi-square at one in a million, and nothing at all outside the support."""
-    possible = probs > 0
-    assert sum(np.array(counts)[~possible]) == 0
-    if possible.sum() > 1:
-        result = stats.chisquare(np.array(counts)[possible], probs[possible] * sum(counts))
-        assert result.pvalue > 1e-6
-
+from tests.fakes.sampling import assert_distributed, expected, histogram, one, row, softmax
 
 # --- greedy ---------------------------------------------------------------------------------------------------------
 
@@ -131,6 +67,32 @@ LOGITS = [2.0, 1.0, 1.5, -1.0, 0.0, 1.0, -3.0, 0.5]
         {"typical_p": 0.5},
         {"typical_p": 0.01},
         {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8},
+        {"top_a": 0.4},
+        {"top_a": 1.0},
+        {"top_p": 0.9, "top_a": 0.5},
+        {"tfs": 0.3},
+        {"tfs": 0.95},
+        {"tfs": 0.01},
+        {"smoothing_factor": 0.3},
+        {"smoothing_factor": 2.0, "temperature": 1.5},
+        {"temperature": 2.0, "temperature_last": True, "top_p": 0.8},
+        {"min_temp": 0.5, "max_temp": 3.0},
+        {"min_temp": 0.0, "max_temp": 2.0, "temp_exponent": 0.3, "min_p": 0.2},
+        {"xtc_probability": 1.0},
+        {"xtc_probability": 0.4, "xtc_threshold": 0.05},
+        {
+            "smoothing_factor": 0.4,
+            "temperature": 1.7,
+            "temperature_last": True,
+            "top_k": 7,
+            "top_p": 0.97,
+            "top_a": 0.1,
+            "min_p": 0.01,
+            "tfs": 0.97,
+            "typical_p": 0.98,
+            "xtc_probability": 0.5,
+            "xtc_threshold": 0.2,
+        },
     ],
     ids=str,
 )
@@ -186,7 +148,7 @@ def test_a_large_vocabulary_is_cut_where_the_whole_sorted_one_would_be(spread: f
     found = sample(logits.repeat(20, 1), rows)
     for each, token in zip(rows, found, strict=True):
         assert token is not None
-        assert token.token_id == best_first[np.searchsorted(mass, each.noise(), side="right")]
+        assert token.token_id == best_first[np.searchsorted(mass, each.draw().noise(), side="right")]
 
 
 def test_rank_is_best_first_and_lowest_id_first_among_equals() -> None:

@@ -116,6 +116,7 @@ class TorchBackend:
             prompt_ids=request.prompt_ids,
             generated=request.generated,
             end_token_ids=[token_id for token_id in request.end_token_ids if token_id < vocab],
+            banned_next=request.banned_next,
         )
         self._jobs[request.id] = _Job(sequence, row)
 
@@ -277,6 +278,7 @@ def _refuse_unknown_tokens(request: BackendRequest, vocab: int) -> None:
         ("prompt", request.prompt_ids),
         ("generated", request.generated),
         ("logit_bias", request.params.logit_bias),
+        ("banned_next", request.banned_next),
     ):
         wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab), None)
         if wrong is not None:

@@ -1,9 +1,9 @@
 """Choosing the next token of every row of a batch of logits, with work only for what some row asks for.
 
-The order, per row: logit_bias, and end tokens masked before min_tokens; repetition, then frequency and presence
-penalty; then greedy (temperature 0: exact argmax, the lowest id among equals), or temperature, filters and a draw
-(see `draw`). Nothing is random but a function of the row's seed and position, so that an answer does not depend on
-what else is in the batch, on preemption, or on the worker.
+The order, per row: repetition, then frequency and presence penalty; logit_bias, DRY, end tokens masked before
+min_tokens and tokens that the next one must not be; then greedy (temperature 0: exact argmax, the lowest id among
+equals), or temperature, filters and a draw (see `draw`). Nothing is random but a function of the row's seed and
+position, so that an answer does not depend on what else is in the batch, on preemption, or on the worker.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import TokenLogprob
-from engine.backends.torch.draw import Knobs, draw_filtered, draw_plain, rank, uniform
-from engine.backends.torch.penalties import TokenCounts, penalise
+from engine.backends.torch.draw import draw_filtered, draw_plain, rank
+from engine.backends.torch.dry import DryPenalty
+from engine.backends.torch.knobs import Draw, Knobs, bounded, columns, filtered
+from engine.backends.torch.penalties import penalise, seen_by
 from engine.config import SamplingParams
 
 
@@ -32,6 +34,7 @@ class SampleRow:
     """One request's side of sampling: made once, told of every token, so that a step costs no walk over its tokens.
 
     position: where the next token goes (tokens known so far).      output_tokens: how many of them are output.
+    banned_next: ids that the first token to come must not be.
     """
 
     def __init__(
@@ -41,34 +44,44 @@ class SampleRow:
         prompt_ids: Sequence[int],
         generated: Sequence[int] = (),
         end_token_ids: Sequence[int] = (),
+        banned_next: Sequence[int] = (),
     ) -> None:
         self.params = params
-        self.position = len(prompt_ids)
-        self.output_tokens = 0
+        self.position = len(prompt_ids) + len(generated)
+        self.output_tokens = len(generated)
         self.greedy = params.temperature == 0
-        self.filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
+        self.filtered = filtered(params)
+        self.bounded = bounded(params)
+        self.end_token_ids = tuple(end_token_ids)
         self.bias = _as_tensors(params.logit_bias)
-        self.end_mask = _as_tensors(dict.fromkeys(end_token_ids, -torch.inf)) if params.min_tokens else None
-        self.counts = TokenCounts(prompt_ids if params.repetition_penalty != 1 else ()) if _penalises(params) else None
-        for token_id in generated:
-            self.push(token_id)
+        self.end_mask = _mask(end_token_ids) if params.min_tokens else None
+        self.next_mask = _mask(banned_next)
+        self.seen = seen_by(params, prompt_ids)
+        if self.seen is not None:
+            for token_id in generated:
+                self.seen.push(token_id)
+        self.dry = DryPenalty(params, [*prompt_ids, *generated]) if params.dry_multiplier > 0 else None
 
     def push(self, token_id: int) -> None:
         """Note that this token was chosen."""
         self.position += 1
         self.output_tokens += 1
-        if self.counts is not None:
-            self.counts.push(token_id)
+        self.next_mask = None
+        if self.seen is not None:
+            self.seen.push(token_id)
+        if self.dry is not None:
+            self.dry.push(token_id)
 
     @property
     def additions(self) -> list[tuple[Tensor, Tensor]]:
         """(ids, values) pairs to add to the logits now."""
         end_mask = self.end_mask if self.output_tokens < self.params.min_tokens else None
-        return [pair for pair in (self.bias, end_mask) if pair is not None]
+        dry = None if self.dry is None else self.dry.penalties()
+        return [pair for pair in (self.bias, dry, end_mask, self.next_mask) if pair is not None]
 
-    def noise(self) -> float:
-        """The uniform number for the next token."""
-        return uniform(self.params.seed or 0, self.position)
+    def draw(self) -> Draw:
+        """What the next draw needs to know of it."""
+        return Draw(self.params, self.position, self.end_token_ids)
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
@@ -78,12 +91,15 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
     """
     edited = _edit(logits, rows)
     best, tokens = edited.max(dim=-1)
-    plain = [index for index, row in enumerate(rows) if not row.greedy and not row.filtered]
-    filtered = [index for index, row in enumerate(rows) if not row.greedy and row.filtered]
+    drawn = [index for index, row in enumerate(rows) if not row.greedy]
+    plain = [index for index in drawn if not rows[index].filtered]
+    few = [index for index in drawn if rows[index].filtered and rows[index].bounded]
+    whole = [index for index in drawn if rows[index].filtered and not rows[index].bounded]
     if plain:
-        _draw(edited, rows, plain, tokens, lambda part, knobs: draw_plain(part, knobs.temperature, knobs.noise))
-    if filtered:
-        _draw(edited, rows, filtered, tokens, draw_filtered)
+        _draw(edited, rows, plain, tokens, _draw_plain)
+    for index in (few, whole):  # apart, so that no row has the whole vocabulary sorted for another's sake
+        if index:
+            _draw(edited, rows, index, tokens, _draw_filtered)
     chosen: list[int] = torch.where(best.isfinite(), tokens, -1).tolist()
     logprobs = _logprobs(logits, rows, chosen)
     return [None if token < 0 else SampledToken(token, logprobs.get(index)) for index, token in enumerate(chosen)]
@@ -94,22 +110,34 @@ def _draw(
     rows: Sequence[SampleRow],
     index: list[int],
     tokens: Tensor,
-    draw: Callable[[Tensor, Knobs], Tensor],
+    draw: Callable[[Tensor, Sequence[Draw]], Tensor],
 ) -> None:
     """Fill `tokens` at `index` with what `draw` draws from those rows."""
-    some = [rows[i] for i in index]
-    knobs = Knobs.of([r.params for r in some], [r.noise() for r in some], logits.shape[1], logits.device)
     where = torch.tensor(index, device=logits.device)
-    tokens[where] = draw(logits if len(index) == len(rows) else logits[where], knobs)
+    tokens[where] = draw(logits if len(index) == len(rows) else logits[where], [rows[i].draw() for i in index])
+
+
+def _draw_plain(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    temperature, noise = columns(
+        [[draw.params.temperature for draw in draws], [draw.noise() for draw in draws]], logits.device
+    )
+    return draw_plain(logits, temperature, noise)
+
+
+def _draw_filtered(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    return draw_filtered(logits, Knobs.of(draws, logits.shape[1], logits.device))
 
 
 def _edit(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Logits after bias, min_tokens and penalties; the same tensor where no row asks for any."""
+    """Logits after penalties and everything that is added; the same tensor where no row asks for any."""
     added = [(index, pair) for index, row in enumerate(rows) for pair in row.additions]
-    penalised = [(index, row.counts) for index, row in enumerate(rows) if row.counts is not None]
-    if not added and not penalised:
+    seen = [(index, row.seen.tokens()) for index, row in enumerate(rows) if row.seen is not None]
+    if not added and not seen:
         return logits
     edited = logits.clone()
+    if seen:
+        index = [row for row, _ in seen]
+        penalise(edited, index, [rows[row].params for row in index], [tokens for _, tokens in seen])
     if added:
         lengths = torch.tensor([len(ids) for _, (ids, _) in added])
         where = torch.tensor([index for index, _ in added]).repeat_interleave(lengths)
@@ -117,17 +145,6 @@ def _edit(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         values = torch.cat([values for _, (_, values) in added])
         target = (where.to(logits.device), ids.to(logits.device))
         edited.index_put_(target, values.to(logits.device), accumulate=True)
-    if penalised:
-        index = [row for row, _ in penalised]
-        params = [rows[row].params for row in index]
-        penalise(
-            edited,
-            index,
-            [counts for _, counts in penalised],
-            repetition=[p.repetition_penalty for p in params],
-            frequency=[p.frequency_penalty for p in params],
-            presence=[p.presence_penalty for p in params],
-        )
     return edited
 
 
@@ -151,8 +168,8 @@ def _logprobs(logits: Tensor, rows: Sequence[SampleRow], chosen: Sequence[int]) 
     return found
 
 
-def _penalises(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+def _mask(token_ids: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+    return _as_tensors(dict.fromkeys(token_ids, -torch.inf))
 
 
 def _as_tensors(values: dict[int, float]) -> tuple[Tensor, Tensor] | None:
