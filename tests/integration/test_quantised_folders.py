@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine.backends.base import BackendRequest, LoadProgress
 from engine.backends.torch import memory
@@ -19,13 +19,16 @@ from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.loading import as_stored
 from engine.backends.torch.model_config import read_model_config
 from engine.backends.torch.runner import ModelRunner
+from engine.backends.torch.weights import locate
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import InsufficientMemory, LoadCancelled, ModelLoadFailed
 from engine.models.inspect import inspect
+from tests.fakes import exl2_tensors, gptq_tensors
 from tests.fakes.oracle import ignore_progress, load_runner, never
 from tests.fakes.quantised_folders import Twins, edit_config, edit_weights, make_twins
 
 TOKENS = 16
+WIDER_THAN_A_SLAB = 4136
 PROMPT = [(17 * position) % 300 + 3 for position in range(20)]
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
@@ -229,6 +232,20 @@ def test_a_bias_of_zeros_that_the_model_does_not_have_changes_nothing(gptq: Path
     expected = logits(gptq)
     edit_weights(gptq, **{f"{Q_PROJ}.bias": torch.zeros(64).half()})
     assert torch.equal(logits(gptq), expected)
+
+
+@pytest.mark.parametrize("method", ["exl2", "gptq"])
+def test_a_layer_wider_than_what_is_made_at_a_time_is_read_whole(method: str, tmp_path: Path) -> None:
+    columns = WIDER_THAN_A_SLAB
+    if method == "exl2":
+        tensors = exl2_tensors.random_exl2([(4, 8)], columns)
+        expected = exl2_tensors.dequantise_by_rules(tensors, columns)
+    else:
+        tensors = gptq_tensors.random_gptq(8, columns, 1)
+        expected = gptq_tensors.dequantise_by_rules(tensors, [0] * 8)
+    save_file({f"layer.{part}": tensor for part, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    weights = locate(Checkpoint.open(tmp_path), {"layer.weight": (columns, 8)}, None)
+    assert torch.equal(weights["layer.weight"].read(torch.device("cpu")), expected.t())
 
 
 def test_a_layer_that_is_neither_plain_nor_quantised_is_named(exl2: Path) -> None:

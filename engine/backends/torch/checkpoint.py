@@ -60,15 +60,21 @@ class Checkpoint:
             raise ModelLoadFailed(f"the weights lack the tensor {name}", tensor=name)
         return self._tensors[name]
 
-    def read(self, name: str) -> Tensor:
-        """A tensor as it is stored, on the CPU. Raises ModelLoadFailed naming the file where it cannot be read."""
-        file = self.info(name).file
-        try:
-            with safe_open(file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise _damaged(file, error) from None
-        return tensor
+    def read(self, *names: str) -> list[Tensor]:
+        """The named tensors as they are stored, on the CPU, each of their files opened once.
+
+        Raises ModelLoadFailed naming the tensor that is missing or the file that cannot be read.
+        """
+        files = [self.info(name).file for name in names]
+        found: dict[str, Tensor] = {}
+        for file in dict.fromkeys(files):
+            wanted = [name for name, holder in zip(names, files, strict=True) if holder == file]
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    found |= {name: opened.get_tensor(name) for name in wanted}
+            except (SafetensorError, OSError) as error:
+                raise _damaged(file, error) from None
+        return [found[name] for name in names]
 
 
 def _weight_files(folder: Path) -> list[Path]:

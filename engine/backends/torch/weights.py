@@ -46,7 +46,8 @@ class PlainWeight:
 
     def read(self, device: torch.device) -> Tensor:
         """The tensor on the CPU, from which it is copied to where it belongs."""
-        return self.checkpoint.read(self.name)[: self.shape[0]]
+        (tensor,) = self.checkpoint.read(self.name)
+        return tensor[: self.shape[0]]
 
 
 def locate(

@@ -16,6 +16,11 @@ from engine.backends.torch.quant.parts import malformed
 _MARKS: dict[str, Method] = {"q_weight": "exl2", "qweight": "gptq"}
 """The tensor by which each method is known: the tensors decide, config.json may be silent."""
 
+_COLUMN_PACKED = ("q_scale", "qzeros")
+_COLUMNS_PER_WORD = 8
+_SLAB_COLUMNS = 4096
+"""Columns dequantised at a time: beside the weight itself, only a slab of it is held."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
@@ -34,16 +39,32 @@ class QuantisedWeight:
 
     def read(self, device: torch.device) -> Tensor:
         """Dequantise on `device`: float16. Raises ModelLoadFailed naming a tensor that is malformed."""
-        tensors = {part: self.checkpoint.read(f"{self.key}.{part}").to(device) for part in self.parts}
-        bias = tensors.get("bias")
+        stored = self.checkpoint.read(*(f"{self.key}.{part}" for part in self.parts))
+        tensors = {part: tensor.to(device) for part, tensor in zip(self.parts, stored, strict=True)}
+        bias = tensors.pop("bias", None)
         if bias is not None and bool(bias.any()):
             raise malformed(self.key, "bias", "is not zero, and config.json gives its layer no bias")
-        return self._matrix(tensors).t().contiguous()
+        weight = torch.empty(self.shape, dtype=torch.float16, device=device)
+        for first in range(0, len(weight), _SLAB_COLUMNS):
+            rows = weight[first : first + _SLAB_COLUMNS]
+            rows.copy_(self._matrix(_columns(tensors, first), len(rows)).t())
+        return weight
 
-    def _matrix(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _matrix(self, tensors: Mapping[str, Tensor], columns: int) -> Tensor:
         if self.quantisation.method == "exl2":
-            return exl2.Exl2Linear(self.key, **tensors).dequantise(self.shape[0])
+            return exl2.Exl2Linear(self.key, **tensors).dequantise(columns)
         return gptq.GptqLinear(self.key, **tensors, zero_offset=self.quantisation.gptq_zero_offset).dequantise()
+
+
+def _columns(tensors: Mapping[str, Tensor], first: int) -> dict[str, Tensor]:
+    """A layer's tensors with at most _SLAB_COLUMNS of its columns, from `first` on; what has one dimension is of its
+    rows."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            per_word = _COLUMNS_PER_WORD if name in _COLUMN_PACKED else 1
+            found[name] = tensor[:, first // per_word : (first + _SLAB_COLUMNS) // per_word]
+    return found
 
 
 def method_of(checkpoint: Checkpoint, key: str) -> Method | None:
