@@ -50,7 +50,9 @@ class FakeExllama:
         """A backend over these fakes, with nothing loaded."""
         return ExllamaBackend(self.import_library, self.load_parts)
 
-    def import_library(self, report: Callable[[LoadProgress], None]) -> Library:
+    def import_library(
+        self, report: Callable[[LoadProgress], None], *, spec: ModelSpec, cancelled: Callable[[], bool]
+    ) -> Library:
         """The fake classes."""
         report(LoadProgress(phase="kernels", done=1, total=1, unit="files"))
         unused: Any = None

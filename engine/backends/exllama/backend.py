@@ -26,7 +26,12 @@ from engine.errors import InvalidRequest, LoadCancelled, ModelLoadFailed, Worker
 _logger = logging.getLogger(__name__)
 
 Report = Callable[[LoadProgress], None]
-ImportLibrary = Callable[[Report], Library]
+
+
+class ImportLibrary(Protocol):
+    """Imports the library for a model; raises ModelLoadFailed, or BackendUnavailable where it cannot run."""
+
+    def __call__(self, report: Report, *, spec: ModelSpec, cancelled: Callable[[], bool]) -> Library: ...
 
 
 class LoadParts(Protocol):
@@ -76,7 +81,7 @@ class ExllamaBackend:
         """Load weights and cache and run one short request. Pages and prefill chunks have the library's sizes."""
         self.unload()
         import_library, load_parts = self._loaders()
-        library = import_library(report)
+        library = import_library(report, spec=spec, cancelled=cancelled)
         _raise_if(cancelled)
         self._parts = parts = load_parts(library, spec, max_prompts=max_prompts, report=report, cancelled=cancelled)
         try:
@@ -266,19 +271,22 @@ class ExllamaBackend:
             self._mend(error)
 
     def _mend(self, error: Exception) -> None:
-        """End the requests of a step that failed, and let the others go on in a new generator."""
+        """End the requests of a step that failed, and let those that held no pages yet go on in a new generator.
+
+        Where nobody held any, all jobs end: so every failure ends somebody, and none can go on for ever.
+        """
         if device_is_lost(error):
             raise error
         assert self._parts is not None
         running = list(self._line.running.values())
         _logger.error("the generator failed with %d requests", len(running), exc_info=error)
         pending = {id(job) for job in self._generator.pending_jobs}
+        failed = [live for live in running if id(live.job.handle) not in pending] or running
         self._line.running.clear()
         self._generator = None
-        self._line.give_back([live.request for live in running if id(live.job.handle) in pending])
-        for live in running:
-            if id(live.job.handle) not in pending:
-                self._end(live.request.id, "error", reason(error))
+        self._line.give_back([live.request for live in running if live not in failed])
+        for live in failed:
+            self._end(live.request.id, "error", reason(error))
         try:
             self._generator = self._parts.make_generator()
         except Exception as failure:

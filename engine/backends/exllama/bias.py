@@ -17,6 +17,8 @@ from engine.config import SamplingParams
 LONGEST_REPEAT = 64
 """Repeats are measured up to this many tokens: with any base above 1 their penalty is prohibitive long before."""
 
+_LARGEST = 1e30  # finite, so that something is left to choose from where every token would repeat
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBias:
@@ -85,7 +87,7 @@ def dry_penalty(known: Tensor, width: int, params: SamplingParams) -> Tensor:
     extending = known[ends + 1]
     counted = (lengths >= params.dry_allowed_length) & ~torch.isin(extending, breakers)
     cost = params.dry_multiplier * params.dry_base ** (lengths[counted] - params.dry_allowed_length).double()
-    return penalty.scatter_reduce_(0, extending[counted], cost.float(), "amax")
+    return penalty.scatter_reduce_(0, extending[counted], cost.clamp(max=_LARGEST).float(), "amax")
 
 
 def _repeats_of_the_end(known: Tensor, breakers: Tensor) -> tuple[Tensor, Tensor]:

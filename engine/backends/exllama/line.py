@@ -21,7 +21,7 @@ class Counters:
     draft_accepted: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Live:
     """A request with its job. begun: its first token was sent. The others are what the counters have of it."""
 

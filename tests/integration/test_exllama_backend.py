@@ -1,0 +1,335 @@
+"""What the ExLlamaV2 backend does beyond the contract, over a fake generator: failures, drafts, guidance, samplers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.backends.base import BackendRequest
+from engine.backends.exllama.backend import ExllamaBackend
+from engine.config import ModelSpec, SamplingParams
+from engine.errors import ContextLengthExceeded, InvalidRequest, ModelLoadFailed, WorkerFailed
+from tests.contract.driving import GREEDY, TOKENS, Drive, ask, params, prompt
+from tests.fakes.exllama import FakeExllama
+from tests.fakes.exllama_generator import foretell, hash_logits
+from tests.fakes.exllama_job import HOLDING
+from tests.fakes.model import VOCAB_SIZE
+
+
+def load(fakes: FakeExllama, *, max_prompts: int = 8, **spec: object) -> ExllamaBackend:
+    backend = fakes.backend()
+    backend.load(
+        ModelSpec(path=Path("model"), name="fake", **spec),  # type: ignore[arg-type]
+        max_prompts=max_prompts,
+        step_tokens=64,
+        page_tokens=8,
+        report=lambda progress: None,
+        cancelled=lambda: False,
+    )
+    return backend
+
+
+def answer(request: BackendRequest, **fakes: object) -> list[int]:
+    return Drive(load(FakeExllama(**fakes)), request).to_end()[request.id]  # type: ignore[arg-type]
+
+
+def flat(*likely: tuple[int, float]) -> Callable[[Sequence[int], int], Tensor]:
+    """A model that gives these tokens these probabilities, always."""
+
+    def logits(ids: Sequence[int], vocab_size: int) -> Tensor:
+        row = torch.full((vocab_size,), -60.0)
+        for token_id, probability in likely:
+            row[token_id] = math.log(probability)
+        return row
+
+    return logits
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_answers_are_the_models() -> None:
+    requests = [ask(str(salt), prompt(salt, 3 + 90 * salt)) for salt in range(8)]
+    for draft_tokens in (0, 4):
+        together = Drive(load(FakeExllama(draft_tokens=draft_tokens)), *requests).to_end()
+        assert together == {each.id: foretell(each.prompt_ids, TOKENS, VOCAB_SIZE) for each in requests}
+
+
+def test_guesses_come_several_a_step_and_are_counted() -> None:
+    backend = load(FakeExllama(draft_tokens=4))
+    drive = Drive(backend, ask("a", prompt(0)))
+    drive.to_end()
+    stats = backend.stats()
+    assert stats.steps < TOKENS
+    assert 0 < stats.draft_accepted < stats.draft_tokens
+    assert drive.finish == {"a": "length"}
+
+
+def test_a_stray_byte_holds_no_token_back() -> None:
+    def logits(ids: Sequence[int], vocab_size: int) -> Tensor:
+        row = hash_logits(ids, vocab_size)
+        row[HOLDING] = 99.0 if len(ids) == 20 else -99.0
+        return row
+
+    drive = Drive(load(FakeExllama(logits=logits)), ask("a", prompt(0)))
+    while drive.backend.has_work():
+        assert len(drive.step()) == 1
+    assert drive.tokens["a"][0] == HOLDING
+
+
+def test_a_request_without_finite_probabilities_fails_alone() -> None:
+    def logits(ids: Sequence[int], vocab_size: int) -> Tensor:
+        return hash_logits(ids, vocab_size) * (math.nan if ids[0] == 250 and len(ids) == 23 else 1)
+
+    drive = Drive(load(FakeExllama(logits=logits)), ask("a", [250, *prompt(0)]), ask("b", prompt(1)))
+    assert drive.to_end()["b"] == foretell(prompt(1), TOKENS, VOCAB_SIZE)
+    assert drive.finish["a"] == "error"
+    assert "finite" in drive.events["a"][-1].message
+    assert len(drive.tokens["a"]) == 2
+
+
+def test_a_temperature_that_underflows_takes_the_most_likely_token() -> None:
+    knobs = SamplingParams(temperature=0.01, temperature_last=True, max_tokens=TOKENS, seed=1)
+    assert answer(ask("a", prompt(0), knobs), logits=flat((5, 0.2), (6, 0.3), (7, 0.25))) == [6] * TOKENS
+
+
+def test_a_resumed_request_keeps_its_draws_with_guesses_too() -> None:
+    knobs = SamplingParams(temperature=1.3, seed=7, max_tokens=TOKENS)
+    whole = answer(ask("a", prompt(0), knobs))
+    assert answer(ask("a", prompt(0), knobs), draft_tokens=3) == whole
+    assert answer(ask("a", prompt(0), knobs, generated=whole[:5]), draft_tokens=3) == whole
+
+
+# --- samplers that are ours -----------------------------------------------------------------------------------------
+
+
+def shares(knobs: SamplingParams, **fakes: object) -> dict[int, float]:
+    """How often each token comes, of 2000."""
+    drive = Drive(load(FakeExllama(max_model_len=4096, **fakes)), ask("a", [1, 2, 3], knobs))  # type: ignore[arg-type]
+    counts = Counter(drive.to_end()["a"])
+    return {token_id: count / 2000 for token_id, count in counts.items()}
+
+
+def test_xtc_leaves_all_likely_choices_out_but_the_least() -> None:
+    model = flat((5, 0.5), (6, 0.3), (7, 0.15), (8, 0.05))
+    always = shares(SamplingParams(xtc_probability=1.0, max_tokens=2000, seed=3), logits=model)
+    assert always.keys() == {7, 8}
+    assert always[7] == pytest.approx(0.75, abs=0.04)
+    half = shares(SamplingParams(xtc_probability=0.5, max_tokens=2000, seed=3), logits=model)
+    assert half[5] == pytest.approx(0.25, abs=0.04)
+    assert half[7] == pytest.approx((0.15 + 0.75) / 2, abs=0.04)
+
+
+def test_xtc_leaves_mirostats_state_as_one_draw_does() -> None:
+    fakes = FakeExllama(logits=flat((5, 0.5), (6, 0.3), (7, 0.2)))
+    knobs = SamplingParams(xtc_probability=1.0, mirostat=2, max_tokens=10, seed=3)
+    drive = Drive(load(fakes), ask("a", prompt(0), knobs))
+    drive.until(lambda stats: bool(fakes.generators[-1].active_jobs))
+    settings = fakes.generators[-1].active_jobs[0].gen_settings
+    drive.to_end()
+    assert settings.mirostat_mu == [10.0]
+
+
+def test_frequency_and_presence_penalties_leave_the_prompt_alone() -> None:
+    model = flat((5, 0.6), (6, 0.4))
+    knobs = params(presence_penalty=2.0, max_tokens=2)
+    assert answer(ask("a", [5, 5, 5], knobs), logits=model) == [5, 6]
+
+
+def test_dry_stops_a_repeat() -> None:
+    def loops(ids: Sequence[int], vocab_size: int) -> Tensor:
+        row = torch.zeros(vocab_size)
+        row[10 + (ids[-1] - 9) % 3] = 5.0
+        return row
+
+    plain = answer(ask("a", [10, 11, 12]), logits=loops)
+    assert plain == [10, 11, 12] * 8
+    assert answer(ask("a", [10, 11, 12], params(dry_multiplier=10.0)), logits=loops)[:3] != plain[:3]
+
+
+# --- guidance -------------------------------------------------------------------------------------------------------
+
+
+def test_guidance_runs_two_sequences_and_answers_with_both() -> None:
+    negative = tuple(prompt(5, 300))
+    knobs = params(cfg_scale=1.5, negative_prompt_ids=negative)
+    fakes = FakeExllama()
+    drive = Drive(load(fakes), ask("a", prompt(0), knobs))
+    drive.until(lambda stats: stats.decoding == 1)
+    assert fakes.generators[-1].num_remaining_jobs() == 1
+    assert drive.backend.stats().pages_free == 16 - 1 - 2
+    known: list[int] = []
+    for _ in range(TOKENS):
+        positive = hash_logits([*prompt(0), *known], VOCAB_SIZE).log_softmax(-1)
+        against = hash_logits([*negative, *known], VOCAB_SIZE).log_softmax(-1)
+        known.append(int((1.5 * positive - 0.5 * against).argmax()))
+    assert drive.to_end()["a"] == known
+
+
+def test_guidance_takes_two_places() -> None:
+    knobs = params(cfg_scale=1.5, negative_prompt_ids=(1, 2, 3))
+    drive = Drive(load(FakeExllama(places=3)), *(ask(str(salt), prompt(salt), knobs) for salt in range(3)))
+    drive.step()
+    assert (drive.backend.stats().decoding, drive.backend.stats().waiting) == (1, 2)
+    drive.to_end()
+
+
+@pytest.mark.parametrize(
+    ("fakes", "knobs", "param"),
+    [
+        ({}, {"cfg_scale": 1.5}, "negative_prompt"),
+        ({"draft_tokens": 2}, {"cfg_scale": 1.5, "negative_prompt_ids": (1,)}, "cfg_scale"),
+        ({"places": 1}, {"cfg_scale": 1.5, "negative_prompt_ids": (1,)}, "cfg_scale"),
+        ({}, {"cfg_scale": 1.5, "negative_prompt_ids": (9999,)}, "negative_prompt"),
+        ({"draft_tokens": 2, "ngram": True}, {}, "prompt"),
+    ],
+)
+def test_what_would_break_the_generator_for_everybody_is_refused_by_name(
+    fakes: dict[str, object], knobs: dict[str, object], param: str
+) -> None:
+    backend = load(FakeExllama(**fakes))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest) as refused:
+        backend.submit(ask("a", [1, 2], params(**knobs)))
+    assert refused.value.details["param"] == param
+    assert not backend.has_work()
+
+
+def test_a_negative_prompt_counts_against_the_pages() -> None:
+    knobs = params(cfg_scale=2.0, negative_prompt_ids=tuple(prompt(1, 600)))
+    with pytest.raises(ContextLengthExceeded, match="600 tokens"):
+        load(FakeExllama(pages=4)).submit(ask("a", prompt(0, 300), knobs))
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_taken_for_the_whole_answer_before_it_starts() -> None:
+    fakes = FakeExllama(pages=4)
+    drive = Drive(load(fakes), ask("a", prompt(0), params(max_tokens=700)), ask("b", prompt(1), params(max_tokens=300)))
+    drive.step()
+    assert (drive.backend.stats().decoding, drive.backend.stats().waiting) == (1, 1)
+    assert drive.backend.stats().pages_free == 1
+    assert [len(tokens) for tokens in drive.to_end().values()] == [700, 300]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_the_others() -> None:
+    backend = load(FakeExllama(max_chunk_size=256))
+    drive = Drive(backend, ask("a", prompt(0)), ask("b", prompt(1, 1000)))
+    drive.step()
+    stats = backend.stats()
+    assert (stats.prefilling, stats.decoding) == (1, 1)
+    assert [(each.computed_tokens, each.known_tokens) for each in stats.sequences] == [(20, 21), (256, 1000)]
+    drive.to_end()
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 7])
+def test_a_clamped_answer_ends_with_length_inside_pages_and_context(draft_tokens: int) -> None:
+    for pages, context in ((2, 2048), (16, 600)):
+        fakes = FakeExllama(pages=pages, max_model_len=context, draft_tokens=draft_tokens)
+        drive = Drive(load(fakes), ask("a", prompt(0, 300), params(max_tokens=5000)))
+        assert len(drive.to_end()["a"]) == min(pages * 256, context) - 300 - draft_tokens
+        assert drive.finish == {"a": "length"}
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["iterate", "prefilled", "decoded"])
+def test_a_failing_iteration_ends_the_requests_in_it_alone(where: str) -> None:
+    fakes = FakeExllama(pages=4)
+    drive = Drive(load(fakes, max_prompts=2))
+    drive.add(ask("runs", prompt(0), params(max_tokens=700)))
+    drive.step()
+    drive.add(ask("waits for pages", prompt(1), params(max_tokens=300)))
+    drive.add(ask("waits for its turn", prompt(2)))
+    drive.step()
+    fakes.faults.add(where, RuntimeError("a kernel failed"))
+    drive.step()
+    assert drive.finish == {"runs": "error"}
+    assert "RuntimeError: a kernel failed" in drive.events["runs"][-1].message
+    assert len(fakes.generators) == 2
+    tokens = drive.to_end()
+    assert tokens["waits for pages"] == foretell(prompt(1), 300, VOCAB_SIZE)
+    assert tokens["waits for its turn"] == foretell(prompt(2), TOKENS, VOCAB_SIZE)
+
+
+def test_running_out_of_memory_is_told_as_that() -> None:
+    fakes = FakeExllama()
+    drive = Drive(load(fakes), ask("a", prompt(0)))
+    fakes.faults.add("iterate", torch.OutOfMemoryError("CUDA out of memory"))
+    drive.to_end()
+    assert "not enough memory" in drive.events["a"][-1].message
+
+
+def test_a_job_that_the_library_refuses_fails_alone() -> None:
+    fakes = FakeExllama()
+    drive = Drive(load(fakes), ask("a", prompt(0)), ask("b", prompt(1)))
+    fakes.faults.add("enqueue", AssertionError("Job requires 99 pages"))
+    assert drive.to_end()["b"] == foretell(prompt(1), TOKENS, VOCAB_SIZE)
+    assert "Job requires 99 pages" in drive.events["a"][-1].message
+    assert len(fakes.generators) == 1
+
+
+def test_a_failing_cancel_makes_the_generator_anew() -> None:
+    fakes = FakeExllama()
+    drive = Drive(load(fakes, max_prompts=2), *(ask(str(salt), prompt(salt)) for salt in range(3)))
+    drive.step()
+    fakes.faults.add("cancel", RuntimeError("page table"))
+    drive.backend.cancel("0")
+    assert drive.backend.has_work()
+    assert [event.request_id for event in drive.backend.step() if event.finish == "error"] == ["1"]
+    while drive.backend.has_work():
+        drive.backend.step()
+        drive.backend.check()
+    assert drive.backend.stats().pages_free == drive.backend.stats().pages_total
+
+
+def test_a_generator_that_cannot_be_mended_degrades_the_backend() -> None:
+    fakes = FakeExllama()
+    backend = load(fakes, max_prompts=1)
+    drive = Drive(backend, ask("a", prompt(0)), ask("b", prompt(1)))
+    drive.step()
+    fakes.faults.add("iterate", RuntimeError("broken"))
+    fakes.faults.add("make_generator", RuntimeError("no memory for its buffers"))
+    drive.step()
+    assert drive.finish == {"a": "error", "b": "error"}
+    assert "no memory for its buffers" in backend.stats().degraded
+    assert not backend.has_work()
+    with pytest.raises(WorkerFailed, match="no memory for its buffers"):
+        backend.submit(ask("c", prompt(2)))
+    backend.unload()
+    assert backend.stats().degraded == ""
+
+
+def test_a_lost_device_is_not_mended() -> None:
+    fakes = FakeExllama()
+    backend = load(fakes)
+    backend.submit(ask("a", prompt(0)))
+    fakes.faults.add("iterate", RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        backend.step()
+    assert len(fakes.generators) == 1
+
+
+def test_a_model_that_cannot_answer_fails_its_load_and_gives_its_memory_back() -> None:
+    fakes = FakeExllama()
+    fakes.faults.add("iterate", RuntimeError("no kernel image"))
+    with pytest.raises(ModelLoadFailed, match="no kernel image"):
+        load(fakes)
+    assert fakes.freed == 1
+
+
+def test_memory_is_given_back_once() -> None:
+    fakes = FakeExllama()
+    backend = load(fakes)
+    backend.submit(ask("a", prompt(0), GREEDY))
+    backend.step()
+    backend.unload()
+    backend.unload()
+    assert fakes.freed == 1
