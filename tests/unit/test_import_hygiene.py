@@ -12,13 +12,15 @@ ROOT = Path(__file__).parents[2]
 SCREENS = ("textual", "rich")
 WEB = ("aiohttp",)
 TORCH = ("torch", "exllamav2", "transformers")
+NEEDS_MORE = ("engine.backends.paged_attention.flash",)
+"""Modules that import what the tests need not have."""
 
 
 def modules(folder: str) -> list[str]:
     found = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        if not name.endswith("__main__"):
+        if not name.endswith("__main__") and name not in NEEDS_MORE:
             found.append(name)
     return found
 
@@ -43,9 +45,10 @@ def test_the_engine_knows_no_screen_and_no_http() -> None:
 
 
 def test_deciding_needs_no_torch() -> None:
-    heavy = ("engine.backends.torch", "engine.demo")
+    heavy = ("engine.backends.torch", "engine.backends.exllama", "engine.backends.paged_attention", "engine.demo")
     light = [name for name in modules("engine") if not name.startswith(heavy)]
     light += [f"engine.backends.torch.{name}" for name in ("scheduler", "pages", "batch")] + ["engine.demo"]
+    light += ["engine.backends.paged_attention.choose"]
     assert loaded_after(light, TORCH) == []
 
 
