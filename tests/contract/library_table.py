@@ -1,0 +1,104 @@
+"""What the `Any`s of engine/backends/exllama are, and what the library's attributes are that are used further."""
+
+from __future__ import annotations
+
+from tests.contract.library_kinds import PLAIN
+
+CONFIG = "config:ExLlamaV2Config"
+MODEL = "model:ExLlamaV2"
+MODULE = "module:ExLlamaV2Module"
+CACHE = "cache:ExLlamaV2Cache"
+GENERATOR = "generator.dynamic:ExLlamaV2DynamicGenerator"
+JOB = "generator.dynamic:ExLlamaV2DynamicJob"
+TOKENIZER = "tokenizer.tokenizer:ExLlamaV2Tokenizer"
+SEQUENCE = f"{JOB}.Sequence"
+PAGE = "generator.dynamic:CachePage"
+SETTINGS = "generator.sampler:ExLlamaV2Sampler.Settings"
+ARCHITECTURE = "architecture:ExLlamaV2ArchParams"
+RESULT = "dict RESULT"
+KEYS = "dict KEYS"
+
+ROOTS: dict[str, str] = {
+    "parts: Library.config": f"class {CONFIG}",
+    "parts: Library.model": f"class {MODEL}",
+    "parts: Library.caches": f"class {CACHE}",
+    "parts: Library.cache_tp": "class cache:ExLlamaV2Cache_TP",
+    "parts: Library.tokenizer": f"class {TOKENIZER}",
+    "parts: Library.generator": f"class {GENERATOR}",
+    "parts: Library.job": f"class {JOB}",
+    "parts: Library.settings": f"class {SETTINGS}",
+    "parts: Library.filter": "class generator.filters.base:ExLlamaV2Filter",
+    "parts: Library.lora": "class lora:ExLlamaV2Lora",
+    "parts: LoadedParts.config": CONFIG,
+    "parts: LoadedParts.tokenizer": TOKENIZER,
+    "parts: LoadedParts.make_generator": GENERATOR,
+    "adapters: load_adapter()": "lora:ExLlamaV2Lora",
+    "adapters: (lora)": "class lora:ExLlamaV2Lora",
+    "attention: (attn)": "module attn",
+    "attention: (model)": "module model",
+    "backend: _generator": GENERATOR,
+    "configure: (draft)": CONFIG,
+    "configure: (main)": CONFIG,
+    "configure: read_config()": CONFIG,
+    "holdings: model": MODEL,
+    "holdings: cache": CACHE,
+    "holdings: adapters": "lora:ExLlamaV2Lora",
+    "holdings: generator": GENERATOR,
+    "jobs: handle": JOB,
+    "loading: tokenizer": TOKENIZER,
+    "loading: (tokenizer)": TOKENIZER,
+    "loading: _Loader._new_cache()": CACHE,
+    "loading: _GeneratorMaker.__call__()": GENERATOR,
+    "plan: ModelSource.config": CONFIG,
+    "(config)": CONFIG,
+    "(generator)": GENERATOR,
+    "(job)": JOB,
+    "(model)": MODEL,
+    "library: import_module(f'{PACKAGE}.{name}')": PLAIN,  # attn and model, which go to install(attn, model)
+    "library: import_module(name)": PLAIN,  # imports alone
+    "sampling: ()": PLAIN,
+    "attention: model_needs()": PLAIN,
+}
+"""By `file: Class.field`, `file: function()`, or an argument's name."""
+
+TYPES: dict[str, str] = {
+    "CachePage.kv_position": PLAIN,
+    "ExLlamaV2.cache_map": PLAIN,
+    "ExLlamaV2.config": CONFIG,
+    "ExLlamaV2.modules": f"[] {MODULE}",
+    "ExLlamaV2.tp_context": "tensor_p:TPContext",
+    "ExLlamaV2ArchParams.lm": f"{ARCHITECTURE}.Params",
+    "ExLlamaV2ArchParams.Params.keys": KEYS,
+    "ExLlamaV2Config.arch": ARCHITECTURE,
+    "ExLlamaV2DynamicGenerator.active_jobs": f"[] {JOB}",
+    "ExLlamaV2DynamicGenerator.iterate()": f"[] {RESULT}",
+    "ExLlamaV2DynamicGenerator.pending_jobs": f"[] {JOB}",
+    "ExLlamaV2DynamicGenerator.unreferenced_pages": f"[] {PAGE}",
+    "ExLlamaV2DynamicJob.Sequence.sequence_ids": "util:SeqTensor",
+    "ExLlamaV2DynamicJob.gen_settings": SETTINGS,
+    "ExLlamaV2DynamicJob.receive_logits()": PLAIN,
+    "ExLlamaV2DynamicJob.sequences": f"[] {SEQUENCE}",
+    "ExLlamaV2DynamicGenerator.filter_pool": PLAIN,
+    "ExLlamaV2DynamicGenerator.sampling_pool": PLAIN,
+    "ExLlamaV2Module.submodules": f"[] {MODULE}",
+    "SeqTensor.torch()": PLAIN,
+}
+"""By `Class.attribute` or `Class.method()`."""
+
+DICTS: dict[str, str] = {RESULT: "generator.dynamic", KEYS: "architecture"}
+"""Where the library writes the keys of its dicts."""
+
+STARRED = frozenset({SETTINGS})
+"""Constructors that get their arguments from a dict of ours, whose keys a test of its own checks."""
+
+EVERYBODYS = frozenset({"append", "children", "clone", "device", "dtype", "modules", "tensor"})
+"""Attributes of the library's classes that lists, tensors, torch, psutil or sys have too, and are asked of those."""
+
+FAKES: dict[str, tuple[str, frozenset[str]]] = {
+    "exllama_generator:FakeGenerator": (GENERATOR, frozenset({"faults", "logits", "vocab_size", "page_filled"})),
+    "exllama_job:FakeJob": (JOB, frozenset({"generator", "held_ids", "receive_sample", "result"})),
+    "exllama_job:FakeSequence": (SEQUENCE, frozenset({"hashes"})),
+    "exllama_job:FakePage": (PAGE, frozenset()),
+    "exllama_job:FakeIds": ("util:SeqTensor", frozenset({"ids"})),
+}
+"""Each fake's class, what it stands in for, and what it has for itself."""
