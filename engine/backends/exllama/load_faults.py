@@ -12,12 +12,16 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoadNumbers:
-    """What a load was about to need, and what there was, for its error messages. split: whether gpu_split was given."""
+    """What a load was about to need, and what there was, for its error messages.
+
+    other_bytes: work buffers and reserves, estimated.  split: whether gpu_split was given.
+    """
 
     name: str
     devices: str
     weights_bytes: int = 0
     cache_bytes: int = 0
+    other_bytes: int = 0
     free_bytes: int = 0
     split: bool = False
 
@@ -42,7 +46,7 @@ def _is_out_of_memory(error: Exception, text: str) -> bool:
 
 
 def _does_not_fit(numbers: LoadNumbers) -> InsufficientMemory:
-    needed = numbers.weights_bytes + numbers.cache_bytes
+    needed = numbers.weights_bytes + numbers.cache_bytes + numbers.other_bytes
     advice = (
         "gpu_split has to leave room for the cache and for work buffers"
         if numbers.split
@@ -50,7 +54,8 @@ def _does_not_fit(numbers: LoadNumbers) -> InsufficientMemory:
     )
     return InsufficientMemory(
         f"{numbers.name} does not fit on {numbers.devices}: weights {numbers.weights_bytes // _MIB} MiB, KV cache "
-        f"{numbers.cache_bytes // _MIB} MiB and work buffers, of {numbers.free_bytes // _MIB} MiB free; {advice}",
+        f"{numbers.cache_bytes // _MIB} MiB, work buffers and reserve about {numbers.other_bytes // _MIB} MiB, of "
+        f"{numbers.free_bytes // _MIB} MiB free; {advice}",
         device=numbers.devices,
         needed_bytes=needed,
         free_bytes=numbers.free_bytes,

@@ -64,6 +64,7 @@ class _Loader:
             devices=plan.split.names,
             weights_bytes=plan.weights_bytes,
             cache_bytes=self._pages * plan.page_bytes,
+            other_bytes=self._other_bytes,
             free_bytes=sum(self._free_bytes.values()),
             split=plan.split.kind == "given",
         )
@@ -144,12 +145,17 @@ class _Loader:
 
     # --- sizes ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _other_bytes(self) -> int:
+        """Work buffers and reserves of all GPUs that may be used."""
+        split = self._plan.split
+        return sum(split.reserve_bytes[number] + self._plan.work_bytes for number in split.numbers)
+
     def _estimated_pages(self) -> int:
         """Before the weights are loaded: from what all GPUs have together, less all that goes there besides."""
         plan, everywhere = self._plan, self._plan.split.names
-        reserved = sum(plan.split.reserve_bytes[number] + plan.work_bytes for number in self._free_bytes)
         page_bytes = plan.page_bytes + len(self._free_bytes) * plan.unpacked_page_bytes
-        free_bytes = sum(self._free_bytes.values()) - reserved - plan.weights_bytes
+        free_bytes = sum(self._free_bytes.values()) - self._other_bytes - plan.weights_bytes
         return self._sized({everywhere: page_bytes}, {everywhere: free_bytes})
 
     def _measured_pages(self, models: list[Held]) -> int:
