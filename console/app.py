@@ -139,6 +139,13 @@ class EricApp(App[None], inherit_bindings=False):
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(self.screen))
 
+    def action_doctor(self) -> None:
+        """What this machine has and lacks."""
+        from console.screens.doctor import DoctorScreen
+
+        if not isinstance(self.screen, DoctorScreen):
+            self.push_screen(DoctorScreen(self.link))
+
     async def action_quit(self) -> None:
         """Quit; ask first when that would cut answers off."""
         from console.screens.confirm import ConfirmScreen
@@ -155,6 +162,7 @@ class EricApp(App[None], inherit_bindings=False):
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """What the palette offers besides the keys."""
+        yield SystemCommand("Doctor", "What this machine has and lacks, and how to mend it", self.action_doctor)
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
         yield SystemCommand("Screenshot", "Save a picture of this screen (SVG) where you are", self._picture)
 

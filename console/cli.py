@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
@@ -18,6 +19,10 @@ from engine.errors import EngineError
 
 USAGE_ERROR = 2
 FAILURE = 1
+ABOUT = (
+    "Operator console for serving language models on your own hardware. Without arguments it opens "
+    "on the built-in demo model."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,12 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["config"]:
         return _config(argv[1:])
     try:
-        return _run(load_settings(_parse(argv)))
+        if argv[:1] == ["doctor"]:
+            return _doctor(argv[1:])
+        if argv[:1] == ["quantize"]:
+            return _quantize(argv[1:])
+        return _run(load_settings(_parse(argv, _parser(APP_NAME, ABOUT))))
     except EngineError as error:
         print(f"{APP_NAME}: {error.message}", file=sys.stderr)
         return USAGE_ERROR if error.http_status < 500 else FAILURE
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has gone, `head` say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
 
 
 def _config(argv: Sequence[str]) -> int:
@@ -40,6 +52,26 @@ def _config(argv: Sequence[str]) -> int:
     what = parser.parse_args(argv).what
     print(sample() if what == "sample" else config_path(), end="" if what == "sample" else "\n")
     return 0
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    """Examine this machine for what `ericllm` with the same flags would need; 0 where it could run, else 1."""
+    parser = _parser(f"{APP_NAME} doctor", "Say what this machine has and lacks for these flags, and how to mend it.")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print the report for programs")
+    flags = _parse(argv, parser)
+    wanted_json = flags.pop("as_json")
+    settings = load_settings(flags)
+    from console.doctor import as_json, as_text, diagnose
+
+    report = diagnose(settings)
+    print(as_json(report) if wanted_json else as_text(report))
+    return 0 if report.can_run else FAILURE
+
+
+def _quantize(argv: Sequence[str]) -> int:
+    from console.quantize import quantize
+
+    return quantize(_dashed(argv), _Parser(prog=f"{APP_NAME} quantize", allow_abbrev=False))
 
 
 def _run(settings: Settings) -> int:
@@ -58,9 +90,8 @@ def _run(settings: Settings) -> int:
     return run_console(settings, choice)
 
 
-def _parse(argv: Sequence[str]) -> dict[str, Any]:
+def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
     """The flags given; anything else ends the program with one line."""
-    parser = _parser()
     given, unknown = parser.parse_known_args(_dashed(argv))
     if unknown:
         names = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
@@ -87,13 +118,13 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(USAGE_ERROR)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog=APP_NAME,
-        description="Operator console for serving language models on your own hardware. Without arguments it opens "
-        "on the built-in demo model.",
+        prog=prog,
+        description=description,
         epilog="Every flag may be written with dashes or underscores, and set as ERICLLM_<NAME> or in config.toml. "
-        "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs.",
+        "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs; "
+        "'ericllm doctor' says what this machine has and lacks; 'ericllm quantize' makes a smaller EXL2 model.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
     )

@@ -12,6 +12,7 @@ import msgspec
 
 from engine.backends.base import FinishReason
 from engine.config import SamplingParams
+from engine.doctor.report import Report
 from engine.errors import ErrorInfo
 from engine.models.catalog import ModelEntry
 from engine.snapshot import LogEntry, Snapshot
@@ -91,6 +92,9 @@ class EngineLink(Protocol):
 
     def chat(self, messages: Sequence[ChatMessage], params: SamplingParams) -> AsyncIterator[ChatDelta]:
         """Stream an answer; closing the iterator (aclose) cancels the request."""
+
+    async def diagnose(self) -> Report:
+        """What the engine's machine has and lacks for its settings; takes seconds, and ends early when cancelled."""
 
     async def start_api(self) -> None:
         """Listen; raises with the reason (port taken, say)."""

@@ -11,6 +11,7 @@ import msgspec
 from console.link import ApiStatus, ChatDelta, ChatMessage
 from console.runtime import LoopThread, Runtime
 from engine.config import SamplingParams
+from engine.doctor.report import Report
 from engine.engine import GenerateRequest, RequestStream, StreamDelta
 from engine.errors import NoModelLoaded, from_info
 from engine.models.catalog import ModelEntry
@@ -65,6 +66,10 @@ class LocalLink:
     async def cancel_request(self, request_id: str) -> None:
         """Cancel one request."""
         self._loop.call_soon(self._runtime.engine.cancel, request_id)
+
+    async def diagnose(self) -> Report:
+        """What this machine has and lacks."""
+        return await self._call(self._runtime.diagnose())
 
     async def start_api(self) -> None:
         """Listen."""

@@ -15,10 +15,12 @@ import msgspec
 
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
+from console.doctor import diagnose
 from console.link import ApiStatus
 from console.loading import ModelChoice, engine_config, find_model
 from console.settings import Settings
 from engine.backends.base import LoadProgress
+from engine.doctor.report import Report
 from engine.engine import Engine
 from engine.errors import EngineBusy, EngineError, ErrorInfo, LoadCancelled
 from engine.models.catalog import ModelEntry
@@ -85,6 +87,14 @@ class Runtime:
             return entries
         opened = await asyncio.to_thread(inspect, spec.path)
         return [*entries, msgspec.structs.replace(opened, name=spec.name, origin=str(spec.path.parent))]
+
+    async def diagnose(self) -> Report:
+        """What this machine has and lacks for the settings; the probes under way end when this is cancelled."""
+        cancelled = threading.Event()
+        try:
+            return await asyncio.to_thread(diagnose, self.settings, cancelled=cancelled.is_set)
+        finally:
+            cancelled.set()
 
     async def start_api(self) -> None:
         """Listen; raises EngineError with the reason, which `api_status` keeps too."""

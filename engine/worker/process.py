@@ -32,12 +32,12 @@ def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Pop
         stderr=output_fd,
         pass_fds=(sock.fileno(),),
         start_new_session=True,
-        env=_environment(),
+        env=child_environment(),
     )
 
 
-def _environment() -> dict[str, str]:
-    """Ours, with the folder of this package importable, output unbuffered and crashes traced into the log.
+def child_environment() -> dict[str, str]:
+    """Our environment, with the folder of this package importable, output unbuffered and crashes traced into the log.
 
     CUDA_DEVICE_ORDER: so that cuda:N is the driver's device N, which placement speaks of.  GOMP_SPINCOUNT: how long
     torch's threads spin at a barrier before they sleep. As long as a quiet machine needs and no longer: a thread that

@@ -20,10 +20,12 @@ import msgspec
 
 from console.link import ApiStatus, ChatDelta, ChatMessage
 from engine.config import ModelSpec, SamplingParams
+from engine.doctor.examine import examine
+from engine.doctor.report import Report
 from engine.errors import EngineError, LoadCancelled, ModelNotFound, NoModelLoaded
 from engine.models.catalog import ModelEntry
 from engine.snapshot import LogEntry, ModelStatus, RequestRow, Snapshot
-from tests.fakes import scenes
+from tests.fakes import machines, scenes
 
 MODELS = (
     ModelEntry(
@@ -86,6 +88,7 @@ class FakeLink:
         self.models = list(models)
         self.lines = list(logs)
         self.answer = answer
+        self.report = examine(machines.H100_WITH_EVERYTHING, "exllamav2")
         self.commands: list[tuple[str, dict[str, Any]]] = []
         self.failures: dict[str, EngineError] = {}
         self.chats: list[tuple[list[ChatMessage], SamplingParams]] = []
@@ -225,6 +228,11 @@ class FakeLink:
                 await asyncio.sleep(0)
         finally:
             self.closed_chats += 1
+
+    async def diagnose(self) -> Report:
+        """The report given."""
+        await self._record("diagnose")
+        return self.report
 
     async def start_api(self) -> None:
         """On."""

@@ -222,6 +222,12 @@ def _package_folder() -> Path:
     return Path(found.submodule_search_locations[0])
 
 
+def planned_build() -> KernelBuild:
+    """Where the kernels for this torch and these GPUs are, or would be, compiled. Raises BackendUnavailable where the
+    package is not there, or not the right one."""
+    return _build(_package_folder())
+
+
 def _build(package: Path) -> KernelBuild:
     import torch
 

@@ -1,0 +1,1 @@
+"""What an install needs and what it has: facts gathered at the edges, findings and verdicts derived from them alone."""

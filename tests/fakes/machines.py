@@ -1,0 +1,82 @@
+"""Machines as facts: one for each way in which an install goes well or wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine.doctor.facts import Attention, Cpu, Driver, Exllama, Facts, Gpu, Package, Toolchain, Torch
+
+GIB = 1024**3
+KEPT = "/home/op/.cache/ericllm/kernels/exllamav20.3.2-torch2.9.1/exllamav2_ext/exllamav2_ext.so"
+
+H100 = Gpu(name="NVIDIA H100 80GB HBM3", capability=(9, 0), total_bytes=80 * GIB, free_bytes=79 * GIB)
+RTX_2080_TI = Gpu(name="NVIDIA GeForce RTX 2080 Ti", capability=(7, 5), total_bytes=11 * GIB, free_bytes=10 * GIB)
+
+WITHOUT_GPU = Facts(
+    python=(3, 11, 9),
+    machine="x86_64",
+    kernel_cache="/home/op/.cache/ericllm/kernels",
+    site_packages="/venv/lib/python3.11/site-packages",
+    package_manager="apt",
+    cpu=Cpu(
+        name="AMD EPYC 9334, 16 cores",
+        cores=16,
+        flags=frozenset({"avx2", "avx512f", "avx512_bf16"}),
+        ram_total_bytes=128 * GIB,
+        ram_free_bytes=100 * GIB,
+    ),
+    torch=Torch(installed=True, version="2.13.0+cpu"),
+)
+
+TOOLS = Toolchain(
+    nvcc="/usr/local/cuda/bin/nvcc",
+    nvcc_version="12.8",
+    compiler="/usr/bin/c++",
+    compiler_version="g++ 12.2.0",
+    ninja="/usr/bin/ninja",
+    python_headers=True,
+)
+
+H100_WITH_EVERYTHING = msgspec.structs.replace(
+    WITHOUT_GPU,
+    driver=Driver(state="ok", version="580.65.06", cuda="13.0", card=True),
+    gpus=(H100,),
+    torch=Torch(installed=True, version="2.9.1+cu128", cuda="12.8", gpus=1, architectures=("sm_80", "sm_90")),
+    toolchain=TOOLS,
+    exllama=Exllama(installed=True, version="0.3.2", kernels="prebuilt", kept_at=KEPT),
+    flash_attn=Package(installed=True, version="2.8.3"),
+    triton=Package(installed=True, version="3.5.1"),
+    ray=Package(installed=True, version="2.49.0"),
+    attention=Attention(name="flash", reason="flash-attn is installed and fits"),
+)
+
+H100_TO_COMPILE = msgspec.structs.replace(
+    H100_WITH_EVERYTHING, exllama=Exllama(installed=True, version="0.3.2", kept_at=KEPT)
+)
+
+TURING = msgspec.structs.replace(
+    H100_WITH_EVERYTHING,
+    gpus=(RTX_2080_TI,),
+    torch=Torch(installed=True, version="2.9.1+cu128", cuda="12.8", gpus=1, architectures=("sm_75", "sm_80")),
+    flash_attn=Package(),
+    attention=Attention(name="gathered", reason="flash-attn is not installed; Triton supports 8.0 and newer"),
+)
+
+CPU_TORCH_ON_A_GPU_MACHINE = msgspec.structs.replace(
+    H100_WITH_EVERYTHING,
+    torch=Torch(installed=True, version="2.13.0+cpu"),
+    exllama=Exllama(),
+    flash_attn=Package(),
+    attention=Attention(),
+)
+
+
+def changed(facts: Facts, **parts: Any) -> Facts:
+    """`facts` with parts changed: a dict changes fields of that part, anything else takes its place."""
+    whole = {
+        name: msgspec.structs.replace(getattr(facts, name), **value) if isinstance(value, dict) else value
+        for name, value in parts.items()
+    }
+    return msgspec.structs.replace(facts, **whole)

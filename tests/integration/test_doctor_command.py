@@ -1,0 +1,130 @@
+"""`ericllm doctor` as a shell runs it, and probes of libraries that crash, print or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from engine.doctor.child import ProbeFailed, ask
+from engine.doctor.facts import Package
+from engine.doctor.gather import gather
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+def doctor(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command on a machine that shows no GPU, whatever the one below has."""
+    return subprocess.run(
+        [sys.executable, "-m", "console", "doctor", *argv],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "ERICLLM_CONFIG": "", "HF_HUB_OFFLINE": "1", **env},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=110,
+        check=False,
+    )
+
+
+def library(folder: Path, name: str, code: str) -> Path:
+    """A package called `name` that does `code` when it is imported; gives the folder to put on the path."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(code)
+    return folder
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, timeout_s: float = 60.0) -> Package:
+    """What the probe says of the library `name` in `folder`."""
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return ask(Package, "package", name, timeout_s=timeout_s)
+
+
+def test_torch_can_run_here_and_the_demo_be_loaded() -> None:
+    result = doctor("--backend", "torch")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.endswith("The torch backend can run here.\n")
+    assert "the torch backend can load it" in result.stdout
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout
+
+
+def test_exllamav2_cannot_run_without_a_gpu_and_one_sentence_says_so() -> None:
+    result = doctor("--backend", "exllamav2")
+    assert result.returncode == 1
+    assert "The exllamav2 backend cannot run here: it computes on NVIDIA GPUs" in " ".join(result.stdout.split())
+    assert "Traceback" not in result.stderr
+
+
+def test_the_report_is_json_when_asked_for() -> None:
+    result = doctor("--json", "--max_prompts=4")
+    report = json.loads(result.stdout)
+    assert report["can_run"] is True
+    assert {"Machine", "torch", "Backends", "Model"} <= {finding["area"] for finding in report["findings"]}
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_in_the_words_of_the_load() -> None:
+    result = doctor("--model", "/no/such/folder")
+    assert result.returncode == 1
+    assert "there is no folder /no/such/folder" in result.stdout
+
+
+def test_a_flag_that_does_not_exist_is_one_line_and_exit_code_2() -> None:
+    result = doctor("--bakend", "torch")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "did you mean --backend?" in result.stderr
+
+
+def test_a_flash_attn_made_for_another_torch_is_reported_broken_and_nothing_dies(tmp_path: Path) -> None:
+    code = "print('a line on stdout')\nraise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c104')\n"
+    result = doctor("--json", PYTHONPATH=str(library(tmp_path, "flash_attn", code)))
+    assert result.returncode == 0
+    flash = next(each for each in json.loads(result.stdout)["findings"] if each["name"] == "flash-attn")
+    assert flash["state"] == "broken"
+    assert "undefined symbol: _ZN3c104" in flash["value"]
+    assert "pip uninstall flash-attn" in flash["advice"]
+
+
+def test_what_a_library_prints_does_not_reach_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os\nprint('hello')\nos.write(1, b'natively')\n__version__ = '1.2'\n"
+    found = looked_at(monkeypatch, library(tmp_path, "chatty", code), "chatty")
+    assert found == Package(installed=True, version="1.2")
+
+
+def test_a_library_that_kills_its_process_is_named_with_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+    with pytest.raises(ProbeFailed, match="SIGSEGV"):
+        looked_at(monkeypatch, library(tmp_path, "deadly", code), "deadly")
+
+
+def test_a_library_that_leaves_without_a_word_gives_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ProbeFailed, match="no answer"):
+        looked_at(monkeypatch, library(tmp_path, "silent", "import os\nos._exit(0)\n"), "silent")
+
+
+def test_a_library_that_hangs_is_reported_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ProbeFailed, match=r"not done after 0\.2 s"):
+        looked_at(monkeypatch, library(tmp_path, "stuck", "while True: pass\n"), "stuck", timeout_s=0.2)
+
+
+def test_gathering_with_no_patience_still_gives_every_fact() -> None:
+    facts = gather(timeout_s=0.0)
+    assert "not done after 0 s" in facts.torch.error
+    assert facts.cpu.ram_total_bytes > 0
+
+
+def test_cancelling_ends_the_probes_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it this would take as long as the timeout, and the test as long as its own."""
+    monkeypatch.setenv("PYTHONPATH", str(library(tmp_path, "stuck", "while True: pass\n")))
+    asking = partial(ask, Package, "package", "stuck", timeout_s=3600.0)
+    with pytest.raises(ProbeFailed):
+        asking(cancelled=lambda: True)
