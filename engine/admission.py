@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.backends.base import LoadedModel
+from engine.backends.parameters import refuse_lacking
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest
 
@@ -18,11 +19,12 @@ def resolve_params(
     """`params` with max_tokens and seed set: max_tokens at most the room after the prompt, `seed` where none is given.
 
     Raises ContextLengthExceeded where the prompt leaves no room for one token or is longer than the spec allows, and
-    InvalidRequest for an empty prompt or a token that the model does not have.
+    InvalidRequest for an empty prompt, a token that the model does not have, or a parameter that its backend lacks.
     """
     params.validate()
+    refuse_lacking(params, model.backend)
     _check_tokens(prompt_ids, params, model.vocab_size)
-    room = _room(len(prompt_ids), spec, model)
+    room = _room(max(len(prompt_ids), len(params.negative_prompt_ids)), spec, model)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     return msgspec.structs.replace(
         params,
@@ -56,6 +58,8 @@ def _check_tokens(prompt_ids: Sequence[int], params: SamplingParams, vocab_size:
         ("prompt", prompt_ids),
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
+        ("dry_breaker_ids", params.dry_breaker_ids),
+        ("negative_prompt_ids", params.negative_prompt_ids),
     ):
         worst = next((bound for bound in (min(ids), max(ids)) if not 0 <= bound < vocab_size), None) if ids else None
         if worst is not None:

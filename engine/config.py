@@ -19,6 +19,8 @@ AttentionName = Literal["auto", "flash", "triton", "varlen", "gathered"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_BANNED_STRINGS = 64
+MAX_BANNED_CHARACTERS = 200
 MAX_TIMEOUT_S = 10**7
 _SHOWN_DIGITS = 24
 
@@ -36,9 +38,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p, typical_p: 1.0 is off, in (0, 1].      min_p: 0.0 is off, in [0, 1].
     top_a: 0.0 is off; drops tokens less likely than top_a times the square of the best one's probability.
     tfs: 1.0 is off, in (0, 1]; tail-free sampling (second derivative of the sorted probabilities).
-    min_temp, max_temp, temp_exponent: dynamic temperature by entropy; max_temp 0.0 is off.
+    min_temp, max_temp, temp_exponent: dynamic temperature by entropy, after the filters; max_temp 0.0 is off.
     smoothing_factor: 0.0 is off; quadratic smoothing of the logits around the best one.
-    temperature_last: the temperature is applied after the filters instead of before.
+    temperature_last: the temperature is applied after the filters instead of before; a dynamic one takes its place.
     xtc_probability: 0.0 is off; the chance that a token's most likely choices above xtc_threshold are left out.
     mirostat: 0 is off, 2 is Mirostat 2.0 (Basu et al. 2021) with its target mirostat_tau and rate mirostat_eta.
     repetition_penalty: 1.0 is off, multiplicative on prompt and output tokens (CTRL, Keskar et al. 2019).
@@ -119,7 +121,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                     f"logit_bias of token {token_id} is {shown(bias)}; biases lie between -100 and 100",
                     param="logit_bias",
                 )
+        self._validate_samplers()
         return self
+
+    def _validate_samplers(self) -> None:
+        """What fields must be for each other's sake."""
+        if (self.min_temp > 0 or self.max_temp > 0) and self.max_temp <= self.min_temp:
+            raise InvalidRequest(
+                f"max_temp is {shown(self.max_temp)}; it must be more than min_temp, {shown(self.min_temp)}",
+                param="max_temp",
+            )
+        if self.mirostat not in (0, 2):
+            raise InvalidRequest(
+                f"mirostat is {shown(self.mirostat)}; it must be 0 (off) or 2 (Mirostat 2.0)", param="mirostat"
+            )
+        if self.cfg_scale != 1 and not self.negative_prompt_ids:
+            raise InvalidRequest(
+                f"cfg_scale is {shown(self.cfg_scale)}, with no negative_prompt_ids to be guided away from",
+                param="cfg_scale",
+            )
+        longest = max(map(len, self.banned_strings), default=0)
+        if (
+            len(self.banned_strings) > MAX_BANNED_STRINGS
+            or longest > MAX_BANNED_CHARACTERS
+            or not all(self.banned_strings)
+        ):
+            raise InvalidRequest(
+                f"banned_strings takes up to {MAX_BANNED_STRINGS} strings of up to {MAX_BANNED_CHARACTERS} characters, "
+                "none of them empty",
+                param="banned_strings",
+                value=len(self.banned_strings),
+            )
 
 
 _TINY = math.ulp(0.0)
@@ -129,7 +161,24 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("top_p", _TINY, 1.0),
     ("min_p", 0.0, 1.0),
     ("typical_p", _TINY, 1.0),
+    ("top_a", 0.0, 1.0),
+    ("tfs", _TINY, 1.0),
+    ("min_temp", 0.0, 100.0),
+    ("max_temp", 0.0, 100.0),
+    ("temp_exponent", _TINY, 100.0),
+    ("smoothing_factor", 0.0, 100.0),
+    ("xtc_probability", 0.0, 1.0),
+    ("xtc_threshold", 0.0, 1.0),
+    ("mirostat_tau", _TINY, 100.0),
+    ("mirostat_eta", _TINY, 1.0),
     ("repetition_penalty", 0.01, 100.0),
+    ("repetition_range", 0, 2**31),
+    ("repetition_decay", 0, 2**31),
+    ("dry_multiplier", 0.0, 100.0),
+    ("dry_base", 1.0, 100.0),
+    ("dry_allowed_length", 1, 2**31),
+    ("dry_range", 0, 2**31),
+    ("cfg_scale", 0.0, 100.0),
     ("frequency_penalty", -2.0, 2.0),
     ("presence_penalty", -2.0, 2.0),
     ("seed", -(2**63), 2**63 - 1),

@@ -22,6 +22,11 @@ class IncrementalDetokenizer:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = True
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the bytes of a character are held back."""
+        return bool(self._characters.getstate()[0])
+
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; "" for a skipped control token or an unfinished character."""
         if token_id in self._skipped:

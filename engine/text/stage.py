@@ -5,16 +5,24 @@ from __future__ import annotations
 import msgspec
 
 from engine.backends.base import BackendRequest, FinishReason
+from engine.text.banned import BannedStrings
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.stops import StopMatcher
 from engine.text.tokenizer import Tokenizer
 
 
 class TextOutput(msgspec.Struct, frozen=True):
-    """What one token brought: text that is visible now, and why the answer ends with it, if it does."""
+    """What one token brought: text that is visible now, and why the answer ends with it, if it does.
+
+    settled: whether this token and all before it stay. Tokens that are not settled bring no text: it comes with the
+    one that settles them.  banned_from: number (from 0) of the token in which a banned string begins, complete now;
+    the answer must go another way from there, and this stage is of no more use.
+    """
 
     text: str = ""
     finish: FinishReason | None = None
+    settled: bool = True
+    banned_from: int | None = None
 
 
 class TextStage:
@@ -24,16 +32,24 @@ class TextStage:
     it, so it should not come), and text is not searched for stop strings: they are looked for from token number
     min_tokens on. What is emitted depends on the ids alone, so a request that lost its worker goes on seamlessly:
     `request.generated` is replayed silently, and what had been held back is held back again.
+
+    Where strings are banned, tokens settle only when none of those has begun: only then can nothing that was emitted
+    become part of one, whatever comes after tokens have been taken back.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: BackendRequest) -> None:
         params = request.params
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._stops = StopMatcher(params.stop, params.include_stop)
+        self._banned = BannedStrings(params.banned_strings) if params.banned_strings else None
         self._end_token_ids = frozenset(request.end_token_ids)
         self._min_tokens = params.min_tokens
         self._max_tokens = params.max_tokens
         self._tokens = 0
+        self._character_from = 0
+        self._banned_from: int | None = None
+        self._withheld = 0
+        self._unsettled = ""
         self._finish: FinishReason | None = None
         for token_id in request.generated:
             self.push(token_id)
@@ -47,23 +63,54 @@ class TextStage:
         """Take the next token; after the end, nothing changes any more."""
         if self._finish is not None:
             return TextOutput(finish=self._finish)
+        if self._banned is not None and not self._detokenizer.unfinished:
+            self._character_from = self._tokens
         self._tokens += 1
         if token_id not in self._end_token_ids:
             text, stopped = self._visible(self._detokenizer.push(token_id))
         else:
             text, stopped = "", self._tokens > self._min_tokens
-        if stopped:
-            self._finish = "stop"
-        elif self._max_tokens is not None and self._tokens >= self._max_tokens:
-            self._finish = "length"
-        if self._finish is not None:
-            text += self.flush()
-        return TextOutput(text, self._finish)
+        finish = self._why_ended(stopped)
+        if finish is not None:
+            text += self._rest()
+        if self._banned_from is not None:
+            return TextOutput(settled=False, banned_from=self._banned_from)
+        self._finish = finish
+        self._unsettled += text
+        if finish is None and not self._settles():
+            return TextOutput(settled=False)
+        text, self._unsettled = self._unsettled, ""
+        return TextOutput(text, finish)
 
     def flush(self) -> str:
-        """All text still held back, for an answer that ends here (also one that its backend had to end)."""
+        """All text still held back, for an answer that its backend had to end here."""
+        text, self._unsettled = self._unsettled, ""
+        rest = self._rest()
+        return text if self._banned_from is not None else text + rest
+
+    def _why_ended(self, stopped: bool) -> FinishReason | None:
+        if stopped:
+            return "stop"
+        return "length" if self._max_tokens is not None and self._tokens >= self._max_tokens else None
+
+    def _settles(self) -> bool:
+        return self._banned is None or (self._banned.clear and not self._detokenizer.unfinished)
+
+    def _rest(self) -> str:
+        """What detokenizer and stop matcher hold back."""
         text, _ = self._visible(self._detokenizer.flush())
         return text + self._stops.flush()
 
-    def _visible(self, text: str) -> tuple[str, bool]:
-        return self._stops.push(text) if self._tokens >= self._min_tokens else (text, False)
+    def _visible(self, raw: str) -> tuple[str, bool]:
+        text, stopped = self._stops.push(raw) if self._tokens >= self._min_tokens else (raw, False)
+        if self._banned is not None:
+            self._watch(raw, text, stopped)
+        return text, stopped
+
+    def _watch(self, raw: str, text: str, stopped: bool) -> None:
+        """Look for banned strings in what came, `raw`; after a stop string, in what of it became visible, `text`."""
+        assert self._banned is not None
+        shown = max(0, len(text) - self._withheld) if stopped else len(raw)
+        self._withheld += len(raw) - len(text)
+        if self._banned_from is None:
+            self._banned_from = self._banned.push(raw[:shown], self._character_from)

@@ -6,14 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import psutil
 
-from engine.backends.base import Backend, BackendRequest, BackendStats, FinishReason, TokenEvent, TokenLogprob
-from engine.errors import EngineError, ErrorInfo, InvalidRequest, NoModelLoaded, WorkerFailed
-from engine.text.stage import TextStage
+from engine.backends.base import Backend, BackendRequest, BackendStats, TokenEvent
+from engine.errors import EngineError, InvalidRequest, NoModelLoaded, WorkerFailed
 from engine.worker import protocol
+from engine.worker.answer import Answer, Output
 from engine.worker.channel import WorkerChannel
 from engine.worker.factory import BackendFactory
 from engine.worker.loading import Replica, limit_torch_threads, load_replica, reason
@@ -22,53 +21,6 @@ HEARTBEAT_S = 1.0
 MAX_FAILED_STEPS = 2
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Output:
-    """What the current step brought for one request so far."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: FinishReason | None = None
-    error: ErrorInfo | None = None
-    cached_tokens: int | None = None
-
-    def add(self, event: TokenEvent, stage: TextStage) -> None:
-        """Take in one token or end of the backend's. The text stage's end goes before the backend's own."""
-        if event.cached_tokens is not None:
-            self.cached_tokens = event.cached_tokens
-        if event.token_id is not None:
-            self.token_ids.append(event.token_id)
-            if event.logprob is not None:
-                self.logprobs.append(event.logprob)
-            shown = stage.push(event.token_id)
-            self.text += shown.text
-            self.finish = shown.finish
-        if self.finish is None and event.finish is not None:
-            self.text += stage.flush()
-            if event.finish == "error":
-                self.fail(event.message or "the backend failed the request")
-            self.finish = event.finish
-
-    def fail(self, message: str) -> _Output:
-        """End the request with WorkerFailed."""
-        self.finish = "error"
-        self.error = WorkerFailed(message).info
-        return self
-
-    def message(self, request_id: str) -> protocol.RequestOutput:
-        """The output as it is sent."""
-        return protocol.RequestOutput(
-            request_id=request_id,
-            token_ids=self.token_ids,
-            text=self.text,
-            logprobs=self.logprobs,
-            finish=self.finish,
-            error=self.error,
-            cached_tokens=self.cached_tokens,
-        )
 
 
 class WorkerLoop:
@@ -92,8 +44,8 @@ class WorkerLoop:
         self._strict = strict
         self._process = psutil.Process()
         self._replica: Replica | None = None
-        self._stages: dict[str, TextStage] = {}
-        self._outputs: dict[str, _Output] = {}
+        self._answers: dict[str, Answer] = {}
+        self._outputs: dict[str, Output] = {}
         self._failed_steps = 0
         self._unchecked = False
         self._stopping = False
@@ -176,7 +128,7 @@ class WorkerLoop:
         self._channel.send(protocol.Loaded(model=self._replica.model, load_s=time.monotonic() - started_s))
 
     def _unload(self) -> None:
-        self._stages.clear()
+        self._answers.clear()
         self._outputs.clear()
         if self._replica is not None:
             self._replica.backend.unload()
@@ -186,24 +138,24 @@ class WorkerLoop:
         try:
             if self._replica is None:
                 raise NoModelLoaded("the worker holds no model", state="unloaded")
-            if request.id in self._stages:
+            if request.id in self._answers:
                 self._forget(request.id)
                 raise InvalidRequest(f"a request with the id {request.id} is already being worked on", param="id")
-            stage = TextStage(self._replica.tokenizer, request)
-            if stage.finish is not None:
-                self._outputs[request.id] = _Output(finish=stage.finish)
+            answer = Answer(self._replica.tokenizer, request)
+            if answer.finish is not None:
+                self._outputs[request.id] = Output(finish=answer.finish)
                 return
             self._replica.backend.submit(request)
-            self._stages[request.id] = stage
+            self._answers[request.id] = answer
         except EngineError as error:
-            self._outputs[request.id] = _Output(finish="error", error=error.info)
+            self._outputs[request.id] = Output().fail(error.info)
         except Exception as error:
             _logger.exception("request %s could not be taken", request.id)
-            self._outputs[request.id] = _Output().fail(f"the request could not be taken: {reason(error)}")
+            self._outputs[request.id] = Output().fail(f"the request could not be taken: {reason(error)}")
 
     def _forget(self, request_id: str) -> None:
         self._outputs.pop(request_id, None)
-        if self._stages.pop(request_id, None) is not None and self._replica is not None:
+        if self._answers.pop(request_id, None) is not None and self._replica is not None:
             self._replica.backend.cancel(request_id)
 
     # --- steps ----------------------------------------------------------------------------------------
@@ -219,30 +171,46 @@ class WorkerLoop:
             self._failed_steps = 0
             for event in events:
                 self._apply(event, backend)
+            for answer in [answer for answer in self._answers.values() if answer.rewinding]:
+                self._rewind(answer, backend)
         self._send_batch(time.monotonic() - started_s)
 
     def _apply(self, event: TokenEvent, backend: Backend) -> None:
-        """One token through its request's text stage; tokens past a request's end are dropped."""
-        stage = self._stages.get(event.request_id)
-        if stage is None:
+        """One token through its request's text stage; tokens past a request's end, or taken back, are dropped."""
+        answer = self._answers.get(event.request_id)
+        if answer is None or answer.rewinding:
             return
-        output = self._outputs.setdefault(event.request_id, _Output())
+        output = self._outputs.setdefault(event.request_id, Output())
         try:
-            output.add(event, stage)
+            answer.take(event, output)
         except Exception as error:
             _logger.exception("the text of request %s failed", event.request_id)
             output.fail(f"the answer's text could not be made: {reason(error)}")
         if output.finish is not None:
-            del self._stages[event.request_id]
+            del self._answers[event.request_id]
             if event.finish is None:
                 backend.cancel(event.request_id)
+
+    def _rewind(self, answer: Answer, backend: Backend) -> None:
+        """Have the backend go another way from where a banned string began; the prefix cache makes that cheap."""
+        backend.cancel(answer.id)
+        output = self._outputs.setdefault(answer.id, Output())
+        try:
+            backend.submit(answer.rewound())
+        except EngineError as error:
+            output.fail(error.info)
+        except Exception as error:
+            _logger.exception("request %s could not go on", answer.id)
+            output.fail(f"the request could not go on: {reason(error)}")
+        if output.finish is not None:
+            del self._answers[answer.id]
 
     def _step_failed(self, error: Exception, backend: Backend) -> None:
         """Fail everybody who was in the step; give up when steps go on failing."""
         _logger.exception("a step failed")
-        for request_id in list(self._stages):
+        for request_id in list(self._answers):
             self._forget(request_id)
-            self._outputs[request_id] = _Output().fail(f"the step failed: {reason(error)}")
+            self._outputs[request_id] = Output().fail(f"the step failed: {reason(error)}")
         self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:
             self._send_batch()
@@ -261,7 +229,7 @@ class WorkerLoop:
             _logger.error("the backend's accounts do not add up: %s", reason(error))
 
     def _send_batch(self, step_s: float = 0.0) -> None:
-        outputs = [output.message(request_id) for request_id, output in self._outputs.items()]
+        outputs = [output.message(request_id) for request_id, output in self._outputs.items() if not output.empty]
         self._outputs.clear()
         stats = self._replica.backend.stats() if self._replica is not None else BackendStats()
         rss_bytes = self._process.memory_info().rss

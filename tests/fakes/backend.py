@@ -94,6 +94,7 @@ class FakeBackend:
     reply: (prompt_ids, index) -> token id.   gate: passed once per step.   load_gate: once per reported load step.
     load_error: raised in the middle of every load until set to None.   fail_at_steps: numbers of steps (from 1,
     over the backend's life) that raise RuntimeError.   check_error: raised by check().
+    A token in banned_next becomes the next byte that is not.
     It ends no request by itself: the text stage does. `submitted` and `cancelled` are kept for the test to look at.
     """
 
@@ -205,6 +206,8 @@ class FakeBackend:
         request, tokens = self._live[request_id]
         token_id = self.reply(request.prompt_ids, len(tokens))
         first = len(tokens) == len(request.generated)
+        while first and token_id in request.banned_next:
+            token_id = (token_id + 1) % 256
         tokens.append(token_id)
         wanted = request.params.logprobs is not None
         return TokenEvent(

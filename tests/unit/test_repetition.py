@@ -41,7 +41,7 @@ def expected_penalties(params: SamplingParams, tokens: Sequence[int]) -> dict[in
         ):
             length += 1
         following = tokens[end + 1]
-        if length >= params.dry_allowed_length:
+        if length >= params.dry_allowed_length and following not in params.dry_breaker_ids:
             longest[following] = max(length, longest.get(following, 0))
     return {
         token_id: -params.dry_multiplier * params.dry_base ** (length - params.dry_allowed_length)
@@ -61,6 +61,10 @@ def test_the_token_that_would_carry_on_a_repeat_loses_by_its_length() -> None:
 def test_no_repeat_reaches_over_a_breaker() -> None:
     assert penalties(dry(dry_allowed_length=1, dry_breaker_ids=(6,)), [5, 6, 7, 8, 5, 6, 7]) == {8: -1.0}
     assert penalties(dry(dry_allowed_length=1, dry_breaker_ids=(7,)), [5, 6, 7, 8, 5, 6, 7]) == {}
+
+
+def test_a_breaker_itself_loses_nothing() -> None:
+    assert penalties(dry(dry_breaker_ids=(8,)), [5, 6, 7, 8, 5, 6, 7]) == {}
 
 
 def test_a_repeat_must_lie_within_the_range() -> None:

@@ -2,7 +2,7 @@
 
 The sampler of p-e-w (text-generation-webui, pull request 5677, 2024). Where the last L tokens stand earlier in the
 text too, the token that followed them there loses multiplier * base ** (L - allowed_length), for the longest such L
-of at least allowed_length. No repeat reaches over a breaker.
+of at least allowed_length. No repeat reaches over a breaker, and no breaker loses anything.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class DryPenalty:
     def __init__(self, params: SamplingParams, tokens: Sequence[int]) -> None:
         self._params = params
         self._breakers = frozenset(params.dry_breaker_ids)
+        self._breaker_ids = torch.tensor(sorted(self._breakers), dtype=torch.int64)
         self._recent = RecentTokens(tokens, params.dry_range)
         lengths = _repeats(self._recent.ids.tolist(), self._breakers)
         self._lengths = torch.tensor(lengths, dtype=torch.int64)
@@ -51,6 +52,8 @@ class DryPenalty:
         if self._params.dry_range:  # the earlier text must lie within the range as well
             lengths = lengths.minimum(torch.arange(reach, 0, -1))
         where = (lengths >= self._params.dry_allowed_length).nonzero().squeeze(1)
+        if len(self._breaker_ids):
+            where = where[~torch.isin(self._recent.ids[where], self._breaker_ids)]
         if not len(where):
             return None
         ids, slots = self._recent.ids[where].unique(return_inverse=True)

@@ -98,7 +98,7 @@ class Knobs:
         top_k = [min(p.top_k, vocab) or vocab for p in params]
         look = min(FIRST_LOOK, vocab)
         shapes = any(dynamic(p) for p in params)
-        values = {
+        values: dict[str, Sequence[float] | None] = {
             "temperature": [1.0 if p.temperature_last else p.temperature for p in params],
             "top_k": top_k,
             "top_p": [p.top_p if p.top_p < 1 else OFF for p in params],
@@ -115,7 +115,7 @@ class Knobs:
             "xtc_threshold": _used([draw.xtc_threshold() for draw in draws], OFF),
         }
         named: dict[str, Tensor | None] = dict.fromkeys(values)
-        used = {name: column for name, column in values.items() if column is not None}
+        used = {name: each for name, each in values.items() if each is not None}
         named |= zip(used, columns(list(used.values()), device), strict=True)
         width = max(k if p.top_k > 0 else look if bounded(p) else vocab for k, p in zip(top_k, params, strict=True))
         ends = None if named["xtc_threshold"] is None else _padded(draws).to(device)

@@ -1,0 +1,63 @@
+"""Which backend honours which sampling parameter: the one table, and the refusal of what a backend lacks.
+
+`python -m engine.backends.parameters` prints it as it stands in docs/sampling.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import get_args
+
+import msgspec
+
+from engine.config import BackendKind, SamplingParams
+from engine.errors import InvalidRequest
+
+BACKENDS: tuple[BackendKind, ...] = get_args(BackendKind)
+
+_STATEFUL = "its state follows from all choices so far, and a request that lost its worker has those no more"
+_ONE_SEQUENCE = "it computes one sequence per request, not a second one for the negative prompt"
+
+LACKING: Mapping[str, Mapping[str, str]] = {
+    "mirostat": {"torch": _STATEFUL},
+    "cfg_scale": {"torch": _ONE_SEQUENCE},
+}
+"""Why a backend does not honour a parameter. Whatever is not here, every backend honours."""
+
+PART_OF: Mapping[str, str] = {
+    "mirostat_tau": "mirostat",
+    "mirostat_eta": "mirostat",
+    "negative_prompt_ids": "cfg_scale",
+}
+"""Parameters that mean something only while another one is on."""
+
+_NEUTRAL = SamplingParams()
+
+
+def refuse_lacking(params: SamplingParams, backend: str) -> None:
+    """Raise InvalidRequest naming the first parameter that is not neutral and that `backend` lacks."""
+    for name, reasons in LACKING.items():
+        if backend in reasons and getattr(params, name) != getattr(_NEUTRAL, name):
+            raise InvalidRequest(
+                f"{name} is not supported by the {backend} backend: {reasons[backend]}", param=name, backend=backend
+            )
+
+
+def table() -> str:
+    """Parameter x backend as Markdown: one line for each field of SamplingParams."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield f"| parameter | neutral | {' | '.join(BACKENDS)} |"
+    yield f"|---|---|{'---|' * len(BACKENDS)}"
+    for name in SamplingParams.__struct_fields__:
+        reasons = LACKING.get(PART_OF.get(name, name), {})
+        cells = [f"no: {reasons[backend]}" if backend in reasons else "yes" for backend in BACKENDS]
+        neutral = msgspec.json.encode(getattr(_NEUTRAL, name)).decode()
+        yield f"| `{name}` | `{neutral}` | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table() + "\n")

@@ -1,0 +1,142 @@
+"""One request inside the loop: its text, the tokens that may still be taken back, and what a step brought for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.backends.base import BackendRequest, FinishReason, TokenEvent, TokenLogprob
+from engine.errors import ErrorInfo, InvalidRequest, WorkerFailed
+from engine.text.stage import TextStage
+from engine.text.tokenizer import Tokenizer
+from engine.worker import protocol
+
+MAX_TRIES = 64
+"""Tokens that may be tried in one place of an answer before its banned strings leave no way on."""
+
+
+@dataclass(slots=True)
+class Output:
+    """What the current step brought for one request so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: ErrorInfo | None = None
+    cached_tokens: int | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self.token_ids or self.text) and self.finish is None
+
+    def fail(self, error: ErrorInfo | str) -> Output:
+        """End the request with this error, or with WorkerFailed for a sentence."""
+        self.finish = "error"
+        self.error = WorkerFailed(error).info if isinstance(error, str) else error
+        return self
+
+    def message(self, request_id: str) -> protocol.RequestOutput:
+        """The output as it is sent."""
+        return protocol.RequestOutput(
+            request_id=request_id,
+            token_ids=self.token_ids,
+            text=self.text,
+            logprobs=self.logprobs,
+            finish=self.finish,
+            error=self.error,
+            cached_tokens=self.cached_tokens,
+        )
+
+
+class Answer:
+    """A live request. Tokens are told only once they are settled, with their text: what was told stays.
+
+    A banned string that is complete makes it `rewinding`: whatever the backend still says of it is out of date, and
+    the backend is to be given `rewound()` in its place, which goes on before the token in which that string began,
+    with that token ruled out there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: BackendRequest) -> None:
+        self._tokenizer = tokenizer
+        self._request = request
+        self._stage = TextStage(tokenizer, request)
+        self._known = list(request.generated)
+        self._unsettled: list[TokenEvent] = []
+        self._cached_tokens: int | None = None
+        self._begun = False
+        self._tried: dict[int, list[int]] = {}
+        self._rewind_to: int | None = None
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self._request.id
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why the answer was over before it began: its replayed tokens end it."""
+        return self._stage.finish
+
+    @property
+    def rewinding(self) -> bool:
+        """Whether the backend has to go another way."""
+        return self._rewind_to is not None
+
+    def take(self, event: TokenEvent, output: Output) -> None:
+        """Take in one token or end of the backend's. The text stage's end goes before the backend's own."""
+        if self._cached_tokens is None:
+            self._cached_tokens = event.cached_tokens
+        if event.token_id is not None:
+            self._take_token(event, event.token_id, output)
+        if not self.rewinding and output.finish is None and event.finish is not None:
+            why = self._why_failed(event.message or "the backend failed the request")
+            self._settle(self._stage.flush(), output)
+            if event.finish == "error":
+                output.fail(why)
+            output.finish = event.finish
+
+    def rewound(self) -> BackendRequest:
+        """What the backend goes on with; raises InvalidRequest where every way on was tried."""
+        assert self._rewind_to is not None, f"request {self.id} has nothing to take back"
+        start, self._rewind_to = self._rewind_to, None
+        tried = [*self._tried.get(start, ()), self._known[start]]
+        if len(tried) >= MAX_TRIES:
+            raise InvalidRequest(
+                f"banned_strings leave no way on from output token {start + 1}: "
+                f"each of {len(tried)} tokens tried there led into one of them",
+                param="banned_strings",
+                value=len(tried),
+            )
+        self._tried = {place: ids for place, ids in self._tried.items() if place < start} | {start: tried}
+        del self._unsettled[len(self._unsettled) - (len(self._known) - start) :]
+        del self._known[start:]
+        request = msgspec.structs.replace(self._request, generated=list(self._known), banned_next=tuple(tried))
+        self._stage = TextStage(self._tokenizer, request)
+        return request
+
+    def _take_token(self, event: TokenEvent, token_id: int, output: Output) -> None:
+        shown = self._stage.push(token_id)
+        if self._request.params.banned_strings:
+            self._known.append(token_id)
+        self._unsettled.append(event)
+        self._rewind_to = shown.banned_from
+        if shown.settled:
+            self._settle(shown.text, output)
+            output.finish = shown.finish
+
+    def _settle(self, text: str, output: Output) -> None:
+        """Tell every token that was held, and their text."""
+        output.text += text
+        output.token_ids += [event.token_id for event in self._unsettled if event.token_id is not None]
+        output.logprobs += [event.logprob for event in self._unsettled if event.logprob is not None]
+        if not self._begun:
+            output.cached_tokens, self._begun = self._cached_tokens, bool(output.token_ids)
+        self._unsettled.clear()
+        self._tried.clear()
+
+    def _why_failed(self, message: str) -> str:
+        ruled_out = len(self._tried.get(len(self._known), ()))
+        return f"with {ruled_out} tokens ruled out by banned_strings: {message}" if ruled_out else message
