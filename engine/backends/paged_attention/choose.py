@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.config import AttentionName, DtypeName
+from engine.config import AttentionName
 from engine.errors import InvalidRequest
 
 ImplementationName = Literal["flash", "triton", "varlen", "gathered"]
@@ -31,6 +31,7 @@ class AttentionFacts:
 
     capability: compute capability, the lowest of all devices that the model lies on; None without CUDA.
     torch, triton, flash: versions; None where it is not installed or does not import, `flash_problem` saying why.
+    dtype: as torch names it, such as "float16".
     failed: implementations that were tried on the device and did not work, and how.
     """
 
@@ -41,7 +42,7 @@ class AttentionFacts:
     flash_problem: str = "flash-attn is not installed"
     page_tokens: int = 256
     head_dim: int = 128
-    dtype: DtypeName = "float16"
+    dtype: str = "float16"
     softcap: float = 0.0
     window: int | None = None
     failed: Mapping[ImplementationName, str] = field(default_factory=dict)

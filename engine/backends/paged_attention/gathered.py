@@ -95,7 +95,7 @@ def _rows(
         out = _softcapped(folded, keys, values, mask, scale, softcap)
     else:
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
-    out = out.view(batch, kv_heads, group, count, size).permute(0, 3, 1, 2, 4).reshape(q.shape)
+    out = out.reshape(batch, kv_heads, group, count, size).permute(0, 3, 1, 2, 4).reshape(q.shape).contiguous()
     return out.masked_fill_((positions < 0)[..., None, None], 0)
 
 

@@ -20,7 +20,7 @@ from engine.backends.paged_attention.choose import (
     choose,
 )
 from engine.backends.paged_attention.face import implementation
-from engine.config import AttentionName, DtypeName
+from engine.config import AttentionName
 
 _IMPORT_TIMEOUT_S = 120.0
 _TOLERANCE = 0.02
@@ -31,7 +31,7 @@ def probe(
     *devices: torch.device,
     page_tokens: int = 256,
     head_dim: int = 128,
-    dtype: DtypeName = "float16",
+    dtype: str = "float16",
     softcap: float = 0.0,
     window: int | None = None,
 ) -> AttentionFacts:
@@ -40,7 +40,7 @@ def probe(
     flash-attn is imported in a child process only: a build for another torch ends in an ImportError at best.
     """
     on_cuda = bool(devices) and all(device.type == "cuda" for device in devices)
-    flash, flash_problem = _flash_attn() if on_cuda else (_installed("flash-attn"), "flash-attn is not installed")
+    flash, flash_problem = find_flash_attn() if on_cuda else (_installed("flash-attn"), "flash-attn is not installed")
     return AttentionFacts(
         capability=min(torch.cuda.get_device_capability(device) for device in devices) if on_cuda else None,
         torch=_version(torch.__version__),
@@ -118,8 +118,8 @@ def _difference(name: ImplementationName, facts: AttentionFacts, q_len: int, dev
     return float((found.float() - expected.float()).abs().max())
 
 
-def _flash_attn() -> tuple[Version | None, str]:
-    """The version of flash-attn and "", or None and why it cannot be used."""
+def find_flash_attn() -> tuple[Version | None, str]:
+    """The version of the flash-attn that this Python has and "", or None and why it cannot be used."""
     version = _installed("flash-attn")
     if version is None:
         return None, "flash-attn is not installed"

@@ -7,6 +7,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from engine.backends.torch.kv import KvPool
+from engine.backends.torch.paged_plan import PagedPlan
 from engine.backends.torch.step_plan import KeyView, QueryGroup, StepPlan
 
 
@@ -16,6 +17,8 @@ def attend(layer: int, window: int | None, qkv: Tensor, plan: StepPlan, kv: KvPo
     The rows' keys and values must already be in `kv`. Rows of one chunk see the tokens before them and themselves,
     at most `window` of them.
     """
+    if plan.paged is not None:
+        return _over_pages(layer, window, qkv, plan.paged, kv, heads)
     parts = []
     for group in plan.groups:
         view = group.views[window]
@@ -28,6 +31,27 @@ def attend(layer: int, window: int | None, qkv: Tensor, plan: StepPlan, kv: KvPo
             parts.append(_one_chunk(rows[:, :heads], keys_values, view))
         else:
             parts.append(_many_chunks(rows[:, :heads], keys_values, group, view))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _over_pages(layer: int, window: int | None, qkv: Tensor, plan: PagedPlan, kv: KvPool, heads: int) -> Tensor:
+    """The same over the pages as they lie, one call per group."""
+    size = qkv.shape[2]
+    keys, values = kv.pages(layer)
+    parts = [
+        plan.attention(
+            qkv[group.first_row : group.end_row, :heads].unflatten(0, (-1, group.width)),
+            None,
+            None,
+            keys,
+            values,
+            group.lengths,
+            group.block_table,
+            scale=size**-0.5,
+            window=window,
+        ).view(-1, heads * size)
+        for group in plan.groups
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

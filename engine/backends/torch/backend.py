@@ -98,6 +98,8 @@ class TorchBackend:
             weights_bytes=runner.weights_bytes,
             kv_bytes=self._kv_bytes,
             parameters=runner.parameters,
+            attention=runner.attention.name if runner.attention else "",
+            attention_reason=runner.attention.reason if runner.attention else "",
         )
 
     def submit(self, request: BackendRequest) -> None:

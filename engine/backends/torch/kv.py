@@ -47,6 +47,11 @@ class KvPool:
         """Store `keys_values` [T, 2 * kv_heads, head_dim] at `slots` [T]."""
         self.layers[layer].flatten(0, 1).index_copy_(0, slots, keys_values)
 
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all pages as they lie, two views [pages, page_tokens, kv_heads, head_dim]."""
+        keys, values = self.layers[layer].chunk(2, dim=2)
+        return keys, values
+
     def read(self, layer: int, pages: Tensor | slice, sequences: int) -> Tensor:
         """Tokens of `pages` (equally many for each of `sequences`, in order): [sequences, tokens, 2 * kv_heads, d].
 

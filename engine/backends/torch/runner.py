@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
+from engine.backends.paged_attention.choose import Choice
+from engine.backends.paged_attention.face import PagedAttention, implementation
+from engine.backends.paged_attention.probe import engage, probe
 from engine.backends.torch import memory
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.checkpoint import Checkpoint
@@ -20,20 +23,32 @@ from engine.backends.torch.model_config import CheckpointDtype, read_model_confi
 from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.step_plan import StepPlanner
 from engine.backends.torch.weights import WeightReader, locate
-from engine.config import DtypeName, ModelSpec
+from engine.config import AttentionName, DtypeName, ModelSpec
 from engine.errors import InvalidRequest
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class ModelRunner:
-    """A loaded model. `allocate_kv` comes before the first `forward`; torch's thread count is the caller's."""
+    """A loaded model. `allocate_kv` comes before the first `forward`; torch's thread count is the caller's.
 
-    def __init__(self, decoder: Decoder, *, dtype: torch.dtype, device: torch.device, parameters: int) -> None:
+    attention: how rows attend, and why; known after `allocate_kv`.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        parameters: int,
+        attention: AttentionName = "auto",
+    ) -> None:
         self.config = decoder.config
         self.parameters = parameters
         self.weights_bytes = decoder.weights_bytes
-        self._dtype, self._device = dtype, device
+        self.attention: Choice | None = None
+        self._dtype, self._device, self._wanted_attention = dtype, device, attention
         self._decoder: Decoder | None = decoder
         self._kv: KvPool | None = None
         self._planner: StepPlanner | None = None
@@ -64,7 +79,7 @@ class ModelRunner:
         reader = WeightReader(weights, dtype=dtype, device=device, report=report, cancelled=cancelled)
         with torch.inference_mode(), memory.room_for(weights_bytes(config, dtype), device, "the weights"):
             decoder = DecoderLoader(config, reader, LinearFactory(device, dtype), device).load()
-        return cls(decoder, dtype=dtype, device=device, parameters=reader.elements)
+        return cls(decoder, dtype=dtype, device=device, parameters=reader.elements, attention=spec.attention)
 
     @property
     def dtype_name(self) -> str:
@@ -92,9 +107,11 @@ class ModelRunner:
     def allocate_kv(self, num_pages: int, page_tokens: int, *, report: Callable[[LoadProgress], None]) -> int:
         """Hold `num_pages` pages of `page_tokens` tokens in place of any earlier ones; returns their bytes.
 
-        Raises InsufficientMemory with the numbers where they do not fit.
+        Raises InvalidRequest where the attention asked for cannot be, InsufficientMemory with the numbers where they
+        do not fit.
         """
         self._kv = self._planner = None
+        self.attention, paged = self.pick_attention(page_tokens)
         with torch.inference_mode():
             kv = KvPool(self.config, num_pages, page_tokens, dtype=self._dtype, device=self._device, report=report)
         self._planner = StepPlanner(
@@ -103,9 +120,25 @@ class ModelRunner:
             page_tokens,
             dtype=self._dtype,
             device=self._device,
+            paged=paged,
         )
         self._kv = kv
         return kv.total_bytes
+
+    def pick_attention(self, page_tokens: int) -> tuple[Choice, PagedAttention | None]:
+        """What attends over pages of this size; None where pages are gathered, which this backend does by itself.
+
+        Raises InvalidRequest where what was asked for cannot be.
+        """
+        facts = probe(
+            self._device,
+            page_tokens=page_tokens,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype_name,
+            window=next((window for window in self.config.traits.windows if window is not None), None),
+        )
+        choice = engage(self._wanted_attention, facts, [self._device])
+        return choice, None if choice.name == "gathered" else implementation(choice.name)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[ChunkInput]) -> Tensor:

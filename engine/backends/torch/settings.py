@@ -49,6 +49,7 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool) -> None:
         ("num_experts", spec.num_experts is not None, "knows no mixture-of-experts model"),
         ("lora", spec.lora is not None, "takes no LoRA adapter"),
         ("gpu_split", bool(spec.gpu_split_gb), "puts each worker on one device"),
+        ("attention", on_cpu and spec.attention not in ("auto", "gathered"), "gathers the pages on a CPU"),
         ("gpu_balance", spec.gpu_balance and on_cpu, "runs on the CPU here, where there is nothing to balance"),
     )
     for param, is_set, reason in refused:

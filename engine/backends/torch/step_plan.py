@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.backends.paged_attention.face import PagedAttention
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.paged_plan import PagedPlan, paged_groups
 
 MAX_BATCHED_WIDTH = 32
 """Chunks longer than this attend by themselves; shorter ones are padded together."""
@@ -58,6 +60,7 @@ class StepPlan:
     """One step as tensors on the model's device; rows are ordered so that each group's are adjacent.
 
     ids, positions, slots: [T].  sampled_rows: rows whose logits are wanted, in the order of the chunks.
+    groups: how rows attend over gathered pages; empty where `paged` says how they attend over pages as they lie.
     """
 
     ids: Tensor
@@ -65,10 +68,14 @@ class StepPlan:
     slots: Tensor
     sampled_rows: Tensor
     groups: tuple[QueryGroup, ...]
+    paged: PagedPlan | None = None
 
 
 class StepPlanner:
-    """Plans steps for one model. windows: the distinct windows of its layers.  shared: query heads per key head."""
+    """Plans steps for one model. windows: the distinct windows of its layers.  shared: query heads per key head.
+
+    paged: what attends over the pages as they lie; None gathers them.
+    """
 
     def __init__(
         self,
@@ -78,9 +85,10 @@ class StepPlanner:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        paged: PagedAttention | None = None,
     ) -> None:
         self._windows, self._shared, self._page_tokens = windows, shared, page_tokens
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._paged = dtype, device, paged
 
     def plan(self, chunks: Sequence[ChunkInput]) -> StepPlan:
         """Order `chunks` by length, group them, and build what the layers need."""
@@ -89,15 +97,19 @@ class StepPlanner:
         ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in ordered))
         last_row = {index: end - 1 for index, end in zip(order, ends, strict=True)}
         groups: list[QueryGroup] = []
-        for members in _grouped(ordered):
+        for members in _grouped(ordered) if self._paged is None else ():
             first_row = groups[-1].end_row if groups else 0
             groups.append(self._group(members, first_row))
+        paged = None
+        if self._paged is not None:
+            paged = PagedPlan(self._paged, paged_groups(ordered, self._page_tokens, self._device))
         return StepPlan(
             ids=self._tensor([token for chunk in ordered for token in chunk.token_ids]),
             positions=self._tensor([position for chunk in ordered for position in range(chunk.start, chunk.end)]),
             slots=self._tensor([slot for chunk in ordered for slot in _slots(chunk, self._page_tokens)]),
             sampled_rows=self._tensor([last_row[index] for index, chunk in enumerate(chunks) if chunk.sample]),
             groups=tuple(groups),
+            paged=paged,
         )
 
     def _group(self, members: Sequence[ChunkInput], first_row: int) -> QueryGroup:

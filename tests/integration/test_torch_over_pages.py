@@ -1,0 +1,94 @@
+"""The torch backend where an implementation of paged attention reads the pages, as on CUDA: every promise again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.backends.paged_attention import gathered
+from engine.backends.paged_attention.choose import Choice
+from engine.backends.paged_attention.face import PagedAttention
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.runner import ModelRunner
+from engine.config import ModelSpec
+from engine.errors import InvalidRequest
+from tests.fakes.oracle import Driver, load_runner
+from tests.fakes.tiny_models import make_tiny_model
+from tests.integration import test_torch_backend as promises
+from tests.integration.test_torch_backend import *  # noqa: F403
+from tests.integration.test_torch_backend import _one_thread  # noqa: F401
+
+MODELS = {
+    "llama": {"architecture": "LlamaForCausalLM"},
+    "mistral-window": {"architecture": "MistralForCausalLM", "sliding_window": 12},
+    "qwen2-mixed-windows": {
+        "architecture": "Qwen2ForCausalLM",
+        "use_sliding_window": True,
+        "sliding_window": 10,
+        "max_window_layers": 1,
+    },
+}
+CHOICE = Choice("gathered", "the test wants it")
+
+
+@pytest.fixture(autouse=True)
+def _over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every runner made in a test attends over pages, with the implementation that a CPU has."""
+    monkeypatch.setattr(ModelRunner, "pick_attention", over_pages)
+
+
+def over_pages(runner: ModelRunner, page_tokens: int) -> tuple[Choice, PagedAttention | None]:
+    return CHOICE, gathered.paged_attention
+
+
+def greedy(folder: Path, steps: int = 12) -> list[list[int]]:
+    """Prompts fed in uneven chunks beside each other, then decoded."""
+    driver = Driver(load_runner(folder))
+    prompts = [[(13 * position + 7 * salt) % 300 + 3 for position in range(9 + 14 * salt)] for salt in range(4)]
+    sequences = [driver.add(prompt) for prompt in prompts]
+    driver.feed(*((sequence, 5) for sequence in sequences))
+    driver.feed((sequences[3], 20), (sequences[1], 3), (sequences[0], 1))
+    driver.greedy(sequences, steps)
+    return [sequence.tokens for sequence in sequences]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_paged_attention_gives_the_greedy_tokens_of_gathered_pages(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model(tmp_path, with_tokenizer=False, **MODELS[name])
+    over = greedy(folder)
+    monkeypatch.undo()
+    assert greedy(folder) == over
+
+
+def test_the_step_is_planned_for_pages_alone(tmp_path: Path) -> None:
+    runner = load_runner(make_tiny_model(tmp_path, with_tokenizer=False))
+    driver = Driver(runner)
+    long, short, other = driver.add(list(range(3, 43))), driver.add([5, 6, 7]), driver.add([9, 8])
+    assert runner._planner is not None
+    plan = runner._planner.plan([long.chunk(30), short.chunk(1), other.chunk(1)])
+    assert plan.groups == () and plan.paged is not None
+    decodes, prompt = plan.paged.groups
+    assert (decodes.first_row, decodes.end_row, decodes.width) == (0, 2, 1)
+    assert decodes.lengths.tolist() == [1, 1] and decodes.block_table.shape == (2, 1)
+    assert (prompt.first_row, prompt.end_row, prompt.width) == (2, 32, 30)
+    assert prompt.block_table.tolist() == [long.pages[:4]]
+
+
+def test_a_load_tells_which_attention_computes_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ModelSpec(path=make_tiny_model(tmp_path), name="tiny", dtype="float32", device="cpu", kv_cache_tokens=512)
+    loaded = promises.load_spec(TorchBackend(), spec)
+    assert (loaded.attention, loaded.attention_reason) == (CHOICE.name, CHOICE.reason)
+    monkeypatch.undo()
+    loaded = promises.load_spec(TorchBackend(), spec)
+    assert (loaded.attention, loaded.attention_reason) == ("gathered", "there is no CUDA device")
+
+
+@pytest.mark.parametrize("attention", ["flash", "triton", "varlen"])
+def test_an_attention_that_takes_cuda_is_refused_on_a_cpu(attention: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidRequest, match="attention cannot be honoured: the torch backend gathers the pages on a CPU"
+    ):
+        load_runner(tmp_path / "nowhere", attention=attention)

@@ -1,0 +1,207 @@
+"""Paged attention gives what attention by definition gives, whoever computes it, and writes where it should alone.
+
+The Triton kernels run in Triton's interpreter, or on the GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.backends.paged_attention import gathered, varlen
+from engine.backends.paged_attention.choose import ImplementationName
+from engine.backends.paged_attention.face import implementation
+from tests.fakes.paged import Call, Case, same_bits
+
+EDGES = (0, 1, 255, 256, 257)
+CASES = [
+    Case("decode at the edges of large pages", EDGES, page_tokens=256),
+    Case("decode at the edges of small pages", (0, 1, 15, 16, 17, 47, 48)),
+    Case("decode over keys that lie in the pages", EDGES, page_tokens=256, given=False),
+    Case("draft over mixed lengths", (0, 1, 14, 40), q_len=5),
+    Case("draft over large pages, in place", (250, 255, 600), q_len=8, page_tokens=256, given=False),
+    Case("prompt from nothing", (0, 0), q_len=41),
+    Case("chunk across pages", (13, 100), q_len=33, heads=3, kv_heads=1),
+    Case("chunk of many rows", (30,), q_len=90, heads=4, kv_heads=2),
+    Case("no shared keys", (5, 33), heads=4, kv_heads=4, q_len=2),
+    Case("four heads on a key", (5, 33), heads=8, kv_heads=2, q_len=3),
+    Case("seven heads on a key", (5, 33), heads=14, kv_heads=2, q_len=3),
+    Case("eight heads on a key", (5, 33), heads=8, kv_heads=1),
+    Case("head of 80", (3, 20), head_dim=80, q_len=2),
+    Case("head of 96", (3, 20), head_dim=96),
+    Case("head of 128", (3, 290), head_dim=128, page_tokens=256),
+    Case("head of 256", (3, 40), head_dim=256, q_len=17),
+    Case("head of 8", (3, 40), head_dim=8),
+    Case("keys and values in tensors of their own", (3, 40), q_len=2, strided=False),
+    Case("pages of an odd size", (3, 40), q_len=2, page_tokens=12),
+    Case("window of one", (0, 40), window=1, q_len=3),
+    Case("window within a page", (0, 4, 40), window=7),
+    Case("window over pages", (300, 20), window=130, q_len=40),
+    Case("soft-cap", (0, 40), q_len=9, softcap=2.0),
+    Case("soft-cap and window", (100,), q_len=3, softcap=30.0, window=64, page_tokens=256),
+    Case("long context in parts", (1500, 3, 0), heads=2, kv_heads=1, page_tokens=256),
+    Case("long context in parts, drafted, capped", (1030,), heads=2, kv_heads=1, q_len=4, softcap=5.0),
+    Case("long window in parts", (1500, 3), heads=2, kv_heads=1, page_tokens=256, window=900),
+]
+IDS = [case.name for case in CASES]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def prove(name: ImplementationName, case: Case, dtype: torch.dtype) -> None:
+    """Right results, the new tokens in their pages, and every other bit as it was."""
+    if name == "triton":
+        pytest.importorskip("triton")
+    call = Call(case, dtype, DEVICE)
+    pool = call.expected_pool()
+    found = call.run(implementation(name))
+    assert found.shape == call.q.shape and found.dtype == dtype and found.is_contiguous()
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.cpu().double(), call.expected(), atol=tolerance, rtol=tolerance)
+    assert same_bits(call.pool, pool)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_gathered_pages_give_attention_by_definition(case: Case, dtype: torch.dtype) -> None:
+    prove("gathered", case, dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_the_triton_kernels_give_attention_by_definition(case: Case) -> None:
+    prove("triton", case, torch.float16)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[6], CASES[22], CASES[24]], ids=str)
+def test_the_triton_kernels_take_bfloat16(case: Case) -> None:
+    prove("triton", case, torch.bfloat16)
+
+
+def test_gathering_in_turns_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered, "MAX_WORKING_BYTES", 20_000)
+    for case in CASES[3:8]:
+        prove("gathered", case, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gathered", "triton"])
+def test_a_query_that_sees_no_key_gives_zeros(name: ImplementationName) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    call = Call(Case("too few", (0, 30), q_len=3, given=False), torch.float16, DEVICE)
+    pages = call.pool.chunk(2, dim=2)
+    lengths = torch.tensor([0, 2], dtype=torch.int32, device=DEVICE)
+    out = implementation(name)(call.q, None, None, *pages, lengths, call.table, scale=0.125)
+    assert torch.count_nonzero(out[0]) == 0 and torch.count_nonzero(out[1, 0]) == 0
+    assert torch.isfinite(out).all() and torch.count_nonzero(out[1, 1:]) > 0
+
+
+def flash_attn_by_definition(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, totals: Tensor, table: Tensor, scale: float, left: int, softcap: float
+) -> Tensor:
+    """What flash-attn's kernels compute for window_size=(left, 0)."""
+    window = None if left < 0 else left + 1
+    return gathered.paged_attention(
+        q, None, None, k_pages, v_pages, totals, table, scale=scale, window=window, softcap=softcap
+    )
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4], CASES[23]], ids=str)
+def test_varlen_attn_is_asked_for_the_same_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = inspect.signature(varlen.varlen_attn)
+
+    def stand_in(*args: Any, **kwargs: Any) -> Tensor:
+        asked = real.bind(*args, **kwargs).arguments
+        batch, q_len = len(asked["block_table"]), asked["max_q"]
+        assert asked["cu_seq_q"].tolist() == [q_len * index for index in range(batch + 1)]
+        assert asked["cu_seq_k"].diff().tolist() == asked["seqused_k"].tolist()
+        assert {asked[name].dtype for name in ("cu_seq_q", "cu_seq_k", "seqused_k", "block_table")} == {torch.int32}
+        assert asked["enable_gqa"] and asked["window_size"][1] == 0
+        assert asked["max_k"] >= int(asked["seqused_k"].max())
+        out = flash_attn_by_definition(
+            asked["query"].unflatten(0, (batch, q_len)),
+            asked["key"],
+            asked["value"],
+            asked["seqused_k"],
+            asked["block_table"],
+            asked["scale"],
+            asked["window_size"][0],
+            0.0,
+        )
+        return out.flatten(0, 1)
+
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    uncapped = Case(**{name: getattr(case, name) for name in Case.__slots__} | {"softcap": 0.0})
+    prove("varlen", uncapped, torch.float16)
+
+
+def test_varlen_attn_refuses_a_soft_cap_that_it_would_ignore() -> None:
+    with pytest.raises(ValueError, match="no soft-cap"):
+        Call(CASES[23], torch.float16).run(varlen.paged_attention)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4], CASES[23]], ids=str)
+def test_flash_attn_is_asked_for_the_same_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flash_attn_with_kvcache(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        cache_seqlens: Tensor,
+        block_table: Tensor,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        softcap: float = 0.0,
+    ) -> Tensor:
+        assert causal and window_size[1] <= 0
+        if k is not None and v is not None:
+            gathered.append(k, v, k_cache, v_cache, cache_seqlens, block_table)
+            cache_seqlens = cache_seqlens + q.shape[1]
+        return flash_attn_by_definition(
+            q, k_cache, v_cache, cache_seqlens, block_table, softmax_scale, window_size[0], softcap
+        )
+
+    library = ModuleType("flash_attn")
+    library.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", library)
+    monkeypatch.delitem(sys.modules, "engine.backends.paged_attention.flash", raising=False)
+    monkeypatch.delattr("engine.backends.paged_attention.flash", raising=False)
+    prove("flash", case, torch.float16)
+    del sys.modules["engine.backends.paged_attention.flash"]
+
+
+def test_tensors_that_do_not_go_together_are_named() -> None:
+    call = Call(CASES[3], torch.float16)
+    pages = call.pool.chunk(2, dim=2)
+    lengths = torch.zeros(4, dtype=torch.int32)
+    wrong: list[tuple[str, tuple[Any, ...]]] = [
+        ("4 query heads of 64", (call.q.float(), None, None, *pages, lengths, call.table)),
+        ("block table has 3 rows", (call.q, None, None, *pages, lengths, call.table[:3])),
+        ("k_new is", (call.q, call.new, call.new, *pages, lengths, call.table)),
+        ("come together", (call.q, call.new[:, :, :2], None, *pages, lengths, call.table)),
+    ]
+    for words, arguments in wrong:
+        with pytest.raises(ValueError, match=words):
+            gathered.paged_attention(*arguments, scale=1.0)
+
+
+def test_the_triton_kernels_refuse_float32() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="half precision"):
+        Call(CASES[3], torch.float32).run(implementation("triton"))
