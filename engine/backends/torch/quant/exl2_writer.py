@@ -64,7 +64,8 @@ def stored_shapes(
 
 
 def measure_linear(weight: Tensor, group_size: int, importance: Tensor | None = None) -> MatrixErrors:
-    """What rounding each group of `weight` [out, in] to each width would cost, as a share of the whole matrix.
+    """What rounding each group of `weight` [out, in] to each width would cost: in weights as good as lost, the squared
+    error's share of the matrix times its size. The same relative error so costs the same in every matrix.
 
     importance: float [in], how much the squared error of each input feature counts; all the same if None.
     Wide matrices are judged by a sample of their columns, evenly spread.
@@ -74,10 +75,10 @@ def measure_linear(weight: Tensor, group_size: int, importance: Tensor | None = 
     sample = weight[:: max(1, shape.columns // _SAMPLED_COLUMNS)].float()
     counts = torch.ones(shape.rows) if importance is None else importance.float()
     sorted_rows, counts = sample.t()[rows], counts[rows]
-    total = float(counts @ sorted_rows.square().sum(dim=1)) or 1.0
+    per_weight = (float(counts @ sorted_rows.square().sum(dim=1)) or 1.0) / shape.elements
     errors = [
         [
-            error / total
+            error / per_weight
             for batch, count in _batches(sorted_rows, counts, group_size)
             for error in _errors(batch, count, width)
         ]

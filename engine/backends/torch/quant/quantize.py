@@ -138,7 +138,9 @@ class _Quantiser:
     def most_bytes(self, bits: float) -> int:
         """Disk space that the result takes at most."""
         body_bytes = bits / 8 * sum(shape.elements for shape in self.body.values())
-        rest = [spec.stored_bytes for spec in self._specs(self._uniform(WIDTHS[-1])) if not self._is_body(spec.name)]
+        rest = [
+            spec.stored_bytes for spec in self._specs(self._uniform(self._head_bits)) if not self._is_body(spec.name)
+        ]
         copied = [file.stat().st_size for file in companions(self.model.folder)]
         return int(body_bytes) + sum(rest) + sum(copied) + _HEADER_BYTES
 
