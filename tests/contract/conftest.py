@@ -13,10 +13,16 @@ from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from tests.contract.driving import Subject
-from tests.fakes.exllama import FakeExllama
+from tests.fakes.exllama import FakeExllama, RealExllama
 from tests.fakes.tiny_models import make_tiny_model
 
-SUBJECTS = ["torch", "exllamav2", "exllamav2 with drafts"]
+EXLLAMA: dict[str, Callable[[], FakeExllama]] = {
+    "exllamav2": lambda: FakeExllama(max_model_len=512),
+    "exllamav2 with drafts": lambda: FakeExllama(max_model_len=512, draft_tokens=3),
+    "exllamav2's own generator": lambda: RealExllama(max_model_len=512),
+    "exllamav2's own generator with a draft model": lambda: RealExllama(max_model_len=512, draft_tokens=3),
+    "exllamav2's own generator with n-grams": lambda: RealExllama(max_model_len=512, draft_tokens=3, ngram=True),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +39,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("contract"), with_tokenizer=False)
 
 
-@pytest.fixture(params=SUBJECTS)
+@pytest.fixture(params=["torch", *EXLLAMA])
 def subject(request: pytest.FixtureRequest, tiny_model: Path) -> Subject:
     """Each backend in turn, over a context of 512 tokens."""
     if request.param == "torch":
         return _torch(tiny_model)
-    return _exllama(tiny_model, draft_tokens=3 if "drafts" in request.param else 0)
+    return _exllama(tiny_model, EXLLAMA[request.param]())
 
 
 def _torch(folder: Path) -> Subject:
@@ -59,8 +65,7 @@ def _torch(folder: Path) -> Subject:
     )
 
 
-def _exllama(folder: Path, draft_tokens: int) -> Subject:
-    fakes = FakeExllama(max_model_len=512, draft_tokens=draft_tokens)
+def _exllama(folder: Path, fakes: FakeExllama) -> Subject:
     fail: Callable[[Exception], None] = lambda error: fakes.faults.add("iterate", error)  # noqa: E731
     return Subject(
         create=fakes.backend,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
@@ -12,7 +13,14 @@ from engine.config import ModelSpec
 from engine.errors import LoadCancelled
 from tests.fakes.exllama_generator import FakeGenerator, Faults, Logits, hash_logits
 from tests.fakes.exllama_job import PAGE, FakeJob, FakeSettings
+from tests.fakes.exllama_kernels import ByteTokenizer, PagedTokens, TokenModel, real_modules
 from tests.fakes.model import VOCAB_SIZE
+
+
+def unsure(logits: Logits) -> Logits:
+    """A draft model that guesses as the model says, but for every third position."""
+    return lambda ids, vocab_size: logits(ids, vocab_size) * (-1 if len(ids) % 3 == 0 else 1)
+
 
 PHASES: tuple[LoadPhase, ...] = ("weights", "kv_cache")
 
@@ -43,7 +51,7 @@ class FakeExllama:
         self.places = places
         self.logits = logits
         self.faults = Faults()
-        self.generators: list[FakeGenerator] = []
+        self.generators: list[Any] = []
         self.freed = 0
 
     def backend(self) -> ExllamaBackend:
@@ -112,7 +120,7 @@ class FakeExllama:
             parameters=1000,
         )
 
-    def _make_generator(self) -> FakeGenerator:
+    def _make_generator(self) -> Any:
         self.faults.strike("make_generator")
         self.generators.append(
             FakeGenerator(
@@ -130,3 +138,47 @@ class FakeExllama:
 
     def _free(self) -> None:
         self.freed += 1
+
+
+class RealExllama(FakeExllama):
+    """The library's own generator, job and settings, over stubbed kernels (see `exllama_kernels`)."""
+
+    def import_library(self, report: Callable[[LoadProgress], None], **load: Any) -> Library:
+        """The real classes."""
+        real = real_modules()
+        return replace(
+            super().import_library(report, **load),
+            generator=real.dynamic.ExLlamaV2DynamicGenerator,
+            job=real.dynamic.ExLlamaV2DynamicJob,
+            settings=real.sampler.ExLlamaV2Sampler.Settings,
+        )
+
+    def _make_generator(self) -> Any:
+        self.faults.strike("make_generator")
+        real, draft_model = real_modules(), self.draft_tokens and not self.ngram
+        main, draft = (
+            TokenModel(vocab_size=VOCAB_SIZE, max_seq_len=self.max_model_len, max_input_len=self.max_chunk_size)
+            for _ in range(2)
+        )
+        main.logits, draft.logits = self.logits, unsure(self.logits)
+        generator = real.dynamic.ExLlamaV2DynamicGenerator(
+            model=main,
+            cache=PagedTokens(self.pages * PAGE),
+            tokenizer=ByteTokenizer(VOCAB_SIZE),
+            max_batch_size=self.places,
+            draft_model=draft if draft_model else None,
+            draft_cache=PagedTokens(self.pages * PAGE) if draft_model else None,
+            num_draft_tokens=self.draft_tokens,
+            use_ngram_draft=self.ngram,
+        )
+        for method in ("iterate", "cancel", "enqueue"):
+            setattr(generator, method, self._failing(method, getattr(generator, method)))
+        self.generators.append(generator)
+        return generator
+
+    def _failing(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def struck(*args: Any) -> Any:
+            self.faults.strike(name)
+            return method(*args)
+
+        return struck

@@ -60,40 +60,58 @@ class FakeSettings:
     xtc_ignore_tokens: frozenset[int] | None = None
 
 
+def draw(probs: Tensor, random: float, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The token at `random` of the distribution [vocab], the `top` best and theirs, and its own probability."""
+    ordered = probs.sort(descending=True, stable=True)
+    place = min(int((ordered.values.cumsum(0) < random * 0.9998).sum()), len(probs) - 1)
+    token = ordered.indices[place].view(1, 1)
+    return token, ordered.indices[:top].view(1, 1, -1), ordered.values[:top].view(1, 1, -1), probs[token]
+
+
+def distribution(row: Tensor, *, temperature: float, top_k: int, last_temperature: float) -> Tensor:
+    """Probabilities [vocab] for logits [vocab]; below 0.01 the temperature is greedy."""
+    if temperature < 0.01:
+        temperature, top_k = 1.0, 1
+    probs = (row / temperature).softmax(-1)
+    if 0 < top_k < len(probs):
+        kept = probs.topk(top_k)
+        probs = torch.zeros_like(probs).scatter_(0, kept.indices, kept.values / kept.values.sum())
+    if last_temperature != 1.0 and top_k != 1:
+        probs = probs ** (1 / last_temperature)
+        probs = probs / probs.sum()
+    return probs
+
+
+def penalise(row: Tensor, ids: Tensor, penalty: float) -> None:
+    """The repetition penalty on logits [vocab], in place."""
+    seen = ids.unique()
+    row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+
+
 def sample(logits: Tensor, settings: FakeSettings, ids: Tensor, random: float, top: int) -> tuple[Any, ...]:
     """A token for float32 logits [sequences, 1, vocab], written to in place as the library's sampler does.
 
-    Penalties, bias, temperature (also after the softmax), top_k and mirostat's state are the library's; other filters
-    are not needed to tell whether they were asked for.
+    Repetition penalty, bias, temperature, top_k and that mirostat has a state are the library's; other filters are
+    not needed to tell whether they were asked for.
     """
     if settings.cfg_scale is not None:
         assert logits.shape[0] == 2, "CFG requires logits to be bsz 2"
         both = logits.log_softmax(-1)
         logits = (settings.cfg_scale * both[0] + (1 - settings.cfg_scale) * both[1]).unsqueeze(0)
     row = logits[0, 0]
-    seen = ids.unique()
-    row[seen] = torch.where(
-        row[seen] > 0, row[seen] / settings.token_repetition_penalty, row[seen] * settings.token_repetition_penalty
-    )
+    penalise(row, ids, settings.token_repetition_penalty)
     if settings.token_bias is not None:
         assert settings.token_bias.shape == row.shape, "a and b are incompatible sizes"
         row += settings.token_bias
-    greedy = settings.temperature < 0.01 and not settings.temperature_last
-    probs = (row / (1.0 if greedy or settings.temperature_last else settings.temperature)).softmax(-1)
-    top_k = 1 if greedy else settings.top_k
-    if 0 < top_k < len(probs):
-        kept = probs.topk(top_k)
-        probs = torch.zeros_like(probs).scatter_(0, kept.indices, kept.values / kept.values.sum())
-    if settings.temperature_last and top_k != 1:
-        probs = probs ** (1 / settings.temperature)
-        probs = probs / probs.sum()
     if settings.mirostat:
         settings.mirostat_mu = [(settings.mirostat_mu or [0.0])[0] + 1.0]
-    ordered = probs.sort(descending=True, stable=True)
-    place = min(int((ordered.values.cumsum(0) < random * 0.9998).sum()), len(probs) - 1)
-    token = ordered.indices[place].view(1, 1)
-    best, best_probs = ordered.indices[:top].view(1, 1, -1), ordered.values[:top].view(1, 1, -1)
-    return token, best, best_probs, probs[token], False
+    probs = distribution(
+        row,
+        temperature=1.0 if settings.temperature_last else settings.temperature,
+        top_k=settings.top_k,
+        last_temperature=settings.temperature if settings.temperature_last else 1.0,
+    )
+    return *draw(probs, random, top), False
 
 
 class FakeIds:
