@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -53,14 +56,20 @@ def _run(command: Sequence[str], timeout_s: float, cancelled: Callable[[], bool]
                 break
             except subprocess.TimeoutExpired:
                 if time.monotonic() > deadline or cancelled():
-                    process.kill()
+                    _end(process)
                     raise ProbeFailed(f"it was not done after {timeout_s:g} s") from None
             except BaseException:
-                process.kill()
+                _end(process)
                 raise
     if process.returncode != 0:
         raise ProbeFailed(_how_it_ended(process.returncode, complaint))
     return output
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill it with all that it started: it leads a session of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _how_it_ended(code: int, complaint: bytes) -> str:

@@ -7,8 +7,9 @@ import importlib.util
 import platform
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -53,33 +54,41 @@ def gather(
 
     `cancelled` ends the probes under way within a moment; what they were to say is then missing from the facts.
     """
-    asking = partial(ask, timeout_s=timeout_s, cancelled=cancelled)
-    asked = partial(_asked, asking)
-    driver, gpus = read_gpus()
+    given_up = threading.Event()
+    asking = partial(ask, timeout_s=timeout_s, cancelled=lambda: given_up.is_set() or cancelled())
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="doctor") as pool:
-        torch = pool.submit(asked, Torch, "torch", "torch")
-        flash_attn = pool.submit(asked, Package, "flash_attn", "package", "flash_attn")
-        triton = pool.submit(asked, Package, "triton", "package", "triton")
-        exllama = pool.submit(_exllama, asked)
-        tried = pool.submit(_attention, attention, torch, asking)
-        toolchain = read_toolchain()
-        return Facts(
-            python=sys.version_info[:3],
-            machine=platform.machine(),
-            site_packages=sysconfig.get_path("platlib"),
-            kernel_cache=str(platformdirs.user_cache_path("ericllm") / "kernels"),
-            package_manager=package_manager(),
-            cpu=read_cpu(),
-            driver=driver,
-            gpus=gpus,
-            torch=torch.result(),
-            toolchain=toolchain,
-            exllama=exllama.result(),
-            flash_attn=flash_attn.result(),
-            triton=triton.result(),
-            attention=tried.result(),
-            ray=Package(installed=is_installed("ray"), version=version_of("ray")),
-        )
+        try:
+            return _gathered(pool, asking, attention)
+        except BaseException:  # a Ctrl-C: the pool would wait for its probes
+            given_up.set()
+            raise
+
+
+def _gathered(pool: Executor, asking: Asking, attention: AttentionName) -> Facts:
+    asked = partial(_asked, asking)
+    torch = pool.submit(asked, Torch, "torch", "torch")
+    flash_attn = pool.submit(asked, Package, "flash_attn", "package", "flash_attn")
+    triton = pool.submit(asked, Package, "triton", "package", "triton")
+    exllama = pool.submit(_exllama, asked)
+    tried = pool.submit(_attention, attention, torch, asking)
+    driver, gpus = read_gpus()
+    return Facts(
+        python=sys.version_info[:3],
+        machine=platform.machine(),
+        site_packages=sysconfig.get_path("platlib"),
+        kernel_cache=str(platformdirs.user_cache_path("ericllm") / "kernels"),
+        package_manager=package_manager(),
+        cpu=read_cpu(),
+        driver=driver,
+        gpus=gpus,
+        toolchain=read_toolchain(),
+        ray=Package(installed=is_installed("ray"), version=version_of("ray")),
+        torch=torch.result(),
+        exllama=exllama.result(),
+        flash_attn=flash_attn.result(),
+        triton=triton.result(),
+        attention=tried.result(),
+    )
 
 
 def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:

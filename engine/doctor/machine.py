@@ -123,8 +123,9 @@ def _sight(facts: Facts) -> str:
     """The sentence that makes torch see the GPUs."""
     torch = facts.torch
     if driver_too_old(facts.driver, torch.cuda):
-        first = MINIMUM_DRIVER.get(numbers(torch.cuda)[0], "a newer one")
-        renew = f"Renew the driver to {first} or later: {driver_command(facts.package_manager)}"
+        first = MINIMUM_DRIVER.get(numbers(torch.cuda)[0])
+        to = f" to {first} or later" if first else ""
+        renew = f"Renew the driver{to}: {driver_command(facts.package_manager)}"
         return f"{renew}, or take a torch for this one: {torch_command(force=True)}."
     return "Ask torch itself: `python -c 'import torch; torch.cuda.init()'`."
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from console.runtime import Runtime
+from console.settings import Settings
 from engine.doctor.child import ProbeFailed, ask
-from engine.doctor.facts import Package
+from engine.doctor.facts import Exllama, Package
 from engine.doctor.gather import gather
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +119,78 @@ def test_a_library_that_leaves_without_a_word_gives_no_answer(tmp_path: Path, mo
 def test_a_library_that_hangs_is_reported_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProbeFailed, match=r"not done after 0\.2 s"):
         looked_at(monkeypatch, library(tmp_path, "stuck", "while True: pass\n"), "stuck", timeout_s=0.2)
+
+
+def exllamav2(folder: Path, kernels: str = "") -> Path:
+    """An exllamav2 0.3.2 that ends its process where importing it would compile: where no kernels are."""
+    library(folder, "exllamav2", "" if kernels else "import os\nos.abort()\n")
+    (folder / "exllamav2" / "ext.py").write_text("sources_ = ['a.cpp', 'b.cu']\n")
+    (folder / "exllamav2" / "generator.py").write_text("")
+    (folder / "exllamav2-0.3.2.dist-info").mkdir()
+    (folder / "exllamav2-0.3.2.dist-info" / "METADATA").write_text("Name: exllamav2\nVersion: 0.3.2\n")
+    if kernels:
+        (folder / "exllamav2_ext.py").write_text(kernels)
+    return folder
+
+
+def exllamav2_looked_at(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Exllama:
+    """What the probe says of it, with its cache in a folder of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    return ask(Exllama, "exllama", timeout_s=60.0)
+
+
+def test_exllamav2_without_kernels_is_never_imported_and_says_where_they_would_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = exllamav2_looked_at(monkeypatch, exllamav2(tmp_path))
+    assert (found.kernels, found.error, found.kernels_error) == ("", "", "")
+    assert found.kept_at.startswith(str(tmp_path / "cache"))
+    assert found.kept_at.endswith("/exllamav2_ext/exllamav2_ext.so")
+
+
+def test_exllamav2_with_prebuilt_kernels_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = exllamav2_looked_at(monkeypatch, exllamav2(tmp_path, kernels="made = True\n"))
+    assert (found.kernels, found.error, found.kernels_error) == ("prebuilt", "", "")
+
+
+def test_prebuilt_kernels_of_another_torch_are_reported_with_the_symbol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = "raise ImportError('undefined symbol: _ZN2at4_ops')\n"
+    found = exllamav2_looked_at(monkeypatch, exllamav2(tmp_path, kernels))
+    assert found.kernels_error == "undefined symbol: _ZN2at4_ops"
+
+
+def test_kept_kernels_that_are_no_shared_object_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_at = Path(exllamav2_looked_at(monkeypatch, exllamav2(tmp_path)).kept_at)
+    kept_at.parent.mkdir(parents=True)
+    kept_at.write_bytes(b"half a file")
+    found = exllamav2_looked_at(monkeypatch, tmp_path)
+    assert found.kernels == "kept"
+    assert "exllamav2_ext.so" in found.kernels_error
+
+
+async def test_a_look_that_is_given_up_tells_its_probes_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looking, released = threading.Event(), threading.Event()
+    asked: list[Callable[[], bool]] = []
+
+    def looks(settings: Settings, *, cancelled: Callable[[], bool]) -> None:
+        asked.append(cancelled)
+        looking.set()
+        released.wait()
+
+    monkeypatch.setattr("console.runtime.diagnose", looks)
+    task = asyncio.create_task(Runtime(Settings()).diagnose())
+    assert await asyncio.to_thread(looking.wait, 60)
+    assert not asked[0]()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert asked[0]()
+    released.set()
 
 
 def test_gathering_with_no_patience_still_gives_every_fact() -> None:
