@@ -13,9 +13,6 @@ MIN_SPLIT_TOKENS = 256
 PROGRAMS_PER_PROCESSOR = 2
 """Programs that a multiprocessor works on side by side, and so how many are wanted."""
 
-_DATA_CENTRE = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
-"""Capabilities with 160 KiB of shared memory per block or more; 8.6, 8.9 and 12.x have 99 KiB, Turing 64 KiB."""
-
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -38,17 +35,17 @@ class Tile:
 def tile_for(rows: int, head_dim: int, capability: tuple[int, int]) -> Tile:
     """Sizes for `rows` query rows per key head (q_len * group).
 
-    Queries and `stages` pairs of key and value blocks lie in shared memory, two bytes an element: at most 48 KiB on
-    Turing, 80 KiB on others with little of it, 96 KiB elsewhere.
+    Queries and `stages` pairs of key and value blocks lie in shared memory, two bytes an element: 96 KiB at most, which
+    every card since Ampere has, and 48 KiB on Turing, whose compiler takes some more and which has 64.
     """
-    wide = head_dim > 128
-    most = (128 if capability in _DATA_CENTRE else 64) // (2 if wide else 1)
+    wide, turing = head_dim > 128, capability < (8, 0)
+    most = (64 if turing else 128) // (2 if wide else 1)
     block_m = min(most, max(16, power_of_two(rows)))
     return Tile(
         block_m=block_m,
         block_n=32 if wide else 64,
         warps=8 if block_m * (2 if wide else 1) == 128 else 4,
-        stages=1 if capability < (8, 0) else 2,
+        stages=1 if turing else 2,
     )
 
 

@@ -1,0 +1,61 @@
+"""Compiles the attention kernels as Triton would for a card that need not be here. Run as a program, not interpreted.
+
+Arguments: compute capability (86), head size, query rows, page size.  Writes one line of JSON: shared memory in bytes,
+and whether tensor cores multiply.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.backends.paged_attention import kernels
+from engine.backends.paged_attention.tiles import MAX_SPLITS, power_of_two, tile_for
+
+POINTERS = {"lengths": "*i32", "block_table": "*i32", "parts": "*fp32", "part_sums": "*fp32"}
+HALF = ("q", "k_pages", "v_pages", "out", "k_new", "v_new")
+
+
+def compiled(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> Any:
+    """The kernel with strides as a model has them: multiples of 16."""
+    signature, attributes = {}, {}
+    varying = {kernel.arg_names[index] if isinstance(index, int) else index for index in kernel.do_not_specialize}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        factor = "fp32" if name in ("inner", "outer") else "i32"
+        signature[name] = POINTERS.get(name, "*fp16" if name in HALF else factor)
+        if name not in varying and factor != "fp32":
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=values, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def main(capability: int, head_dim: int, rows: int, page_tokens: int) -> None:
+    tile = tile_for(rows, head_dim, divmod(capability, 10))
+    sizes = {"kv_heads": 8, "head_dim": head_dim, "page_tokens": page_tokens}
+    block_d = power_of_two(head_dim)
+    made = compiled(
+        kernels.attend_kernel,
+        capability,
+        sizes
+        | {"group": 4, "window": 0, "capped": False, "upcast": False, "split": rows < 64}
+        | {"block_m": tile.block_m, "block_n": tile.block_n, "block_d": block_d},
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    compiled(kernels.append_kernel, capability, sizes | {"block_h": 8, "block_d": block_d})
+    compiled(kernels.combine_kernel, capability, {"head_dim": head_dim, "block_s": MAX_SPLITS, "block_d": block_d})
+    text = made.asm["ptx"]
+    print(json.dumps({"shared": made.metadata.shared, "tensor_cores": "mma" in text}))
+
+
+if __name__ == "__main__":
+    main(*(int(argument) for argument in sys.argv[1:]))

@@ -1,0 +1,47 @@
+"""The Triton kernels compile for cards that are not here, within their shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHARED_KIB = {75: 64, 80: 163, 86: 99, 90: 227, 120: 99}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "rows", "page_tokens"),
+    [
+        (75, 64, 4, 16),
+        (80, 128, 8192, 16),
+        (86, 128, 8192, 256),
+        (86, 256, 8192, 16),
+        (90, 80, 4, 256),
+        (120, 128, 4, 16),
+    ],
+)
+def test_the_kernels_compile_for_every_kind_of_card(
+    capability: int, head_dim: int, rows: int, page_tokens: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    sizes = (str(number) for number in (capability, head_dim, rows, page_tokens))
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.fakes.compile_kernels", *sizes],
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert result.returncode == 0, result.stderr
+    made = json.loads(result.stdout.splitlines()[-1])
+    assert made["shared"] <= SHARED_KIB[capability] * 1024
+    assert made["tensor_cores"] == (capability >= 80)
