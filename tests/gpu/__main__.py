@@ -22,7 +22,7 @@ PARTS = (
     Part("models", "synthetic models", "tests.gpu.models", 60),
     Part("weights", "EXL2 weights, bit for bit", "tests.gpu.check_weights", 30),
     Part("attention", "paged attention kernels", "tests.gpu.check_attention", 60),
-    Part("tokens", "greedy tokens", "tests.gpu.check_tokens", 90),
+    Part("tokens", "greedy tokens", "tests.gpu.check_tokens", 120),
     Part("life", "load, unload, errors", "tests.gpu.check_life", 70),
     Part("parity", "torch backend, CUDA against CPU", "tests.gpu.check_parity", 40),
     Part("throughput", "our engine against the library alone", "tests.gpu.check_throughput", 120, correctness=False),
@@ -45,7 +45,7 @@ def main() -> int:
             parts,
             Place(folder, quick=given.quick),
             total_s=given.seconds,
-            environment=build_environment(os.environ, folder, package_folders()),
+            environment=build_environment(os.environ, package_folders()),
             on_start=lambda part, limit_s: print(f"{part.title} (at most {limit_s:.0f} s) ...", flush=True),
         )
     finally:

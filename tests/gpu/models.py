@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +88,18 @@ def weights_bytes(folder: Path) -> int:
 
 def checks(place: Place) -> Iterable[Row]:
     """Make every model now, so that no later part's time goes into it."""
-    made = [
-        ("tiny EXL2, all widths", lambda: exl2_model(place, TINY)),
-        ("tiny float32", lambda: plain_model(place, TINY, "float32")),
-        ("1B EXL2", lambda: exl2_model(place, BILLION)),
-        ("1B bfloat16", lambda: plain_model(place, BILLION, "bfloat16")),
+    made: list[tuple[str, Callable[[], Path]]] = [
+        ("tiny EXL2, all widths", partial(exl2_model, place, TINY)),
+        ("tiny float32", partial(plain_model, place, TINY, "float32")),
+        ("1B EXL2", partial(exl2_model, place, BILLION)),
+        ("1B bfloat16", partial(plain_model, place, BILLION, "bfloat16")),
     ]
     for name, make in made:
-        yield from attempt(name, lambda make=make, name=name: [measured(name, weights_bytes(make()) / 2**20, "MiB")])  # type: ignore[misc]
+        yield from attempt(name, partial(_made, name, make))
+
+
+def _made(name: str, make: Callable[[], Path]) -> list[Row]:
+    return [measured(name, weights_bytes(make()) / 2**20, "MiB")]
 
 
 def _exl2_tensors(shape: Shape, config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -127,7 +133,7 @@ def _plain(name: str, size: tuple[int, ...], dtype: torch.dtype, generator: torc
 
 def _std(in_features: int) -> float:
     """Keeps activations of about one size through the layers, with logits that differ clearly."""
-    return 1.5 * in_features**-0.5
+    return 1.5 / math.sqrt(in_features)
 
 
 def _write(folder: Path, shape: Shape, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.gpu import report
+from tests.gpu import report, toolchain
 from tests.gpu.compare import compare
 from tests.gpu.place import Place
 from tests.gpu.report import Machine, Report, Row
@@ -159,21 +159,18 @@ def test_a_comparison_shows_changes_and_what_is_in_one_alone() -> None:
     assert "only after: failed" in shown
 
 
-def test_a_build_finds_nvcc_and_the_headers_that_torch_brings(tmp_path: Path) -> None:
-    home, site = tmp_path / "cuda", tmp_path / "site"
-    for folder in (home / "bin", home / "include", site / "nvidia" / "cu13" / "include"):
-        folder.mkdir(parents=True)
+def test_a_build_finds_an_nvcc_that_nothing_leads_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "_CUDA_HOMES", ())
+    home = tmp_path / "site" / "nvidia" / "cu13"
+    (home / "bin").mkdir(parents=True)
+    assert build_environment({"PATH": ""}, [tmp_path / "site"]) == {}
     (home / "bin" / "nvcc").touch(mode=0o755)
-    environ = {"PATH": str(home / "bin")}
-    assert build_environment(environ, tmp_path, [site]) == {
-        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
-        "CUDA_HOME": str(home),
-        "CUDA_INC_PATH": str(site / "nvidia" / "cu13" / "include"),
-    }
-    (home / "include" / "cusparse.h").touch()
-    assert "CUDA_INC_PATH" not in build_environment(environ, tmp_path, [site])
+    assert build_environment({"PATH": ""}, [tmp_path / "site"]) == {"CUDA_HOME": str(home)}
 
 
-def test_a_build_keeps_what_the_environment_says(tmp_path: Path) -> None:
-    environ = {"PATH": "", "CUDA_HOME": str(tmp_path), "TORCH_EXTENSIONS_DIR": "/kept"}
-    assert build_environment(environ, tmp_path, []) == {}
+def test_a_build_keeps_what_the_environment_leads_to(tmp_path: Path) -> None:
+    home = tmp_path / "nvidia" / "cu13"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "nvcc").touch(mode=0o755)
+    assert build_environment({"PATH": "", "CUDA_HOME": "/kept"}, [tmp_path]) == {}
+    assert build_environment({"PATH": str(home / "bin")}, [tmp_path]) == {}

@@ -1,0 +1,132 @@
+"""The paged attention kernels on the GPU: against attention by definition at real sizes, and how fast they are."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.backends.paged_attention.choose import ORDER, AttentionFacts, ImplementationName, obstacle
+from engine.backends.paged_attention.face import PagedAttention, implementation
+from engine.backends.paged_attention.probe import probe
+from tests.fakes.paged import Call, Case, same_bits
+from tests.gpu.place import Place
+from tests.gpu.report import Row, attempt, measured, promise, skipped
+
+TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}
+"""The same as on a CPU."""
+
+_EDGES = (0, 1, 255, 256, 257, 1000, 4095)
+CASES = (
+    Case("decode, head 128", _EDGES, heads=32, kv_heads=8, head_dim=128, page_tokens=256),
+    Case("decode, head 64, keys in place", _EDGES, heads=32, kv_heads=8, page_tokens=256, given=False),
+    Case("decode, small pages", (0, 15, 16, 17, 900), heads=16, kv_heads=8, head_dim=128),
+    Case("decode, seven heads on a key", (3, 800), heads=28, kv_heads=4, head_dim=128, page_tokens=256),
+    Case("decode, long context", (9000, 5), heads=8, kv_heads=2, head_dim=128, page_tokens=256),
+    Case("draft of 5", (0, 250, 256, 2000), q_len=5, heads=16, kv_heads=4, head_dim=128, page_tokens=256),
+    Case("chunk of 300", (0, 700), q_len=300, heads=8, kv_heads=2, head_dim=128, page_tokens=256),
+    Case("head 96", (3, 600), heads=8, kv_heads=8, head_dim=96, page_tokens=256),
+    Case("head 256", (3, 600), q_len=20, heads=8, kv_heads=2, head_dim=256, page_tokens=256),
+    Case("window", (300, 3000), q_len=3, heads=8, kv_heads=4, head_dim=128, page_tokens=256, window=1024),
+    Case("soft-cap and window", (40, 2000), q_len=2, heads=8, kv_heads=4, page_tokens=256, softcap=50.0, window=512),
+)
+SPEEDS = (
+    Case("1 x 1024", (1024,), heads=32, kv_heads=8, head_dim=128, page_tokens=256),
+    Case("32 x 1024", (1024,) * 32, heads=32, kv_heads=8, head_dim=128, page_tokens=256),
+    Case("64 x 512", (512,) * 64, heads=32, kv_heads=8, head_dim=128, page_tokens=256),
+    Case("1 x 16384", (16384,), heads=32, kv_heads=8, head_dim=128, page_tokens=256),
+    Case("chunk of 2048", (0,), q_len=2048, heads=32, kv_heads=8, head_dim=128, page_tokens=256),
+)
+
+
+def checks(place: Place) -> Iterator[Row]:
+    """For each implementation a row for each dtype, then times of one call beside SDPA's over plain tensors."""
+    facts = probe(torch.device("cuda", 0))
+    for name in ORDER:
+        for dtype in TOLERANCE:
+            title = f"{name}, {dtype}"
+            yield from attempt(title, partial(_proof, title, name, dtype, facts))
+    for case in SPEEDS[:2] if place.quick else SPEEDS:
+        yield from attempt(f"time of {case}", partial(_times, case, facts))
+
+
+def fitting(case: Case, dtype: str, facts: AttentionFacts) -> AttentionFacts:
+    """The machine's facts for this call."""
+    return replace(
+        facts,
+        page_tokens=case.page_tokens,
+        head_dim=case.head_dim,
+        dtype=dtype,
+        softcap=case.softcap,
+        window=case.window,
+    )
+
+
+def _proof(title: str, name: ImplementationName, dtype: str, facts: AttentionFacts) -> list[Row]:
+    """All cases that fit: right results, and no bit changed in the pages but those of the new tokens."""
+    fits = [case for case in CASES if not obstacle(name, fitting(case, dtype, facts))]
+    if not fits:
+        return [skipped(title, obstacle(name, fitting(CASES[0], dtype, facts)))]
+    worst, wrong = 0.0, []
+    for case in fits:
+        off, clean = deviation(case, implementation(name), getattr(torch, dtype), "cuda")
+        worst = max(worst, off)
+        if not (clean and off <= TOLERANCE[dtype]):
+            wrong.append(f"{case} (off by {off:.3g}{'' if clean else ', pages damaged'})")
+    said = "; ".join(wrong) or f"{len(fits)} of {len(CASES)} cases fit it, all within {TOLERANCE[dtype]:g}"
+    return [promise(title, not wrong, said, value=worst)]
+
+
+def deviation(case: Case, attention: PagedAttention, dtype: torch.dtype, device: str) -> tuple[float, bool]:
+    """How far the result is off, beside 1 + its own size; whether the pages are what they should be."""
+    call = Call(case, dtype, device)
+    expected, pool = call.expected(), call.expected_pool()
+    found = call.run(attention).cpu().double()
+    off = ((found - expected).abs() / (1 + expected.abs())).nan_to_num(torch.inf).max()
+    return float(off), same_bits(call.pool, pool)
+
+
+def _times(case: Case, facts: AttentionFacts) -> Iterable[Row]:
+    """Microseconds of one call of every implementation, and of SDPA, which has neither pages nor an append to do."""
+    call = Call(case, torch.float16, "cuda")
+    for name in ORDER:
+        if not obstacle(name, fitting(case, "float16", facts)):
+            yield measured(f"{case}, {name}", _microseconds(_paged(call, implementation(name))), "us")
+    yield measured(f"{case}, SDPA without pages", _microseconds(_sdpa(case)), "us")
+
+
+def _paged(call: Call, attention: PagedAttention) -> Callable[[], Tensor]:
+    """The call, again and again: the new keys go to the same place each time."""
+    k_pages, v_pages = call.pool.chunk(2, dim=2)
+    k_new, v_new = call.new.chunk(2, dim=2)
+    lengths = torch.tensor(call.case.lengths, dtype=torch.int32, device=call.device)
+    scale = call.case.head_dim**-0.5
+    return lambda: attention(call.q, k_new, v_new, k_pages, v_pages, lengths, call.table, scale=scale)
+
+
+def _sdpa(case: Case) -> Callable[[], Tensor]:
+    batch, known = len(case.lengths), case.lengths[0] + case.q_len
+    q = torch.randn(batch, case.heads, case.q_len, case.head_dim, dtype=torch.float16, device="cuda")
+    k, v = torch.randn(2, batch, case.kv_heads, known, case.head_dim, dtype=torch.float16, device="cuda")
+    return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=case.q_len > 1, enable_gqa=True)
+
+
+def _microseconds(action: Callable[[], object], calls: int = 20, rounds: int = 5) -> float:
+    """Median over rounds of the mean of some calls, timed by the device."""
+    for _ in range(3):
+        action()
+    times: list[float] = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            action()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end) / calls)
+    return statistics.median(times)

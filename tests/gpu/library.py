@@ -1,0 +1,55 @@
+"""The library itself, imported as the product does, with its generator made by hand: what ours is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.backends.base import LoadProgress
+from engine.backends.exllama.library import import_library
+from engine.backends.exllama.parts import Library
+
+CHUNK_TOKENS = 2048
+ROWS_PER_SEQUENCE = 8
+
+
+def imported(report: Callable[[LoadProgress], None] = lambda progress: None) -> Library:
+    """The library's classes; kernels are compiled where they are not there yet."""
+    return import_library(report)
+
+
+def configured(library: Library, folder: Path, max_seq_len: int) -> tuple[Library, Any]:
+    """The library with the attention that the product would take, and its config of the model in `folder`."""
+    config = library.config()
+    config.model_dir = str(folder)
+    config.prepare()
+    config.no_flash_attn, config.no_xformers, config.no_sdpa = False, True, True
+    config.max_seq_len = max_seq_len
+    config.max_input_len = min(CHUNK_TOKENS, max_seq_len)
+    config.max_attention_size = config.max_input_len**2
+    config.max_output_len = 2 * ROWS_PER_SEQUENCE
+    if library.engage is not None:
+        library = library.engage(config, "auto", (0,))
+    return library, config
+
+
+def loaded_model(library: Library, config: Any) -> Any:
+    """The model with its weights on the first GPU, and no cache."""
+    model = library.model(config)
+    model.load()
+    return model
+
+
+def generator_over(library: Library, config: Any, cache_tokens: int) -> Any:
+    """A dynamic generator over a model with a 16-bit cache, with the sizes that the product gives it."""
+    model = loaded_model(library, config)
+    cache = library.caches[16](model, batch_size=1, max_seq_len=cache_tokens)
+    return library.generator(
+        model=model,
+        cache=cache,
+        tokenizer=library.tokenizer(config),
+        max_batch_size=config.max_input_len // ROWS_PER_SEQUENCE,
+        max_chunk_size=config.max_input_len,
+        max_q_size=ROWS_PER_SEQUENCE,
+    )

@@ -1,0 +1,220 @@
+"""What the GPU checks compute can be tried on a CPU: models, readers, comparisons, and both sides of each verdict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.backends.base import LoadedModel
+from engine.backends.paged_attention import gathered
+from engine.config import ModelSpec
+from engine.errors import ContextLengthExceeded, InvalidRequest
+from tests.fakes.paged import Case
+from tests.gpu import check_life, check_parity, check_tokens
+from tests.gpu.answers import Answers, Step, agreement, ask, prompts
+from tests.gpu.check_attention import deviation
+from tests.gpu.check_throughput import Rates
+from tests.gpu.check_weights import ODD, compare_matrix, layer, packed_keys
+from tests.gpu.exl2_random import WIDTHS, Group, plan_groups, random_exl2
+from tests.gpu.models import TINY, Shape, exl2_model, plain_model
+from tests.gpu.place import Place
+from tests.gpu.witness import main as witness
+from tests.gpu.witness import read_answers, save_spec
+
+_MODEL = LoadedModel(
+    backend="torch",
+    architecture="LlamaForCausalLM",
+    dtype="float32",
+    devices=("cpu",),
+    vocab_size=320,
+    max_model_len=64,
+    kv_tokens=64,
+    page_tokens=16,
+    weights_bytes=1,
+    kv_bytes=1,
+    parameters=1,
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("gpu"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def test_groups_share_the_rows_out_from_the_widest_to_the_narrowest() -> None:
+    assert plan_groups(256, WIDTHS, 32) == [Group(bits, 32) for bits in (8, 8, 6, 5, 4, 4, 3, 2)]
+    assert plan_groups(544, (4, 5), 128)[-1] == Group(4, 32)
+    with pytest.raises(ValueError, match="fewer than the 6 widths"):
+        plan_groups(64, WIDTHS, 32)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        plan_groups(100, (4,), 32)
+
+
+def test_random_matrices_have_the_deviation_that_was_asked_for() -> None:
+    groups = plan_groups(512, WIDTHS, 64)
+    generator = torch.Generator().manual_seed(3)
+    tensors = random_exl2(512, 96, groups, std=0.05, generator=generator)
+    weight = layer({f"x.{name}": tensor for name, tensor in tensors.items()}, "x").dequantise().float()
+    assert weight.std().item() == pytest.approx(0.05, rel=0.1)
+
+
+def test_the_torch_backend_answers_from_the_random_exl2_model(place: Place) -> None:
+    spec = ModelSpec(path=exl2_model(place, TINY), name="tiny", backend="torch", device="cpu", kv_cache_tokens=2048)
+    answers = ask(spec, prompts(2, TINY.vocab), 4)
+    assert [len(steps) for steps in answers.answers] == [4, 4]
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [TINY, ODD], ids=["tiny", "odd"])
+def test_a_weight_that_differs_in_one_bit_is_counted_under_its_width(place: Place, shape: Shape) -> None:
+    stored = load_file(exl2_model(place, shape) / "output.safetensors")
+    widths: Counter[int] = Counter()
+    for key in packed_keys(stored):
+        packed = layer(stored, key)
+        theirs = packed.dequantise()
+        compared, wrong = compare_matrix(packed, theirs)
+        assert wrong.total() == 0
+        widths += compared
+        row = int((packed.q_invperm == 0).nonzero())  # the first packed row has the widest values
+        theirs.view(torch.int16)[row, 1] ^= 1
+        assert compare_matrix(packed, theirs)[1] == Counter({max(compared): 1}) | wrong
+    assert set(widths) == set(WIDTHS)
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def _answers(*tokens: tuple[int, float], top: tuple[tuple[int, float], ...] = ()) -> Answers:
+    return Answers(model=_MODEL, answers=[[Step(token_id=id_, logprob=logprob, top=top) for id_, logprob in tokens]])
+
+
+def test_equal_answers_agree_as_far_as_their_log_probabilities() -> None:
+    found = agreement(_answers((5, -1.0), (6, -1.0)), _answers((5, -1.0), (6, -1.03)))
+    assert (found.compared, found.longest, found.parted, found.worst_gap) == (2, 2, 0, 0.0)
+    assert found.within(0.05) and not found.within(0.02)
+
+
+def test_answers_may_part_where_two_tokens_are_nearly_equal() -> None:
+    reference = _answers((5, -1.0), (6, -1.0), top=((6, -1.0), (7, -1.01)))
+    found = agreement(reference, _answers((5, -1.0), (7, -1.0)))
+    assert (found.compared, found.parted) == (1, 1)
+    assert found.worst_gap == pytest.approx(0.01)
+    assert found.within(0.05)
+    assert not found.within(0.05, steps=2)
+
+
+def test_answers_that_part_for_no_good_reason_do_not_agree() -> None:
+    found = agreement(_answers((5, -1.0), (6, -1.0), top=((6, -1.0),)), _answers((5, -1.0), (9, -1.0)))
+    assert not found.within(1e9)
+
+
+def test_a_witness_of_its_own_says_what_the_backend_says_here(place: Place, tmp_path: Path) -> None:
+    spec = ModelSpec(
+        path=plain_model(place, TINY, "float32"),
+        name="tiny",
+        backend="torch",
+        device="cpu",
+        dtype="float32",
+        kv_cache_tokens=4096,
+    )
+    save_spec(spec, tmp_path / "spec")
+    witness([str(tmp_path / "spec"), str(tmp_path / "answers"), "5", "3"])
+    found = agreement(ask(spec, prompts(3, TINY.vocab), 5), read_answers(tmp_path / "answers"))
+    assert (found.compared, found.parted, found.worst_difference) == (15, 0, 0.0)
+
+
+def test_every_variant_is_named_once_and_flash_comes_where_it_is_installed() -> None:
+    bare = [variant.name for variant in check_tokens.variants(has_flash=False, has_varlen=False)]
+    assert len(set(bare)) == len(bare)
+    full = [variant.name for variant in check_tokens.variants(has_flash=True, has_varlen=True)]
+    assert set(full) - set(bare) == {"torch, varlen", "exllamav2, varlen", "exllamav2, flash"}
+
+
+# --- life -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_right_kind_is_a_promise_held_and_another_is_broken() -> None:
+    def raise_(error: Exception) -> None:
+        raise error
+
+    held = check_life.raises("a", ContextLengthExceeded, lambda: raise_(ContextLengthExceeded("too long")))
+    other = check_life.raises("a", ContextLengthExceeded, lambda: raise_(InvalidRequest("no")))
+    crash = check_life.raises("a", ContextLengthExceeded, lambda: raise_(ValueError("no")))
+    nothing = check_life.raises("a", ContextLengthExceeded, lambda: None)
+    assert [row.verdict for row in (held, other, crash, nothing)] == ["passed", "failed", "failed", "failed"]
+    assert "ValueError instead of ContextLengthExceeded" in crash.detail
+
+
+def test_the_life_of_a_torch_backend_is_checked_as_it_would_be_on_a_gpu(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the device's memory, of which a CPU has none."""
+    for name, value in (("mem_get_info", (1, 1)), ("synchronize", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    folder = plain_model(place, TINY, "float32")
+    spec = ModelSpec(
+        path=folder, name="tiny", backend="torch", device="cpu", max_model_len=64, kv_cache_tokens=1024, dtype="float32"
+    )
+    rows = list(check_life.backend_checks(spec))
+    assert {row.name: row.detail for row in rows if row.verdict not in ("passed", "measured")} == {}
+    assert len(rows) == 10
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+def test_parity_finds_a_model_equal_to_itself_and_another_dtype_near(place: Place) -> None:
+    folder = plain_model(place, TINY, "float32")
+    exact, again, half = (
+        list(check_parity.logits(folder, "cpu", dtype)) for dtype in ("float32", "float32", "float16")
+    )
+    assert all(torch.equal(one, other) for one, other in zip(exact, again, strict=True))
+    assert check_parity.row("float16", exact, half).verdict == "passed"
+    assert check_parity.row("float32", exact, half).verdict == "failed"
+
+
+def test_an_attention_is_off_by_nothing_or_by_much() -> None:
+    case = Case("decode", (0, 17), heads=2, kv_heads=1, head_dim=8)
+    off, clean = deviation(case, gathered.paged_attention, torch.float32, "cpu")
+    assert clean and off < 1e-5
+
+    def blind(*args: object, **options: object) -> torch.Tensor:
+        return torch.zeros_like(args[0])  # type: ignore[arg-type]
+
+    off, clean = deviation(case, blind, torch.float32, "cpu")
+    assert off > 0.05 and not clean
+
+
+def test_the_ratio_is_of_medians() -> None:
+    rows = Rates(ours=[90.0, 100.0, 500.0], theirs=[100.0, 101.0, 1.0]).rows(8, "1B")
+    assert [row.value for row in rows] == [100.0, 100.0, 1.0]
+    assert rows[-1].verdict == "passed"
+    assert Rates(ours=[96.0], theirs=[100.0]).rows(8, "")[-1].verdict == "missed"
+
+
+def test_a_spec_survives_its_file(tmp_path: Path) -> None:
+    spec = check_tokens.REFERENCE.spec(tmp_path)
+    save_spec(spec, tmp_path / "spec")
+    restored = msgspec.json.decode(
+        (tmp_path / "spec").read_bytes(), type=ModelSpec, dec_hook=lambda kind, value: kind(value)
+    )
+    assert restored == spec
