@@ -32,7 +32,7 @@ def explain_import(error: BaseException, *, torch_version: str, cuda_version: st
         )
     if "Ninja is required" in text:
         return _unavailable("exllamav2's kernels must be compiled, and ninja is missing: `pip install ninja`")
-    if versions := re.search(r"detected CUDA version \(([\d.]+)\).*?compile PyTorch \(([\d.]+)\)", text, re.S):
+    if versions := re.search(r"detected CUDA version \(([\d.]+)\).*?compile\s+PyTorch \(([\d.]+)\)", text, re.S):
         return _unavailable(
             f"nvcc is of CUDA {versions[1]} and torch of CUDA {versions[2]}: install the CUDA {versions[2]} toolkit "
             "and set CUDA_HOME to it"
