@@ -125,7 +125,7 @@ def pack_linear(
 
 def row_order(weight: Tensor, importance: Tensor | None = None) -> Tensor:
     """Input features of `weight` [out, in], the one whose weights matter most first; int64 [in]."""
-    energy = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32).square_()
+    energy: Tensor = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32).square_()
     if importance is not None:
         energy *= importance.float()
     return energy.argsort(descending=True, stable=True)

@@ -52,7 +52,7 @@ def _best_scales(weights: Tensor, bits: int) -> Tensor:
     Returns float32 [groups, columns]. A smaller scale clips the outliers and is finer for the rest, which pays the
     more the fewer the bits.
     """
-    holding = weights.abs().amax(dim=1) / (2 ** (bits - 1) - 0.5)
+    holding: Tensor = weights.abs().amax(dim=1) / (2 ** (bits - 1) - 0.5)
     shares = torch.linspace(1.0, _SMALLEST_SHARE[bits], _TRIED_SHARES).tolist()
     best, least = holding, _column_errors(weights, holding, bits)
     for share in shares[1:]:
