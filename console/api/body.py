@@ -28,12 +28,14 @@ class Body(BaseModel):
 
     refused: fields that clients send but we do not honour: fine at their neutral values, an error otherwise.
     inert: fields that change nothing about an answer, whatever their value.
+    aliases: other names that clients have for a field.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     refused: ClassVar[Mapping[str, Refusal]] = {}
     inert: ClassVar[frozenset[str]] = frozenset()
+    aliases: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
@@ -44,24 +46,30 @@ class Body(BaseModel):
             raise InvalidRequest(f"The body is not valid JSON: {error}") from None
         if not isinstance(document, dict):
             raise InvalidRequest(f"The body must be a JSON object, not {_kind(document)}")
+        fields, sent_as = cls._screen(document)
         try:
-            return cls.model_validate(cls._screen(document))
+            return cls.model_validate(fields)
         except ValidationError as error:
-            raise _explain(error.errors(include_url=False)[0]) from None
+            raise _explain(error.errors(include_url=False)[0], sent_as) from None
 
     @classmethod
-    def _screen(cls, document: dict[str, object]) -> dict[str, object]:
-        """Only the fields that we honour; raises for the others unless they are inert or neutral."""
-        kept = {}
+    def _screen(cls, document: dict[str, object]) -> tuple[dict[str, object], dict[str, str]]:
+        """Only the fields that we honour, and how each was called; raises for others unless inert or neutral."""
+        kept: dict[str, object] = {}
+        sent_as: dict[str, str] = {}
         for name, value in document.items():
-            if name in cls.model_fields:
-                if value is not None:
-                    kept[name] = value
+            field = cls.aliases.get(name, name)
+            if field in cls.model_fields:
+                if value is None:
+                    continue
+                if field in kept and kept[field] != value:
+                    raise InvalidRequest(f"{name} and {sent_as[field]} differ; send one of them", param=name)
+                kept[field], sent_as[field] = value, name
             elif name in cls.refused:
                 cls.refused[name].check(name, value)
             elif name not in cls.inert:
                 raise InvalidRequest(f"{name} is not a field that this endpoint knows", param=name)
-        return kept
+        return kept, sent_as
 
 
 async def read(request: web.Request, schema: type[T]) -> T:
@@ -69,9 +77,10 @@ async def read(request: web.Request, schema: type[T]) -> T:
     return schema.parse(await request.read())
 
 
-def _explain(error: ErrorDetails) -> InvalidRequest:
-    """Pydantic's finding as one sentence that begins with the field's name."""
-    param = _dotted(error["loc"])
+def _explain(error: ErrorDetails, sent_as: Mapping[str, str]) -> InvalidRequest:
+    """Pydantic's finding as one sentence that begins with the field's name, as the client has it."""
+    first, *inner = error["loc"] or ("",)
+    param = _dotted((sent_as.get(str(first), first), *inner))
     if error["type"] == "missing":
         return InvalidRequest(f"{param} is missing", param=param)
     if error["type"] == "extra_forbidden":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ from pydantic import Field
 
 from console.api.body import read
 from console.api.context import ApiContext, new_id
-from console.api.conversation import read_messages, render
+from console.api.conversation import Turn, guided_away_from, read_messages, render
 from console.api.errors import json_response
 from console.api.generation import Generation
 from console.api.logprobs import ChatLogprobs, chat_logprobs
@@ -140,9 +141,15 @@ class Chat:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ChatBody)
         model = served_model(self._context.engine, body.model)
-        params = sampling_params(body, model, max_tokens=body.token_limit, logprobs=body.wanted_logprobs)
+        params = sampling_params(
+            body,
+            model,
+            max_tokens=body.token_limit,
+            logprobs=body.wanted_logprobs,
+            negative_prompt_ids=await _negative_prompt_ids(body, model),
+        )
         call = _Call(body, model, body.include_usage)
-        prompt_ids = await _prompt_ids(body, model)
+        prompt_ids = await _prompt_ids(body, model, read_messages(body.messages))
         with self._context.generate(call.id, [prompt_ids], params, body.n) as generation:
             if not body.stream:
                 return json_response(await call.whole(generation))
@@ -151,16 +158,24 @@ class Chat:
             return chunks.response
 
 
-async def _prompt_ids(body: ChatBody, model: ServedModel) -> list[int]:
+async def _negative_prompt_ids(body: ChatBody, model: ServedModel) -> list[int]:
+    """What is guided away from: the same conversation under another system message. Empty without guidance."""
+    if body.cfg_scale == 1.0:
+        return []
+    turns = guided_away_from(read_messages(body.messages), body.negative_prompt)
+    return await _prompt_ids(body, model, turns)
+
+
+async def _prompt_ids(body: ChatBody, model: ServedModel, turns: Sequence[Turn]) -> list[int]:
     work = partial(
         render,
         model.tokenizer,
-        read_messages(body.messages),
+        turns,
         add_generation_prompt=body.opens_answer,
         continue_final=body.continue_final_message,
         variables=body.chat_template_kwargs,
     )
-    many = len(body.messages) > MANY_MESSAGES
+    many = len(turns) > MANY_MESSAGES
     text = await asyncio.to_thread(work) if many else work()
     return (await model.encode([text], add_special_tokens=False))[0]
 

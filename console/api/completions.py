@@ -15,7 +15,7 @@ from console.api.generation import Generation
 from console.api.logprobs import CompletionLogprobs, completion_logprobs
 from console.api.openai import OpenAiFields, UsageField, blank_usage, now, usage_of
 from console.api.parameters import COMPLETION_REFUSED, OPENAI_INERT
-from console.api.prompts import Prompt, count_prompts, read_prompts
+from console.api.prompts import Prompt, count_prompts, negative_prompt_ids, read_prompts
 from console.api.sampling import sampling_params
 from console.api.served import ServedModel, served_model
 from console.api.stream import DONE, ChunkStream
@@ -71,7 +71,13 @@ class Completions:
         body = await read(request, CompletionBody)
         model = served_model(self._context.engine, body.model)
         _check_echo(body)
-        params = sampling_params(body, model, max_tokens=body.max_tokens, logprobs=body.logprobs)
+        params = sampling_params(
+            body,
+            model,
+            max_tokens=body.max_tokens,
+            logprobs=body.logprobs,
+            negative_prompt_ids=await negative_prompt_ids(body, model),
+        )
         self._context.check_choices(count_prompts(body.prompt), body.n)
         prompts = await read_prompts(body.prompt, model)
         call = _Call(body, model, prompts, body.include_usage)

@@ -22,6 +22,21 @@ def read_messages(messages: Sequence[object]) -> list[Turn]:
     return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
+def guided_away_from(turns: Sequence[Turn], negative_prompt: str) -> list[Turn]:
+    """The same conversation with `negative_prompt` as its system message; with none where that is empty.
+
+    Raises InvalidRequest where nothing is left then.
+    """
+    system: list[Turn] = [{"role": "system", "content": negative_prompt}] if negative_prompt else []
+    guided = [*system, *(turn for turn in turns if turn["role"] != "system")]
+    if not guided:
+        raise InvalidRequest(
+            "cfg_scale needs a negative_prompt where the conversation is nothing but a system message",
+            param="negative_prompt",
+        )
+    return guided
+
+
 def render(
     tokenizer: Tokenizer,
     turns: Sequence[Turn],

@@ -12,14 +12,14 @@ from typing import Annotated
 
 import msgspec
 from aiohttp import web
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from console.api.body import read
 from console.api.context import ApiContext, new_id
 from console.api.errors import json_response
 from console.api.generation import Generation
 from console.api.parameters import GENERATE_REFUSED
-from console.api.prompts import count_prompts, read_prompts
+from console.api.prompts import count_prompts, negative_prompt_ids, read_prompts
 from console.api.sampling import SamplingFields, sampling_params
 from console.api.served import served_model
 from console.api.stream import JSON_LINES, ChunkStream
@@ -30,6 +30,7 @@ class GenerateBody(SamplingFields):
     """What the endpoint takes, with EricLLM's defaults. prompt: as /v1/completions takes it.
 
     token_repetition_penalty: EricLLM's name for repetition_penalty, which vLLM's clients send.
+    top_a: EricLLM's clients send its default, 1.0, which never did anything; so it is off here too.
     """
 
     refused = GENERATE_REFUSED
@@ -42,6 +43,7 @@ class GenerateBody(SamplingFields):
     top_p: float | None = 0.5
     min_p: float | None = 0.0
     typical_p: float | None = 1.0
+    top_a: Annotated[float, AfterValidator(lambda top_a: 0.0 if top_a == 1 else top_a)] = 0.0
     token_repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100.0)] = None
 
 
@@ -64,7 +66,8 @@ class Generate:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = _one_penalty(await read(request, GenerateBody))
         model = served_model(self._context.engine, body.model)
-        params = sampling_params(body, model, max_tokens=body.max_tokens)
+        negative_ids = await negative_prompt_ids(body, model)
+        params = sampling_params(body, model, max_tokens=body.max_tokens, negative_prompt_ids=negative_ids)
         self._context.check_choices(count_prompts(body.prompt), body.n)
         prompts = await read_prompts(body.prompt, model)
         starts = [prompt.text for prompt in prompts for _ in range(body.n)]

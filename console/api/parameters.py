@@ -33,27 +33,41 @@ _NO_TOOLS = "this server does not call tools"
 _NO_GRAMMAR = "answers cannot be held to a format"
 _NO_BEAMS = "answers are sampled; there is no beam search"
 _TEXT_ONLY = "this server takes and gives text only"
+_NO_SAMPLER = "this sampler is not there; docs/sampling.md names those that are"
 _NO_PROMPT_LOGPROBS = "log-probabilities are given of the answer's tokens only"
 
 SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "allowed_token_ids": Refusal("use logit_bias", ([],)),
-    "bad_words": Refusal("use logit_bias", ([],)),
     "detokenize": Refusal("answers are text", (True,)),
+    "do_sample": Refusal("use temperature 0 for the most likely tokens", (True,)),
     "early_stopping": Refusal(_NO_BEAMS, (False,)),
+    "encoder_repetition_penalty": Refusal(_NO_SAMPLER, (1,)),
+    "epsilon_cutoff": Refusal(_NO_SAMPLER, (0,)),
+    "eta_cutoff": Refusal(_NO_SAMPLER, (0,)),
+    "grammar_string": Refusal(_NO_GRAMMAR, ("",)),
     "guided_choice": Refusal(_NO_GRAMMAR, ([],)),
     "guided_grammar": Refusal(_NO_GRAMMAR),
     "guided_json": Refusal(_NO_GRAMMAR),
     "guided_regex": Refusal(_NO_GRAMMAR),
     "length_penalty": Refusal(_NO_BEAMS, (1.0, 0.0)),
+    "json_schema": Refusal(_NO_GRAMMAR, ({},)),
+    "no_repeat_ngram_size": Refusal("use dry_multiplier", (0,)),
+    "num_beams": Refusal(_NO_BEAMS, (1,)),
+    "penalty_alpha": Refusal(_NO_SAMPLER, (0,)),
     "priority": Refusal("requests are served in order of arrival", (0,)),
     "prompt_logprobs": Refusal(_NO_PROMPT_LOGPROBS),
+    "regex_pattern": Refusal(_NO_GRAMMAR, ("",)),
     "response_format": Refusal(_NO_GRAMMAR, ({"type": "text"},)),
+    "skew": Refusal(_NO_SAMPLER, (0,)),
+    "smoothing_curve": Refusal(_NO_SAMPLER, (1,)),
     "spaces_between_special_tokens": Refusal("special tokens are shown as the tokenizer writes them", (True,)),
     "structured_outputs": Refusal(_NO_GRAMMAR),
+    "token_healing": Refusal("prompts are continued as they are", (False,)),
+    "top_n_sigma": Refusal(_NO_SAMPLER, (0,)),
     "truncate_prompt_tokens": Refusal("a prompt that is too long is refused, never cut"),
     "use_beam_search": Refusal(_NO_BEAMS, (False,)),
 }
-"""Asked of every dialect by clients of vLLM."""
+"""Asked of every dialect by clients of vLLM, TabbyAPI and text-generation-webui."""
 
 COMPLETION_REFUSED: Mapping[str, Refusal] = {
     **SAMPLING_REFUSED,
@@ -84,9 +98,7 @@ GENERATE_REFUSED: Mapping[str, Refusal] = {
     **SAMPLING_REFUSED,
     "filters": Refusal("use stop", ([],)),
     "logprobs": Refusal("use /v1/completions for log-probabilities"),
-    "top_a": Refusal("use min_p", (0, 1)),
 }
-"""top_a: EricLLM's clients send its default, 1.0, which never did anything."""
 
 MESSAGE_REFUSED: Mapping[str, Refusal] = {
     "audio": Refusal(_TEXT_ONLY),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from console.api.sampling import SamplingFields
 from console.api.served import ServedModel
 from engine.errors import InvalidRequest
 
@@ -25,6 +26,21 @@ async def read_prompts(value: object, model: ServedModel) -> list[Prompt]:
     if not all(prompt.ids for prompt in prompts):
         raise InvalidRequest("prompt is empty; there is nothing to continue", param="prompt")
     return prompts
+
+
+async def negative_prompt_ids(fields: SamplingFields, model: ServedModel) -> list[int]:
+    """What stands where the prompt stands and is guided away from: negative_prompt, or, where that is empty, the
+    model's start token alone. Empty without guidance. Raises InvalidRequest."""
+    if fields.cfg_scale == 1.0:
+        return []
+    if fields.negative_prompt:
+        return (await model.encode([fields.negative_prompt]))[0]
+    if model.tokenizer.bos_token_id is None:
+        raise InvalidRequest(
+            "cfg_scale needs a negative_prompt: this model has no start token to stand for an empty one",
+            param="negative_prompt",
+        )
+    return [model.tokenizer.bos_token_id]
 
 
 def count_prompts(value: object) -> int:

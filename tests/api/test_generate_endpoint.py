@@ -108,7 +108,7 @@ async def test_an_answer_ends_before_a_stop_string(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"top_a": 0.3}, "top_a"),
+        ({"top_a": 1.1}, "top_a"),
         ({"filters": ["</s>"]}, "filters"),
         ({"best_of": 3}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),

@@ -1,0 +1,49 @@
+"""DRY's sequence breakers as clients send them, and the tokens that they stand for."""
+
+from __future__ import annotations
+
+import json
+
+from console.api.served import ServedModel
+from engine.errors import InvalidRequest
+
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+MAX_BREAKERS = 256
+
+
+def breaker_ids(value: object, model: ServedModel) -> tuple[int, ...]:
+    """The token of each breaker: the last one of the string after a letter, so that it is the one met within a text.
+
+    value: an array of strings, or one as JSON text, with or without its brackets (as text-generation-webui's clients
+    send it); None is DEFAULT_BREAKERS. Raises InvalidRequest.
+    """
+    strings = list(DEFAULT_BREAKERS) if value is None else _strings(value)
+    encoded = model.tokenizer.encode_all([f"a{string}" for string in strings], add_special_tokens=False)
+    return tuple(dict.fromkeys(ids[-1] for ids in encoded if ids))
+
+
+def _strings(value: object) -> list[str]:
+    if isinstance(value, str):
+        value = _from_json(value.strip())
+    if not isinstance(value, list) or not all(isinstance(string, str) and string for string in value):
+        raise _misshapen()
+    if len(value) > MAX_BREAKERS:
+        raise InvalidRequest(
+            f"dry_sequence_breakers holds {len(value)} strings; it takes up to {MAX_BREAKERS}",
+            param="dry_sequence_breakers",
+        )
+    return value
+
+
+def _from_json(text: str) -> object:
+    try:
+        return json.loads(text if text.startswith("[") else f"[{text}]")
+    except ValueError:
+        raise _misshapen() from None
+
+
+def _misshapen() -> InvalidRequest:
+    return InvalidRequest(
+        "dry_sequence_breakers should be an array of strings, none of them empty, or such an array as JSON text",
+        param="dry_sequence_breakers",
+    )
