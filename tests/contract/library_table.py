@@ -85,14 +85,25 @@ TYPES: dict[str, str] = {
 }
 """By `Class.attribute` or `Class.method()`."""
 
+GPU_ROWS: dict[str, str] = {
+    "library: config_of()": CONFIG,
+    "library: loaded_model()": MODEL,
+    "library: generator_over()": GENERATOR,
+    "direct: answer": PLAIN,  # what a process said, in JSON
+    "direct: DirectProcess._read()": PLAIN,
+    "ExLlamaV2.modules_dict": "[] linear:ExLlamaV2Linear",
+    "ExLlamaV2Linear.get_weight_tensor_dq()": PLAIN,
+}
+"""Rows of both kinds for tests/gpu."""
+
 DICTS: dict[str, str] = {RESULT: "generator.dynamic", KEYS: "architecture"}
 """Where the library writes the keys of its dicts."""
 
 STARRED = frozenset({SETTINGS})
 """Constructors that get their arguments from a dict of ours, whose keys a test of its own checks."""
 
-EVERYBODYS = frozenset({"append", "children", "clone", "device", "dtype", "modules", "tensor"})
-"""Attributes of the library's classes that lists, tensors, torch, psutil or sys have too, and are asked of those."""
+EVERYBODYS = frozenset({"append", "children", "clone", "device", "dtype", "modules", "name", "numel", "tensor"})
+"""Attributes of the library's classes that lists, files, tensors, torch, psutil or sys have too, and are asked of those."""
 
 FAKES: dict[str, tuple[str, frozenset[str]]] = {
     "exllama_generator:FakeGenerator": (GENERATOR, frozenset({"faults", "logits", "vocab_size", "page_filled"})),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,24 @@ from engine.models import headers
 from tests.contract.library_calls import read_sources
 from tests.contract.library_kinds import Findings, Use
 from tests.contract.library_source import Package
-from tests.contract.library_table import DICTS, EVERYBODYS, FAKES, GENERATOR, JOB, ROOTS, SETTINGS, STARRED, TYPES
+from tests.contract.library_table import (
+    DICTS,
+    EVERYBODYS,
+    FAKES,
+    GENERATOR,
+    GPU_ROWS,
+    JOB,
+    ROOTS,
+    SETTINGS,
+    STARRED,
+    TYPES,
+)
 from tests.fakes.exllamav2_wheel import wheel_folder
 
 _OURS = Path(parts.__file__).parent
 _CONTRACTS = [Path(str(module.__file__)) for module in (engine_config, base, headers)]
 _FAKES = Path(__file__).parents[1] / "fakes"
+_GPU = Path(__file__).parents[1] / "gpu"
 _PAGED_CALLS = 2
 
 
@@ -41,12 +54,13 @@ def ours(library: Package) -> Findings:
     return _read(sorted(_OURS.glob("*.py")), library)
 
 
-def _read(files: list[Path], library: Package, **more_roots: str) -> Findings:
+def _read(files: list[Path], library: Package, more: Mapping[str, str] | None = None) -> Findings:
+    """more: further rows of either table."""
     return read_sources(
         files,
         library="exllamav2",
-        roots=ROOTS | more_roots,
-        types=TYPES,
+        roots=ROOTS | dict(more or {}),
+        types=TYPES | dict(more or {}),
         homes=library.class_homes,
         contracts=_CONTRACTS,
     )
@@ -89,6 +103,15 @@ def test_everything_that_we_ask_of_the_library_is_there(ours: Findings, library:
     assert len(ours.uses) > 100, "our sources were hardly read"
 
 
+def test_what_the_gpu_checks_ask_of_the_library_is_there_too(library: Package) -> None:
+    files = [_OURS / "parts.py", *(_GPU / f"{name}.py" for name in ("library", "direct", "check_weights"))]
+    found = _read(files, library, GPU_ROWS)
+    assert sorted(found.unexplained) == []
+    assert sorted(problem for use in found.uses if (problem := _problem(use, library))) == []
+    assert {"get_weight_tensor_dq", "iterate", "greedy"} <= {use.name for use in found.uses}
+    assert _strays(found, library) == {}
+
+
 def test_nothing_of_the_library_is_used_that_the_tables_do_not_explain(ours: Findings) -> None:
     assert sorted(ours.unexplained) == []
 
@@ -121,7 +144,7 @@ def test_a_call_that_the_library_does_not_have_is_found(
     source = f"def use(library: Library, config: Any, make: Callable[[], Any]) -> None:\n    {line}\n"
     (tmp_path / "backend.py").write_text(source)
     files = [_OURS / "parts.py", tmp_path / "backend.py"]
-    found = _read(files, library, **{"backend: use(make)": GENERATOR})
+    found = _read(files, library, {"backend: use(make)": GENERATOR})
     problems = [_problem(use, library) for use in found.uses if use.where.startswith("backend")]
     assert any(finding in problem for problem in problems), problems
 

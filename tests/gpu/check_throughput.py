@@ -59,13 +59,13 @@ async def _measure(place: Place) -> list[Row]:
                 f"{model.parameters / 1e9:.2f}B {model.dtype}, attention {model.attention}; alone: {direct.attention}"
             )
             first = 0
-            for round_ in range(place.rounds + 1):
+            for counted in place.rounds():
                 for count, found in rates.items():
                     requests = requests_for(count)
                     ours = await engine_rate(engine, count, requests, first)
                     theirs = await asyncio.to_thread(direct.rate, count, requests, first)
                     first += requests
-                    if round_:
+                    if counted:
                         found.ours.append(ours)
                         found.theirs.append(theirs)
     finally:

@@ -31,11 +31,11 @@ async def _measure(place: Place) -> list[Row]:
     rates: dict[int, list[float]] = {count: [] for count in place.clients}
     async with serving(spec, max(place.clients)) as (engine, model):
         first = 0
-        for round_ in range(place.rounds + 1):
+        for counted in place.rounds():
             for count, found in rates.items():
                 rate = await engine_rate(engine, count, requests_for(count), first)
                 first += requests_for(count)
-                if round_:  # the first round warms up
+                if counted:
                     found.append(rate)
     detail = f"{model.parameters / 1e9:.2f}B {model.dtype}, attention {model.attention or 'not named'}"
     return [measured(f"{count} requests", statistics.median(found), "tok/s", detail) for count, found in rates.items()]

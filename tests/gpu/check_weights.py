@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.backends.torch.quant.exl2 import Exl2Linear
 from tests.gpu.exl2_random import WIDTHS
-from tests.gpu.library import configured, imported, loaded_model
+from tests.gpu.library import config_of, imported, loaded_model
 from tests.gpu.models import TINY, exl2_model
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, promise, skipped
@@ -46,8 +46,8 @@ def _odd(folder: Path) -> Iterable[Row]:
 
 def compare_folder(folder: Path) -> tuple[Counter[int], Counter[int]]:
     """Weights compared and weights that differ, by width, over every packed matrix of the model in `folder`."""
-    library, config = configured(imported(), folder, 2048)
-    model = loaded_model(library, config)
+    library = imported()
+    model = loaded_model(library, config_of(library, folder, 2048))
     stored = load_file(folder / "output.safetensors")
     compared, wrong = Counter[int](), Counter[int]()
     try:

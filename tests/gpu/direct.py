@@ -16,7 +16,7 @@ from typing import IO, Any
 import torch
 
 from engine.backends.exllama.parts import Library
-from tests.gpu.library import configured, generator_over, imported
+from tests.gpu.library import config_of, generator_over, imported, with_attention
 from tests.gpu.load import OUTPUT_TOKENS, prompt
 
 MAX_SEQ_LEN = 2048
@@ -89,7 +89,9 @@ def rate(library: Library, generator: Any, clients: int, requests: int, first: i
 def main(arguments: list[str]) -> None:
     """Load, say so, and measure until the input ends."""
     model, cache_tokens = arguments
-    library, config = configured(imported(), Path(model), MAX_SEQ_LEN)
+    library = imported()
+    config = config_of(library, Path(model), MAX_SEQ_LEN)
+    library = with_attention(library, config)
     generator = generator_over(library, config, int(cache_tokens))
     print(json.dumps({"attention": library.attention}), flush=True)
     for line in sys.stdin:

@@ -19,8 +19,8 @@ def imported(report: Callable[[LoadProgress], None] = lambda progress: None) -> 
     return import_library(report)
 
 
-def configured(library: Library, folder: Path, max_seq_len: int) -> tuple[Library, Any]:
-    """The library with the attention that the product would take, and its config of the model in `folder`."""
+def config_of(library: Library, folder: Path, max_seq_len: int) -> Any:
+    """The library's config of the model in `folder`, its buffers as large as the product makes them."""
     config = library.config()
     config.model_dir = str(folder)
     config.prepare()
@@ -29,9 +29,12 @@ def configured(library: Library, folder: Path, max_seq_len: int) -> tuple[Librar
     config.max_input_len = min(CHUNK_TOKENS, max_seq_len)
     config.max_attention_size = config.max_input_len**2
     config.max_output_len = 2 * ROWS_PER_SEQUENCE
-    if library.engage is not None:
-        library = library.engage(config, "auto", (0,))
-    return library, config
+    return config
+
+
+def with_attention(library: Library, config: Any) -> Library:
+    """The library with the attention that the product would take for the model of `config`."""
+    return library if library.engage is None else library.engage(config, "auto", (0,))
 
 
 def loaded_model(library: Library, config: Any) -> Any:

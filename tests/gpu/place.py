@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+_ROUNDS, _QUICK_ROUNDS = 3, 1
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One run's folder and measure. quick: fewer rounds, fewer sizes, the same promises."""
+    """One run's folder and measure. quick: fewer rounds, fewer sizes, the same promises.
+
+    end_s: when the part at hand will be stopped, on time.monotonic's clock.
+    """
 
     folder: Path
     quick: bool = False
+    end_s: float = math.inf
 
     @property
     def models(self) -> Path:
@@ -23,7 +32,14 @@ class Place:
         """Numbers of concurrent requests to measure at."""
         return (1, 32) if self.quick else (1, 8, 32, 64)
 
-    @property
-    def rounds(self) -> int:
-        """Interleaved rounds that are counted, after one that warms up."""
-        return 1 if self.quick else 3
+    def rounds(self, clock: Callable[[], float] = time.monotonic) -> Iterator[bool]:
+        """Interleaved rounds, and whether each counts: the first warms up, the next counts, and further ones are begun
+        where there is time for them."""
+        started = clock()
+        yield False
+        for done in range(_QUICK_ROUNDS if self.quick else _ROUNDS):
+            now = clock()
+            if done and now + 1.5 * (now - started) > self.end_s:
+                return
+            started = now
+            yield True

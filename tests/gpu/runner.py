@@ -81,7 +81,7 @@ def run_part(part: Part, place: Place, *, limit_s: float, environment: Mapping[s
     place.folder.mkdir(parents=True, exist_ok=True)
     found, log = place.folder / f"{part.name}.rows", place.folder / f"{part.name}.log"
     found.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.gpu.child", part.module, str(place.folder), str(found)]
+    command = [sys.executable, "-m", "tests.gpu.child", part.module, str(place.folder), str(found), str(limit_s)]
     command += ["--quick"] if place.quick else []
     with log.open("wb") as output:
         child = subprocess.Popen(

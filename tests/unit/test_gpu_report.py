@@ -136,6 +136,16 @@ def test_no_part_starts_when_the_whole_time_is_used_up(make_part, tmp_path: Path
     assert seconds == {}
 
 
+def test_rounds_are_begun_only_where_there_is_time_for_them(tmp_path: Path) -> None:
+    def counted(end_s: float) -> list[bool]:
+        now = iter(range(0, 100, 10))  # each round takes 10 s
+        return list(Place(tmp_path, end_s=end_s).rounds(lambda: next(now)))
+
+    assert counted(1000.0) == [False, True, True, True]
+    assert counted(36.0) == [False, True, True]
+    assert counted(1.0) == [False, True]
+
+
 def test_an_unknown_part_is_named_with_the_ones_there_are(make_part) -> None:  # type: ignore[no-untyped-def]
     parts = [make_part("a", _WELL), make_part("b", _WELL)]
     assert [part.name for part in chosen(parts, "b, a")] == ["b", "a"]
