@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.backends.exllama.bias import TokenBias, count_penalty, dry_penalty
+from engine.backends.exllama.choosing import left_out
 from engine.backends.exllama.draws import Draws
 from engine.backends.exllama.sampling import refuse_unsupported, settings_of
 from engine.config import SamplingParams
@@ -174,3 +175,11 @@ def test_draws_are_spread_evenly() -> None:
     draws = Draws(1)
     numbers = torch.tensor([draws.move_to(position) for position in range(4000)])
     assert numbers.histc(8, 0, 1).sub(500).abs().max() < 100
+
+
+def test_xtc_leaves_out_top_choices_but_lets_answers_end() -> None:
+    token, meta = torch.zeros(1, 1), torch.zeros(1, 1)
+    sampled = (token, torch.tensor([[[5, 6, 7, 8]]]), torch.tensor([[[0.4, 0.3, 0.2, 0.1]]]), meta, False)
+    assert left_out(sampled, 0.2, ()) == {5, 6}
+    assert left_out(sampled, 0.2, (6,)) == {5}
+    assert left_out(sampled, 0.35, ()) == set()

@@ -12,7 +12,7 @@ gets, also for those guessed ahead, in order. Standing there, it mends what the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,11 +89,12 @@ class Choosing:
         leave_out = self._draws.move_to(self._tokens) < self._params.xtc_probability and self._xtc
         pristine = logits.clone() if leave_out or self._may_underflow else logits
         surprise = settings.mirostat_mu
+        threshold, ends = self._params.xtc_threshold, self._bias.end_token_ids
         while True:
             sampled = self._receive(logits)
             if not math.isfinite(sampled[3].item()):
                 return self._most_likely(logits.copy_(pristine))
-            if not leave_out or sampled[0].item() not in left_out(sampled, self._params.xtc_threshold):
+            if not leave_out or sampled[0].item() not in left_out(sampled, threshold, ends):
                 return sampled
             logits.copy_(pristine)
             settings.mirostat_mu = surprise
@@ -107,11 +108,11 @@ class Choosing:
             settings.top_k = top_k
 
 
-def left_out(sampled: Sampled, threshold: float) -> set[int]:
+def left_out(sampled: Sampled, threshold: float, ends: Sequence[int]) -> set[int]:
     """XTC ("exclude top choices", p-e-w 2024): of the tokens at least as likely as `threshold`, all but the least
-    likely. The library's list of top tokens is sorted, best first."""
+    likely; `ends` take no part, so that an answer can end. The library's list of top tokens is sorted, best first."""
     likely = sampled[1][0, 0][sampled[2][0, 0] >= threshold]
-    return set(likely[:-1].tolist())
+    return set([token_id for token_id in likely.tolist() if token_id not in ends][:-1])
 
 
 def logprob_of(logits: Tensor, token_id: int, top: int | None) -> TokenLogprob | None:
