@@ -103,7 +103,7 @@ STARRED = frozenset({SETTINGS})
 """Constructors that get their arguments from a dict of ours, whose keys a test of its own checks."""
 
 EVERYBODYS = frozenset({"append", "children", "clone", "device", "dtype", "modules", "name", "numel", "tensor"})
-"""Attributes of the library's classes that lists, files, tensors, torch, psutil or sys have too, and are asked of those."""
+"""Attributes of the library's classes that lists, files, tensors, psutil or sys have too, and are asked of them."""
 
 FAKES: dict[str, tuple[str, frozenset[str]]] = {
     "exllama_generator:FakeGenerator": (GENERATOR, frozenset({"faults", "logits", "vocab_size", "page_filled"})),

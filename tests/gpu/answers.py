@@ -79,7 +79,7 @@ def ask(spec: ModelSpec, asked: Sequence[Sequence[int]], tokens: int) -> Answers
         spec,
         max_prompts=len(asked),
         step_tokens=512,
-        page_tokens=16,
+        page_tokens=256,
         report=lambda progress: None,
         cancelled=lambda: False,
     )

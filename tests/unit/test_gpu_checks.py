@@ -76,7 +76,7 @@ def test_random_matrices_have_the_deviation_that_was_asked_for() -> None:
 
 
 def test_the_torch_backend_answers_from_the_random_exl2_model(place: Place) -> None:
-    spec = ModelSpec(path=exl2_model(place, TINY), name="tiny", backend="torch", device="cpu", kv_cache_tokens=2048)
+    spec = ModelSpec(path=exl2_model(place, TINY), name="tiny", backend="torch", device="cpu", kv_cache_tokens=4096)
     answers = ask(spec, prompts(2, TINY.vocab), 4)
     assert [len(steps) for steps in answers.answers] == [4, 4]
 
