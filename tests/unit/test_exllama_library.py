@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import sysconfig
 import threading
 import types
 from collections.abc import Iterator
@@ -310,7 +311,7 @@ def test_headers_in_several_packages_go_into_the_compilers_path(
     rand = write_headers(tmp_path / "nvidia" / "curand" / "include", "curand_kernel.h")
     build = KernelBuild(tmp_path / "build", SOURCES)
     variables = build_variables(build, cuda_home=None, packages=[tmp_path], free_bytes=10**10)
-    assert variables["CPATH"].split(os.pathsep) == [str(blas), str(rand), "/mine"]
+    assert (variables["CPATH"] or "").split(os.pathsep) == [str(blas), str(rand), "/mine"]
 
 
 def test_no_more_compilers_run_than_the_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +322,12 @@ def test_no_more_compilers_run_than_the_memory_holds(tmp_path: Path, monkeypatch
     assert build_variables(build, cuda_home=None, packages=[], free_bytes=0)["MAX_JOBS"] == "1"
     monkeypatch.setenv("MAX_JOBS", "9")
     assert "MAX_JOBS" not in build_variables(build, cuda_home=None, packages=[], free_bytes=0)
+
+
+def test_ninja_is_found_where_the_environment_is_not_activated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin")
+    variables = build_variables(KernelBuild(tmp_path, SOURCES), cuda_home=None, packages=[], free_bytes=0)
+    assert variables["PATH"] == f"/usr/bin{os.pathsep}{sysconfig.get_path('scripts')}"
 
 
 def test_the_environment_is_put_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,16 +285,18 @@ def test_a_model_that_needs_more_than_the_attention_has_is_refused(
         load(folder, gpus)
 
 
-def test_the_attention_is_chosen_for_the_model_and_its_gpus(folder: Path) -> None:
+def test_the_attention_is_chosen_for_the_model_and_has_to_do_for_its_draft(folder: Path) -> None:
     gpus = FakeGpus(8 * GIB, 8 * GIB)
     asked: list[tuple[str, str, tuple[int, ...]]] = []
 
     def engage(config: FakeConfig, wanted: str, devices: Sequence[int]) -> Library:
-        asked.append((config.architecture, wanted, tuple(devices)))
+        asked.append((Path(str(config.model_dir)).name, wanted, tuple(devices)))
         return fake_library(gpus, attention="gathered")
 
-    parts = load(folder, gpus, library=fake_library(gpus, engage=engage), attention="gathered", device="cuda:1")
-    assert asked == [("LlamaForCausalLM", "gathered", (1,))]
+    draft = make_tiny_model(folder.parent / "draft", dtype="float16")
+    library = fake_library(gpus, engage=engage)
+    parts = load(folder, gpus, library=library, draft_model=draft, device="cuda:1")
+    assert asked == [("main", "auto", (1,)), ("draft", "gathered", (1,))]
     assert parts.info.attention == "gathered"
 
 

@@ -43,13 +43,7 @@ def apply_settings(config: Any, spec: ModelSpec, *, attention: str, max_sequence
     max_model_len = _context(config, spec)
     _set_experts(config, spec)
     _set_buffers(config, spec, max_model_len, max_sequences)
-    config.arch_compat_overrides(quiet=True)
-    if config.no_flash_attn:
-        raise BackendUnavailable(
-            f"{config.architecture} needs a soft-cap or a sliding window, which the {attention} attention lacks; "
-            "--attention triton has them",
-            param="attention",
-        )
+    _settle_attention(config, attention)
     if spec.cache_bits != 16 and config.head_dim % 32:
         raise InvalidRequest(
             f"cache_bits is {spec.cache_bits}; heads of {config.head_dim} elements can be kept in 16 bits alone",
@@ -84,8 +78,9 @@ def draft_tokens(spec: ModelSpec) -> int:
     return spec.draft_tokens or DEFAULT_DRAFT_TOKENS
 
 
-def follow_main(draft: Any, main: Any) -> None:
-    """Give a draft model's config the main one's lengths and buffers, its context stretched where it is shorter."""
+def follow_main(draft: Any, main: Any, *, attention: str) -> None:
+    """Give a draft model's config the main one's lengths and buffers, its context stretched where it is shorter.
+    Raises as `apply_settings` does for the attention."""
     stretch = main.max_seq_len / native_length(draft)
     if stretch > 1:
         _refuse_fixed_positions(draft, "draft_model")
@@ -95,7 +90,7 @@ def follow_main(draft: Any, main: Any) -> None:
     draft.max_input_len = main.max_input_len
     draft.max_attention_size = main.max_attention_size
     draft.max_output_len = main.max_output_len
-    draft.arch_compat_overrides(quiet=True)
+    _settle_attention(draft, attention)
 
 
 def refuse_tensor_parallel(config: Any, folder: ModelFolder, library: Library) -> None:
@@ -121,6 +116,17 @@ def native_length(config: Any) -> int:
     if config.alt_rope_method == "yarn":
         length = max(length, int(config.yarn_rope_factor * config.yarn_rope_original_max_position_embeddings))
     return length
+
+
+def _settle_attention(config: Any, attention: str) -> None:
+    """Let the library see to what the architecture needs of the attention; it would do without pages otherwise."""
+    config.arch_compat_overrides(quiet=True)
+    if config.no_flash_attn:
+        raise BackendUnavailable(
+            f"{config.architecture} needs a soft-cap or a sliding window, which the {attention} attention lacks; "
+            "--attention triton has them",
+            param="attention",
+        )
 
 
 def _context(config: Any, spec: ModelSpec) -> int:

@@ -11,6 +11,7 @@ import ast
 import fcntl
 import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,13 +93,17 @@ def count_sources(script: Path) -> int:
 
 def build_variables(
     build: KernelBuild, *, cuda_home: Path | None, packages: Sequence[Path], free_bytes: int
-) -> dict[str, str]:
-    """Environment variables for the build: its folder, no more compilers at once than the RAM holds, and the headers
-    that `cuda_home` lacks from the nvidia-* packages that came with torch, which lie in `packages`.
+) -> dict[str, str | None]:
+    """Environment variables for the build: its folder, the ninja of an environment that is not activated, no more
+    compilers at once than the RAM holds, and the headers that `cuda_home` lacks from the nvidia-* packages that came
+    with torch, which lie in `packages`.
 
     One folder goes into CUDA_INC_PATH, which torch knows; several into CPATH, which every compiler does.
     """
-    variables = {"TORCH_EXTENSIONS_DIR": str(build.folder)}
+    variables: dict[str, str | None] = {
+        "TORCH_EXTENSIONS_DIR": str(build.folder),
+        "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")]),
+    }
     if "MAX_JOBS" not in os.environ:
         variables["MAX_JOBS"] = str(max(1, min(os.cpu_count() or 1, free_bytes // _JOB_BYTES)))
     folders = missing_headers(cuda_home, packages)

@@ -132,7 +132,8 @@ def _first_import(package: Path, report: Report, cancelled: Callable[[], bool]) 
     import torch
 
     build = None if importlib.util.find_spec(EXTENSION) is not None else _build(package)
-    variables = _NO_ATTENTION | {name: os.environ.get(name) for name in _CHANGED_BY_IMPORT}
+    variables: dict[str, str | None] = {name: os.environ.get(name) for name in _CHANGED_BY_IMPORT}
+    variables |= _NO_ATTENTION
     if build is not None:
         variables |= build_variables(
             build,

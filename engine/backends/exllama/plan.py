@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from engine.backends.exllama.adapters import Adapter, read_adapter
 from engine.backends.exllama.configure import (
@@ -19,7 +19,7 @@ from engine.backends.exllama.load_faults import LoadNumbers, explain_load
 from engine.backends.exllama.parts import Library
 from engine.backends.exllama.sizes import CacheShape, loaded_bytes, stored_bytes, work_bytes
 from engine.backends.exllama.split import Split, plan_split
-from engine.config import ModelSpec
+from engine.config import AttentionName, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,9 @@ def plan_load(library: Library, spec: ModelSpec, *, max_prompts: int, gpus: int)
     adapter = read_adapter(spec.lora) if spec.lora is not None else None
     try:
         config = read_config(library, main)
-        if library.engage is not None:
-            library = library.engage(config, spec.attention, split.numbers)
+        engage = library.engage
+        if engage is not None:
+            library = engage(config, spec.attention, split.numbers)
         if spec.tensor_parallel:
             refuse_tensor_parallel(config, main, library)
         length = apply_settings(config, spec, attention=library.attention, max_sequences=max_prompts)
@@ -109,7 +110,9 @@ def plan_load(library: Library, spec: ModelSpec, *, max_prompts: int, gpus: int)
         if draft is not None:
             drafting = read_config(library, draft)
             refuse_other_vocabulary(main, draft, config.vocab_size, drafting.vocab_size)
-            follow_main(drafting, config)
+            if engage is not None:  # the main model's has to do for both
+                engage(drafting, cast(AttentionName, library.attention), split.numbers)
+            follow_main(drafting, config, attention=library.attention)
             sources.append(_source(draft, drafting, spec))
     except Exception as error:
         failure = explain_load(error, LoadNumbers(name=spec.name, devices=split.names))
