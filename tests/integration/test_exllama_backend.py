@@ -231,6 +231,41 @@ def test_pages_are_taken_for_the_whole_answer_before_it_starts(make: Make) -> No
     assert [len(tokens) for tokens in drive.to_end().values()] == [700, 300]
 
 
+def test_long_answers_share_pages_that_would_not_hold_them_whole(make: Make) -> None:
+    backend = load(make(pages=6))
+    knobs = params(max_tokens=900)
+    drive = Drive(backend, *(ask(str(salt), prompt(salt), knobs) for salt in range(3)))
+    drive.step()
+    assert (backend.stats().decoding, backend.stats().waiting) == (2, 1)
+    answers = drive.to_end()
+    assert answers == {str(salt): foretell(prompt(salt), 900, VOCAB_SIZE) for salt in range(3)}
+    assert drive.finish == dict.fromkeys("012", "length")
+    assert [sum(event.cached_tokens is not None for event in drive.events[name]) for name in "012"] == [1, 1, 1]
+    assert backend.stats().prefix_query_tokens == 60
+
+
+def test_seeded_answers_of_several_leases_are_one(make: Make) -> None:
+    knobs = SamplingParams(temperature=1.2, seed=5, max_tokens=700, frequency_penalty=0.1)
+    whole = answer(make(), ask("a", prompt(0), knobs))
+    assert answer(make(draft_tokens=3), ask("a", prompt(0), knobs)) == whole
+    assert answer(make(), ask("a", prompt(0), knobs, generated=whole[:530])) == whole
+    assert len(whole) == 700
+
+
+def test_knobs_side_by_side_do_not_mix(make: Make) -> None:
+    knobs = [
+        SamplingParams(temperature=1.5, xtc_probability=0.7, xtc_threshold=0.02, seed=1, max_tokens=TOKENS),
+        params(dry_multiplier=1.0, dry_allowed_length=1, max_tokens=200),
+        params(frequency_penalty=0.5, presence_penalty=0.5, logprobs=3),
+        SamplingParams(temperature=0.8, temperature_last=True, top_k=5, seed=2, max_tokens=TOKENS),
+        params(cfg_scale=1.5, negative_prompt_ids=(1, 2, 3)),
+        GREEDY,
+    ]
+    requests = [ask(str(number), prompt(number), each) for number, each in enumerate(knobs)]
+    together = Drive(load(make()), *requests).to_end()
+    assert together == {request.id: answer(make(), request) for request in requests}
+
+
 def test_a_long_prompt_is_computed_in_chunks_beside_the_others(make: Make) -> None:
     backend = load(make(max_chunk_size=256))
     drive = Drive(backend, ask("a", prompt(0)), ask("b", prompt(1, 1000)))
@@ -270,6 +305,21 @@ def test_a_failing_iteration_ends_the_requests_in_it_alone(where: str) -> None:
     tokens = drive.to_end()
     assert tokens["waits for pages"] == foretell(prompt(1), 300, VOCAB_SIZE)
     assert tokens["waits for its turn"] == foretell(prompt(2), TOKENS, VOCAB_SIZE)
+
+
+def test_a_request_that_waited_through_a_failure_keeps_its_ban(make: Make) -> None:
+    fakes = make(pages=4)
+    drive = Drive(load(fakes), ask("runs", prompt(0, 400)))
+    drive.step()
+    knobs = params(logit_bias={7: 50.0, 9: 40.0}, max_tokens=300)
+    drive.add(ask("waits for pages", prompt(1), knobs, banned_next=(7,)))
+    drive.add(ask("waits too", prompt(1, 600), knobs, banned_next=(7,)))
+    drive.step()
+    assert drive.backend.stats().waiting == 1
+    fakes.faults.add("iterate", RuntimeError("a kernel failed"))
+    tokens = drive.to_end()
+    assert drive.finish["runs"] == "error"
+    assert tokens["waits too"] == [9] + [7] * 299
 
 
 def test_running_out_of_memory_is_told_as_that(make: Make) -> None:

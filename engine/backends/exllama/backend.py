@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from engine.backends.base import (
     BackendRequest,
@@ -14,46 +14,26 @@ from engine.backends.base import (
     LoadProgress,
     TokenEvent,
 )
+from engine.backends.exllama.accounts import PageGauges, check_accounts, page_gauges
 from engine.backends.exllama.faults import device_is_lost, reason
 from engine.backends.exllama.jobs import Job
-from engine.backends.exllama.limits import Limits, sequence_lengths
+from engine.backends.exllama.limits import LEASE_TOKENS, Limits, limits_of, sequence_lengths
 from engine.backends.exllama.line import Counters, Line, Live
-from engine.backends.exllama.parts import Library, LoadedParts
+from engine.backends.exllama.loaders import ImportLibrary, LoadParts, Report, loaders
+from engine.backends.exllama.parts import LoadedParts
 from engine.backends.exllama.sampling import refuse_unsupported
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import InvalidRequest, LoadCancelled, ModelLoadFailed, WorkerFailed
 
 _logger = logging.getLogger(__name__)
 
-Report = Callable[[LoadProgress], None]
-
-
-class ImportLibrary(Protocol):
-    """Imports the library for a model; raises ModelLoadFailed, or BackendUnavailable where it cannot run."""
-
-    def __call__(self, report: Report, *, spec: ModelSpec, cancelled: Callable[[], bool]) -> Library: ...
-
-
-class LoadParts(Protocol):
-    """Loads a model with the library; raises ModelLoadFailed and leaves nothing allocated then."""
-
-    def __call__(
-        self,
-        library: Library,
-        spec: ModelSpec,
-        *,
-        max_prompts: int,
-        report: Report,
-        cancelled: Callable[[], bool],
-    ) -> LoadedParts: ...
-
 
 class ExllamaBackend:
     """Backend over the library's dynamic generator. See `engine.backends.base.Backend` for what each method promises.
 
-    At most max_prompts requests are the generator's at a time, where each takes its pages for the whole answer before
-    it starts; the others wait here. A step that fails ends the requests that were in it and makes a new generator;
-    where that fails too, the backend is degraded and refuses everything until the next load.
+    At most max_prompts requests are the generator's at a time, each as a job that takes its pages for LEASE_TOKENS more
+    tokens before it starts; the others wait here. A step that fails ends the requests that were in it and makes a new
+    generator; where that fails too, the backend is degraded and refuses everything until the next load.
     """
 
     def __init__(self, import_library: ImportLibrary | None = None, load_parts: LoadParts | None = None) -> None:
@@ -80,14 +60,14 @@ class ExllamaBackend:
     ) -> LoadedModel:
         """Load weights and cache and run one short request. Pages and prefill chunks have the library's sizes."""
         self.unload()
-        import_library, load_parts = self._loaders()
+        import_library, load_parts = loaders(self._import_library, self._load_parts)
         library = import_library(report, spec=spec, cancelled=cancelled)
         _raise_if(cancelled)
         self._parts = parts = load_parts(library, spec, max_prompts=max_prompts, report=report, cancelled=cancelled)
         try:
             _raise_if(cancelled)
             self._generator = parts.make_generator()
-            self._limits = _limits(parts, spec, self._generator)
+            self._limits = limits_of(parts, spec, self._generator)
             self._max_prompts = max_prompts
             report(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"))
             self._warm_up()
@@ -114,8 +94,7 @@ class ExllamaBackend:
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its pages."""
         self._unsent = [event for event in self._unsent if event.request_id != request_id]
-        self._line.waiting.pop(request_id, None)
-        live = self._line.running.pop(request_id, None)
+        live = self._line.drop(request_id)
         if live is not None:
             live.count(self._counters)
             self._release(live)
@@ -148,15 +127,15 @@ class ExllamaBackend:
         counters, running = self._counters, self._line.running.values()
         decoding = sum(live.job.started and live.job.decoding for live in running)
         started = sum(live.job.started for live in running)
-        free = list(self._generator.unreferenced_pages.values()) if self._generator is not None else []
+        pages = page_gauges(self._generator) if self._generator is not None else PageGauges()
         info = self._parts.info if self._parts is not None else None
         return BackendStats(
             waiting=len(self._line.waiting) + len(running) - started,
             prefilling=started - decoding,
             decoding=decoding,
             pages_total=self._parts.pages if self._parts is not None else 0,
-            pages_free=len(free),
-            pages_cached=sum(page.kv_position > 0 for page in free),
+            pages_free=pages.free,
+            pages_cached=pages.cached,
             prefix_query_tokens=counters.prefix_query_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             prompt_tokens_computed=counters.prompt_tokens_computed,
@@ -171,18 +150,10 @@ class ExllamaBackend:
 
     def check(self) -> None:
         """Prove that the generator has our jobs and no others, and that its pages add up; raises AssertionError."""
-        ours = {live.job.handle.identifier for live in self._line.running.values()}
-        if self._generator is None:
-            assert not self._line, f"{len(ours)} requests without a generator"
-            return
-        generator = self._generator
-        active = {job.identifier for job in generator.active_jobs}
-        theirs = active | {job.identifier for job in generator.pending_jobs}
-        assert ours == theirs, f"{len(ours)} requests run, the generator has {len(theirs)} jobs"
-        held, free = len(generator.referenced_pages), len(generator.unreferenced_pages)
-        total = self._parts.pages if self._parts is not None else 0
-        assert held + free == total, f"{held} pages held and {free} free are not {total}"
-        assert active or not held, f"{held} pages are held by nobody"
+        if self._generator is None or self._parts is None:
+            assert not self._line, f"{len(self._line.running)} requests without a generator"
+        else:
+            check_accounts(self._generator, self._line.running.keys(), self._parts.pages)
 
     def unload(self) -> None:
         """Give all memory back and forget every request."""
@@ -195,14 +166,6 @@ class ExllamaBackend:
             parts.free()
 
     # --- inside ---------------------------------------------------------------------------------------------------
-
-    def _loaders(self) -> tuple[ImportLibrary, LoadParts]:
-        if self._import_library is None or self._load_parts is None:
-            from engine.backends.exllama.library import import_library
-            from engine.backends.exllama.loading import load_parts
-
-            return self._import_library or import_library, self._load_parts or load_parts
-        return self._import_library, self._load_parts
 
     def _warm_up(self) -> None:
         """Answer a short request, so that kernels are chosen and the whole path has worked once."""
@@ -217,49 +180,56 @@ class ExllamaBackend:
 
     def _start(self) -> None:
         """Give the generator as many requests as there are places."""
-        assert self._parts is not None
         assert self._limits is not None
         while self._line.waiting and len(self._line.running) < self._max_prompts:
-            request = next(iter(self._line.waiting.values()))
-            lengths = sequence_lengths(request)
+            lengths = sequence_lengths(next(iter(self._line.waiting.values())))
             if self._line.places + len(lengths) > self._limits.places:
                 return
-            del self._line.waiting[request.id]
-            new_tokens = self._limits.room(lengths)
-            if request.params.max_tokens is not None:
-                new_tokens = min(new_tokens, request.params.max_tokens - len(request.generated))
+            request = self._line.take()
+            new_tokens = self._limits.wanted(request)
             if new_tokens < 1:
                 self._end(request.id, "length")
                 continue
             try:
-                job = Job(
-                    self._parts.library,
-                    request,
-                    new_tokens=new_tokens,
-                    draft_tokens=self._limits.draft_tokens,
-                    vocab_size=self._limits.vocab_size,
-                )
-                self._generator.enqueue(job.handle)
+                self._line.run(request, self._enqueue(request, new_tokens))
             except Exception as error:
                 if device_is_lost(error):
                     raise
                 _logger.exception("request %s could not be started", request.id)
                 self._end(request.id, "error", reason(error))
-            else:
-                self._line.running[request.id] = Live(job, request)
 
-    def _collect(self, ended: set[str]) -> None:
-        """Take the tokens of everybody; those in `ended` are no jobs any more."""
+    def _enqueue(self, request: BackendRequest, new_tokens: int) -> Job:
+        """Make a job and give it to the generator. A sampler with a state of its own keeps one job to the end."""
+        assert self._parts is not None
+        assert self._limits is not None
+        job = Job(
+            self._parts.library,
+            request,
+            new_tokens=new_tokens if request.params.mirostat else min(new_tokens, LEASE_TOKENS),
+            draft_tokens=self._limits.draft_tokens,
+            vocab_size=self._limits.vocab_size,
+        )
+        self._generator.enqueue(job.handle)
+        return job
+
+    def _collect(self, over: set[str]) -> None:
+        """Take the tokens of everybody. The generator has done with the jobs in `over`."""
+        assert self._limits is not None
+        going_on: list[Live] = []
         for live in list(self._line.running.values()):
-            request_id = live.request.id
+            request_id, failed = live.request.id, live.job.failed
+            goes_on = request_id not in over or (not failed and self._limits.wanted(live.rest()) > 0)
             live.count(self._counters)
-            self._unsent += live.events(self._counters, ended=request_id in ended and not live.job.failed)
-            if request_id in ended or live.job.failed:
-                del self._line.running[request_id]
-            if live.job.failed:
+            self._unsent += live.events(self._counters, ended=not goes_on and not failed)
+            if failed or not goes_on:
+                self._line.drop(request_id)
+            elif request_id in over:
+                going_on.append(live)
+            if failed:
                 self._end(request_id, "error", "the model gave no finite probabilities for it")
-                if request_id not in ended:
+                if request_id not in over:
                     self._release(live)
+        self._line.give_back(going_on)
 
     def _release(self, live: Live) -> None:
         """Take a job from the generator, which is made anew where it cannot."""
@@ -282,10 +252,10 @@ class ExllamaBackend:
         _logger.error("the generator failed with %d requests", len(running), exc_info=error)
         pending = {id(job) for job in self._generator.pending_jobs}
         failed = [live for live in running if id(live.job.handle) not in pending] or running
-        self._line.running.clear()
         self._generator = None
-        self._line.give_back([live.request for live in running if live not in failed])
+        self._line.give_back([live for live in running if live not in failed])
         for live in failed:
+            self._line.drop(live.request.id)
             self._end(live.request.id, "error", reason(error))
         try:
             self._generator = self._parts.make_generator()
@@ -297,26 +267,13 @@ class ExllamaBackend:
 
     def _degrade(self, why: str) -> None:
         self._degraded = why
-        for request_id in self._line.waiting:
+        for request_id in list(self._line.waiting):
+            self._line.drop(request_id)
             self._end(request_id, "error", why)
-        self._line.waiting.clear()
 
     def _end(self, request_id: str, finish: FinishReason, message: str = "") -> None:
+        self._line.begun.discard(request_id)
         self._unsent.append(TokenEvent(request_id=request_id, finish=finish, message=message))
-
-
-def _limits(parts: LoadedParts, spec: ModelSpec, generator: Any) -> Limits:
-    """The limits of what was loaded. Guesses from a request's own text look at its last max_ngram - 1 tokens, and the
-    library takes it for granted that they are there."""
-    return Limits(
-        pages=parts.pages,
-        max_model_len=parts.info.max_model_len,
-        max_input_len=spec.max_input_len,
-        draft_tokens=parts.draft_tokens,
-        places=generator.max_batch_size,
-        vocab_size=parts.info.vocab_size,
-        min_prompt=generator.max_ngram - 1 if generator.use_ngram_draft else 1,
-    )
 
 
 def _raise_if(cancelled: Callable[[], bool]) -> None:

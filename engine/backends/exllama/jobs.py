@@ -61,6 +61,11 @@ class Job:
         """The tokens since the last call."""
         return self._choosing.take()
 
+    def tokens(self) -> list[int]:
+        """All tokens of its own sequence known so far."""
+        known: list[int] = self.handle.sequences[0].sequence_ids.torch()[0].tolist()
+        return known
+
     @property
     def started(self) -> bool:
         """Whether it holds pages; before, and after its end, it does not."""

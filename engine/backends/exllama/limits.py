@@ -5,10 +5,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.backends.base import BackendRequest
-from engine.backends.exllama.parts import PAGE_TOKENS
+from engine.backends.exllama.parts import PAGE_TOKENS, LoadedParts
+from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
+
+LEASE_TOKENS = 512
+"""The library takes pages for a whole answer before it starts. An answer that may be long gets them for this many
+tokens at a time instead: it goes on from the prefix cache, and those that wait have their turn in between."""
 
 
 def sequence_lengths(request: BackendRequest) -> tuple[int, ...]:
@@ -44,6 +50,12 @@ class Limits:
         """
         free = self.max_model_len - max(lengths) - self.draft_tokens
         return bisect_right(range(1, free + 1), 0, key=lambda new: self.pages_of(lengths, new) > self.pages)
+
+    def wanted(self, request: BackendRequest) -> int:
+        """How many tokens the request can still get: as many as it wants and there is room for, if any."""
+        room = self.room(sequence_lengths(request))
+        limit = request.params.max_tokens
+        return room if limit is None else min(room, limit - len(request.generated))
 
     def pages_of(self, lengths: Sequence[int], new_tokens: int) -> int:
         """Pages that sequences of these lengths take for `new_tokens` more each."""
@@ -130,3 +142,17 @@ class Limits:
                 limit=self.max_model_len,
                 pool_tokens=self.pages * PAGE_TOKENS,
             )
+
+
+def limits_of(parts: LoadedParts, spec: ModelSpec, generator: Any) -> Limits:
+    """The limits of what was loaded. Guesses from a request's own text look at its last max_ngram - 1 tokens, and the
+    library takes it for granted that they are there."""
+    return Limits(
+        pages=parts.pages,
+        max_model_len=parts.info.max_model_len,
+        max_input_len=spec.max_input_len,
+        draft_tokens=parts.draft_tokens,
+        places=generator.max_batch_size,
+        vocab_size=parts.info.vocab_size,
+        min_prompt=generator.max_ngram - 1 if generator.use_ngram_draft else 1,
+    )

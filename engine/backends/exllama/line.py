@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.backends.base import BackendRequest, SequenceStats, TokenEvent
 from engine.backends.exllama.jobs import Job
@@ -23,11 +25,11 @@ class Counters:
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """A request with its job. begun: its first token was sent. The others are what the counters have of it."""
+    """A request with its job. begun: its first token was sent. The others are what the counters have of the job."""
 
     job: Job
     request: BackendRequest
-    begun: bool = False
+    begun: bool
     prompt_computed: int = 0
     draft_tokens: int = 0
     draft_accepted: int = 0
@@ -42,7 +44,7 @@ class Live:
         self.prompt_computed, self.draft_tokens, self.draft_accepted = computed, job.draft_tokens, job.draft_accepted
 
     def events(self, counters: Counters, *, ended: bool) -> list[TokenEvent]:
-        """Events of the tokens since the last call. The library ends a job at its length alone."""
+        """Events of the tokens since the last call; the last one ends the answer at its length where it `ended`."""
         chosen = self.job.take()
         events = []
         for index, token in enumerate(chosen, start=1):
@@ -61,13 +63,21 @@ class Live:
             self.begun = True
         return events
 
+    def rest(self) -> BackendRequest:
+        """The request as it stands after all its tokens so far."""
+        answer = self.job.tokens()[len(self.request.prompt_ids) :]
+        if len(answer) == len(self.request.generated):
+            return self.request
+        return msgspec.structs.replace(self.request, generated=answer, banned_next=())
+
 
 @dataclass(slots=True)
 class Line:
-    """waiting: in order of arrival.  running: given to the generator, by id."""
+    """waiting: in order.  running: given to the generator.  begun: those that wait and had their first token."""
 
     waiting: dict[str, BackendRequest] = field(default_factory=dict)
     running: dict[str, Live] = field(default_factory=dict)
+    begun: set[str] = field(default_factory=set)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.waiting or request_id in self.running
@@ -80,9 +90,28 @@ class Line:
         """Sequences of all that run."""
         return sum(live.job.places for live in self.running.values())
 
-    def give_back(self, requests: list[BackendRequest]) -> None:
-        """Put requests that ran in no step to the head of the line."""
-        self.waiting = {request.id: request for request in requests} | self.waiting
+    def take(self) -> BackendRequest:
+        """Take the first that waits out of the line; `run` or nothing follows."""
+        return self.waiting.pop(next(iter(self.waiting)))
+
+    def run(self, request: BackendRequest, job: Job) -> None:
+        """It is the generator's now."""
+        self.running[request.id] = Live(job, request, begun=request.id in self.begun)
+        self.begun.discard(request.id)
+
+    def drop(self, request_id: str) -> Live | None:
+        """Forget a request; what it ran as, if it did."""
+        self.waiting.pop(request_id, None)
+        self.begun.discard(request_id)
+        return self.running.pop(request_id, None)
+
+    def give_back(self, lives: Sequence[Live]) -> None:
+        """Let these wait again, at the head of the line, for what they still lack."""
+        for live in lives:
+            del self.running[live.request.id]
+            if live.begun:
+                self.begun.add(live.request.id)
+        self.waiting = {live.request.id: live.rest() for live in lives} | self.waiting
 
     def sequences(self) -> Iterator[SequenceStats]:
         """How far everybody is."""
