@@ -6,6 +6,7 @@ import itertools
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 
@@ -42,7 +43,7 @@ def chosen_backend(settings: Settings) -> BackendKind:
     if settings.backend != "auto":
         return settings.backend
     path = resolve_local(settings.model, settings.models_dir)
-    return "torch" if path is None else backend_for(settings, inspect(path))
+    return "torch" if path is None else inspect(path, partial(backend_for, settings)).backend
 
 
 def model_finding(settings: Settings, report: Report) -> Finding:

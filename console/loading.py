@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from console.settings import Settings, fields
@@ -12,7 +13,6 @@ from engine.backends.torch.model_config import read_model_config
 from engine.backends.torch.settings import apply_settings
 from engine.config import BackendKind, EngineConfig, ModelSpec
 from engine.errors import InvalidRequest, UnsupportedModel
-from engine.models.catalog import ModelEntry
 from engine.models.files import home_expanded
 from engine.models.inspect import inspect
 from engine.models.resolve import is_hub_id, resolve, resolve_local
@@ -54,8 +54,8 @@ def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
 
     Raises InvalidRequest for a flag that its backend cannot honour, UnsupportedModel for a folder that none can load.
     """
-    entry = inspect(path)
-    backend = backend_for(settings, entry)
+    entry = inspect(path, partial(backend_for, settings))
+    backend = entry.backend
     refuse_unhonoured(settings, backend)
     spec = ModelSpec(
         path=path,
@@ -86,11 +86,11 @@ def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
     return spec
 
 
-def backend_for(settings: Settings, entry: ModelEntry) -> BackendKind:
-    """--backend, or what the folder's format asks for: exllamav2 for EXL2 weights where it can run, else torch."""
+def backend_for(settings: Settings, quantisation: str) -> BackendKind:
+    """--backend, or what the weights' format asks for: exllamav2 for EXL2 where it can run, else torch."""
     if settings.backend != "auto":
         return settings.backend
-    return "exllamav2" if entry.quantisation.startswith("exl2") and exllamav2_lacks() is None else "torch"
+    return "exllamav2" if quantisation.startswith("exl2") and exllamav2_lacks() is None else "torch"
 
 
 def refuse_unhonoured(settings: Settings, backend: BackendKind) -> None:

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from console.doctor import diagnose
 from console.link import ApiStatus
-from console.loading import ModelChoice, engine_config, find_model
+from console.loading import ModelChoice, backend_for, engine_config, find_model
 from console.settings import Settings
 from engine.backends.base import LoadProgress
 from engine.doctor.report import Report
@@ -81,11 +82,12 @@ class Runtime:
 
     async def list_models(self) -> Sequence[ModelEntry]:
         """Models on this machine: those found, and the one that was loaded from somewhere else."""
-        entries = await asyncio.to_thread(discover, self.settings.models_dir)
+        choose = partial(backend_for, self.settings)
+        entries = await asyncio.to_thread(discover, self.settings.models_dir, choose)
         spec = self.engine.snapshot().status.spec
         if spec is None or any(entry.path == spec.path for entry in entries):
             return entries
-        opened = await asyncio.to_thread(inspect, spec.path)
+        opened = await asyncio.to_thread(inspect, spec.path, choose)
         return [*entries, msgspec.structs.replace(opened, name=spec.name, origin=str(spec.path.parent))]
 
     async def diagnose(self) -> Report:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import msgspec
 
+from engine.config import BackendKind
+
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One model folder. problem: why it cannot be loaded here, "" when it can.
+    """One model folder. backend: what would compute it.  problem: why that cannot load it, "" when it can.
 
     quantisation: "" for plain weights, else e.g. "exl2 5.0 bpw". weights_bytes: of all safetensors files.
     """
@@ -22,4 +24,5 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     weights_bytes: int
     context_tokens: int
+    backend: BackendKind = "torch"
     problem: str = ""

@@ -11,7 +11,7 @@ import msgspec
 from engine.models.catalog import ModelEntry
 from engine.models.files import home_expanded
 from engine.models.hub_cache import hub_cache_folder, repo_of, snapshot_of
-from engine.models.inspect import inspect
+from engine.models.inspect import ChooseBackend, inspect
 
 DEMO = "demo"
 HUB_CACHE = "hub cache"
@@ -30,14 +30,17 @@ class FoundModel(msgspec.Struct, frozen=True):
     downloaded: bool = False
 
 
-def discover(folders: Sequence[Path], *, hub_cache: bool = True) -> list[ModelEntry]:
+def discover(
+    folders: Sequence[Path], choose: ChooseBackend = lambda quantisation: "torch", *, hub_cache: bool = True
+) -> list[ModelEntry]:
     """Every model in `folders` (two levels deep: publisher/model too) and the hub cache, the demo first.
 
-    Never raises: a model that cannot be loaded is an entry with a problem, a folder that cannot be read is left out.
+    choose: as for `inspect`. Never raises: a model that cannot be loaded is an entry with a problem, a folder that
+    cannot be read is left out.
     """
     entries = []
     for model in find_models(folders, hub_cache=hub_cache):
-        entry = inspect(model.path)
+        entry = inspect(model.path, choose)
         if entry.architecture or entry.weights_bytes:  # else some other program's config.json
             entries.append(msgspec.structs.replace(entry, name=model.name, origin=model.origin))
     return entries

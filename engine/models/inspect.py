@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from engine.backends.exllama.folder import read_folder
 from engine.backends.torch.model_config import read_model_config
+from engine.config import BackendKind
 from engine.errors import EngineError, UnsupportedModel
 from engine.models.catalog import ModelEntry
 from engine.models.files import read_json_object
@@ -36,8 +38,13 @@ class _Weights(msgspec.Struct, frozen=True, kw_only=True):
     packing: str = ""
 
 
-def inspect(path: Path) -> ModelEntry:
-    """The model in a folder, named after it. Never raises: what is wrong is in the entry's `problem`."""
+ChooseBackend = Callable[[str], BackendKind]
+"""The backend for weights of a quantisation, "" being none."""
+
+
+def inspect(path: Path, choose: ChooseBackend = lambda quantisation: "torch") -> ModelEntry:
+    """The model in a folder, named after it. Never raises: what is wrong is in the entry's `problem`, as the backend
+    sees it that `choose` picks for its quantisation."""
     config: Mapping[str, object] = {}
     weights = _Weights()
     context_tokens = 0
@@ -45,16 +52,23 @@ def inspect(path: Path) -> ModelEntry:
     try:
         config = read_json_object(path / "config.json")
         context_tokens = _context_tokens(config)
-        context_tokens = read_model_config(path).max_model_len
     except EngineError as error:
         problems.append(error.message)
     try:
         weights = _read_weights(path, config)
-        _refuse_unreadable(path, weights)
     except EngineError as error:
         problems.append(error.message)
     except OSError as error:
-        problems.insert(0, f"{path} cannot be read: {error.strerror}")
+        problems.append(f"{path} cannot be read: {error.strerror}")
+    backend = choose(_quantisation(config, weights))
+    try:
+        if backend == "exllamav2":
+            read_folder(path)
+        else:
+            context_tokens = read_model_config(path).max_model_len
+            _refuse_unreadable(path, weights)
+    except EngineError as error:
+        problems.append(error.message)
     return ModelEntry(
         name=path.name,
         path=path,
@@ -65,6 +79,7 @@ def inspect(path: Path) -> ModelEntry:
         parameters=weights.parameters,
         weights_bytes=weights.file_bytes,
         context_tokens=context_tokens,
+        backend=backend,
         problem=problems[0] if problems else "",
     )
 

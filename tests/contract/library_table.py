@@ -27,7 +27,6 @@ ROOTS: dict[str, str] = {
     "parts: Library.generator": f"class {GENERATOR}",
     "parts: Library.job": f"class {JOB}",
     "parts: Library.settings": f"class {SETTINGS}",
-    "parts: Library.filter": "class generator.filters.base:ExLlamaV2Filter",
     "parts: Library.lora": "class lora:ExLlamaV2Lora",
     "parts: LoadedParts.config": CONFIG,
     "parts: LoadedParts.tokenizer": TOKENIZER,

@@ -73,7 +73,6 @@ class FakeExllama:
             generator=FakeGenerator,
             job=FakeJob,
             settings=FakeSettings,
-            filter=unused,
             lora=unused,
             attention="fake",
             attention_reason="nothing is computed",

@@ -10,6 +10,7 @@ import pytest
 from console.loading import choose_model
 from console.settings import Settings
 from engine.errors import EngineError, InvalidRequest, ModelNotFound
+from tests.fakes.model_folders import write_model
 from tests.fakes.tiny_models import make_tiny_model
 
 
@@ -36,3 +37,28 @@ def test_an_index_that_names_no_files_is_refused_by_its_name(tmp_path: Path, doc
     with pytest.raises(EngineError, match=r"model\.safetensors\.index\.json .* does not say which files") as caught:
         choose_model(settings(model))
     assert caught.value.http_status == 400
+
+
+MIXTRAL_EXL2 = {
+    "architectures": ["MixtralForCausalLM"],
+    "quantization_config": {"quant_method": "exl2", "bits": 4.0},
+}
+
+
+def test_a_model_that_only_exllamav2_knows_is_loaded_by_it_with_its_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("console.loading", "engine.worker.factory"):
+        monkeypatch.setattr(f"{module}.exllamav2_lacks", lambda: None)
+    folder = write_model(tmp_path / "mixtral", **MIXTRAL_EXL2)
+    spec = choose_model(settings(folder, num_experts=3, cache_bits=8)).spec
+    assert spec is not None
+    assert (spec.backend, spec.num_experts, spec.cache_bits) == ("exllamav2", 3, 8)
+
+
+def test_the_same_model_is_refused_by_torch_where_exllamav2_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("console.loading.exllamav2_lacks", lambda: "it computes on NVIDIA GPUs, and none was found")
+    with pytest.raises(EngineError, match="torch backend does not know the architecture MixtralForCausalLM"):
+        choose_model(settings(write_model(tmp_path / "mixtral", **MIXTRAL_EXL2)))

@@ -59,7 +59,6 @@ class Package:
         files = {
             "__init__": LIBRARY,
             "generator/__init__": GENERATOR,
-            "generator/filters": "class ExLlamaV2Filter: pass",
         }
         for name, text in files.items():
             path = self.folder / "exllamav2" / f"{name}.py"

@@ -172,3 +172,13 @@ def test_config_values_of_the_wrong_type_are_a_problem_and_no_exception(tmp_path
 
 def test_the_config_of_the_tests_can_be_loaded(tmp_path: Path) -> None:
     assert inspect(write_model(tmp_path, **LLAMA)).problem == ""
+
+
+def test_what_is_wrong_is_said_by_the_backend_that_would_compute_the_model(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "g", architectures=["Gemma2ForCausalLM"])
+    asked: list[str] = []
+    entry = inspect(folder, lambda quantisation: asked.append(quantisation) or "exllamav2")
+    assert (entry.backend, entry.problem, entry.context_tokens, asked) == ("exllamav2", "", 2048, [""])
+    assert "Gemma2ForCausalLM" in inspect(folder).problem
+    unknown = write_model(tmp_path / "m", architectures=["MambaForCausalLM"])
+    assert "exllamav2 does not know MambaForCausalLM" in inspect(unknown, lambda quantisation: "exllamav2").problem

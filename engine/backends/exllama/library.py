@@ -83,7 +83,6 @@ def library_of_modules() -> Library:
     """The classes of the imported package, under our names."""
     package = importlib.import_module(PACKAGE)
     generator = importlib.import_module(f"{PACKAGE}.generator")
-    filters = importlib.import_module(f"{PACKAGE}.generator.filters")
     library = Library(
         config=package.ExLlamaV2Config,
         model=package.ExLlamaV2,
@@ -98,7 +97,6 @@ def library_of_modules() -> Library:
         generator=generator.ExLlamaV2DynamicGenerator,
         job=generator.ExLlamaV2DynamicJob,
         settings=generator.ExLlamaV2Sampler.Settings,
-        filter=filters.ExLlamaV2Filter,
         lora=package.ExLlamaV2Lora,
         attention="",
         attention_reason="no model is loaded",
@@ -159,7 +157,7 @@ def _first_import(package: Path, report: Report, cancelled: Callable[[], bool]) 
 
 
 def _import_modules() -> None:
-    for name in (PACKAGE, f"{PACKAGE}.generator", f"{PACKAGE}.generator.filters"):
+    for name in (PACKAGE, f"{PACKAGE}.generator"):
         importlib.import_module(name)
 
 

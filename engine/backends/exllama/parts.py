@@ -34,7 +34,6 @@ class Library:
     generator: Any
     job: Any
     settings: Any
-    filter: Any
     lora: Any
     attention: str
     attention_reason: str
