@@ -188,6 +188,30 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
+class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker takes of one device. device: "cpu", "cuda:N" or "sim:N".  layers: how many of the decoder's
+    layers, in order; the embedding goes with the first share, the final norm and the head with the last."""
+
+    device: str
+    layers: int = 0
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    working_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weights_bytes + self.kv_bytes + self.working_bytes
+
+
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter: its folder (adapter_config.json and safetensors) and what requests call it."""
+
+    name: str
+    path: Path
+    scale: float = 1.0
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Which model to load and how; what a worker gets to load.
 
@@ -199,7 +223,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: folder of a small model with the same vocabulary that guesses ahead.  ngram_draft: guess from the
         request's own text instead.  draft_tokens: guesses per step; None is the backend's choice.
     attention: which paged attention on CUDA; "auto" takes the best that fits.
-    device: "auto", "cpu" or "cuda:N".
+    device: "auto", "cpu", "cuda:N" or "sim:N".
+    shares: what placement gave the worker of each device, in order of the layers; () where it had no say.
+    prefix_salt: what the keys of KV pages are hashed with, the same for all workers of a model; b"" draws one.
     threads: CPU threads of each worker; None shares the machine's cores out.
     """
 
@@ -224,6 +250,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention: AttentionName = "auto"
     gpu_balance: bool = False
     device: str = "auto"
+    shares: tuple[DeviceShare, ...] = ()
+    prefix_salt: bytes = b""
     threads: int | None = None
 
 
@@ -232,7 +260,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     max_prompts: requests a worker works on at once.  max_queue: requests that may wait; more are QueueFull.
     timeout_s: 0 means no limit.  step_tokens: token budget of one step (prefill chunks and decodes together).
-    page_tokens: tokens per KV page.  log_dir: where native output of workers goes; None keeps it in memory only.
+    page_tokens: tokens per KV page.
+    hang_s: a worker with work that reports nothing for so long is replaced; 0: never.
+    max_deaths: a worker that dies so many times in a row is left dead.
+    ageing_s: waiting so long is worth one priority.
+    idle_unload_s: a model without requests for so long gives its memory back until one comes; 0: never.
+    devices: GiB of each simulated device, in place of the machine's own; () takes those.
+    cluster: "local", "auto" or "ray://HOST:PORT": where workers run.
+    log_dir: where native output of workers goes; None keeps it in memory only.
     """
 
     num_workers: int = 1
@@ -244,6 +279,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int = 16
     restart_backoff_s: float = 0.5
     max_restart_backoff_s: float = 30.0
+    hang_s: float = 60.0
+    max_deaths: int = 5
+    ageing_s: float = 30.0
+    idle_unload_s: float = 0.0
+    devices: tuple[float, ...] = ()
+    cluster: str = "local"
     log_dir: Path | None = None
 
     def validate(self) -> EngineConfig:
@@ -255,6 +296,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("timeout_s", 0, MAX_TIMEOUT_S),
             ("step_tokens", 16, 10**6),
             ("page_tokens", 1, 4096),
+            ("hang_s", 0, MAX_TIMEOUT_S),
+            ("max_deaths", 1, 1000),
+            ("ageing_s", 0.001, MAX_TIMEOUT_S),
+            ("idle_unload_s", 0, MAX_TIMEOUT_S),
         ):
             value = getattr(self, param)
             if not low <= value <= high:

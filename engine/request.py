@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,8 +13,11 @@ from engine.config import SamplingParams
 from engine.errors import ErrorInfo
 from engine.snapshot import RequestRow, RequestState
 from engine.stream import RequestStream
+from engine.text.tokenizer import Tokenizer
 
 SUSPECT_DEATHS = 2
+
+Encode = Callable[[Tokenizer], list[int]]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +25,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: "" lets the engine make one; an id may not be that of a live request.  source: who asks, for the request table.
     priority: higher goes first, equal ones in order of arrival.  timeout_s: from submit to the last token, time in the
-    queue included; None takes the engine's default, 0 is no limit.
+    queue included; None takes the engine's default, 0 is no limit.  model: the name it is for; "" is the first one.
+    adapter: a LoRA adapter of that model.  client: who shares the queue fairly with others.
+    encode: makes prompt_ids again for another model's tokenizer, where the request may go to any.
     """
 
     prompt_ids: list[int]
@@ -30,6 +36,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     source: str = "api"
     priority: int = 0
     timeout_s: float | None = None
+    model: str = ""
+    adapter: str = ""
+    client: str = ""
+    encode: Encode | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +61,10 @@ class Request:
     timeout_s: float
     created: float
     stream: RequestStream
+    model: str = ""
+    adapter: str = ""
+    client: str = ""
+    encode: Encode | None = None
     generated: list[int] = field(default_factory=list)
     worker: str | None = None
     deaths: int = 0
@@ -93,6 +107,7 @@ class Request:
             generated=list(self.generated),
             params=self.params,
             end_token_ids=self.end_token_ids,
+            adapter=self.adapter,
         )
 
     def row(self, now: float, computed_tokens: int | None = None) -> RequestRow:

@@ -5,21 +5,25 @@ Nothing else crosses from the engine to a screen. Times are seconds, sizes bytes
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from engine.backends.base import BackendStats, FinishReason, LoadedModel, LoadProgress
-from engine.config import ModelSpec
+from engine.config import DeviceShare, ModelSpec
 from engine.errors import ErrorInfo
 
-ModelState = Literal["unloaded", "loading", "ready", "draining", "unloading", "failed"]
+ModelState = Literal["unloaded", "loading", "ready", "idle", "draining", "unloading", "failed"]
 WorkerState = Literal["starting", "loading", "ready", "draining", "stopping", "restarting", "failed"]
 RequestState = Literal["queued", "prefill", "decode", "finished"]
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The model and where it stands. progress is of the slowest loading worker; error says why it failed."""
+    """A model and where it stands. progress is of the slowest loading worker; error says why it failed.
+
+    idle: its memory was given back for want of requests; the next one loads it again.
+    """
 
     state: ModelState = "unloaded"
     spec: ModelSpec | None = None
@@ -29,10 +33,39 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float = 0.0
 
 
+class AdapterReading(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter. workers: how many of the model's workers have it; error: why one could not take it."""
+
+    name: str
+    path: Path
+    workers: int = 0
+    size_bytes: int = 0
+    error: ErrorInfo | None = None
+
+
+class ModelReading(msgspec.Struct, frozen=True, kw_only=True):
+    """One model that the engine holds. key: unique even while one is replaced by another of the same name.
+
+    planned, used: what placement expected of each device for one worker, and what its load really took.
+    """
+
+    key: str
+    name: str
+    status: ModelStatus
+    target_workers: int = 0
+    max_prompts: int = 0
+    queued: int = 0
+    running: int = 0
+    idle_unload_s: float = 0.0
+    adapters: tuple[AdapterReading, ...] = ()
+    planned: tuple[DeviceShare, ...] = ()
+    used: tuple[DeviceShare, ...] = ()
+
+
 class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     """One device now. weights + kv + work + others + free = total; `others` is what other programs hold.
 
-    utilisation: 0..1. Readings that a device does not give are None.
+    node: the machine it is in, "" for this one.  utilisation: 0..1. Readings that a device does not give are None.
     """
 
     id: str
@@ -48,10 +81,14 @@ class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     temperature_c: float | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
+    node: str = ""
 
 
 class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker now. active: requests it works on; tokens_per_s: generated, over the last seconds."""
+    """One worker now. active: requests it works on; tokens_per_s: generated, over the last seconds.
+
+    retry_in_s: until it is started again after it died; log_tail: the last lines of native output of one that died.
+    """
 
     id: str
     state: WorkerState
@@ -69,6 +106,13 @@ class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     last_error: ErrorInfo | None = None
     last_step_age_s: float | None = None
+    model: str = ""
+    planned: tuple[DeviceShare, ...] = ()
+    used: tuple[DeviceShare, ...] = ()
+    deaths_in_a_row: int = 0
+    retry_in_s: float | None = None
+    log_tail: tuple[str, ...] = ()
+    node: str = ""
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +134,9 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     finish: FinishReason | None = None
     error: ErrorInfo | None = None
+    model: str = ""
+    client: str = ""
+    priority: int = 0
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,11 +205,16 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine at `at` (unix time). history: oldest first, at most 600 seconds; histograms by metric name."""
+    """The engine at `at` (unix time). history: oldest first, at most 600 seconds; histograms by metric name.
+
+    status, target_workers, max_prompts: of the first model, the one that requests without a name go to; all the rest is
+    over all models.
+    """
 
     at: float
     uptime_s: float = 0.0
     status: ModelStatus = ModelStatus()
+    models: tuple[ModelReading, ...] = ()
     target_workers: int = 0
     max_prompts: int = 0
     max_queue: int = 0

@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from engine.config import ModelSpec, SamplingParams
+from engine.config import AdapterSpec, DeviceShare, ModelSpec, SamplingParams
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 LoadPhase = Literal["download", "inspect", "kernels", "weights", "kv_cache", "warm_up"]
 
 
@@ -23,6 +23,7 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     params.seed and params.max_tokens are resolved, never None; max_tokens counts `generated` in.
     end_token_ids: the model's end tokens (unless ignore_eos) and stop_token_ids, masked before min_tokens.
     banned_next: ids that the very next token must not be (a rewound banned string); they bind that token alone.
+    adapter: name of an attached LoRA adapter to compute with; "" is the model as it was loaded.
     """
 
     id: str
@@ -31,6 +32,7 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     end_token_ids: tuple[int, ...] = ()
     banned_next: tuple[int, ...] = ()
+    adapter: str = ""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +73,8 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     """What a load ended with. kv_tokens: tokens that the worker's KV pages hold together.
 
     attention, attention_reason: which attention computes, and why that one, in a few words.
+    shares: what was really allocated on each device, working memory as the warm-up measured it.
+    adapters_per_request: whether each request may name a LoRA adapter of its own.
     """
 
     backend: str
@@ -86,6 +90,8 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     attention: str = ""
     attention_reason: str = ""
+    shares: tuple[DeviceShare, ...] = ()
+    adapters_per_request: bool = False
 
 
 class SequenceStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +107,7 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
 
     draft_tokens, draft_accepted: tokens guessed ahead, and those of them that held.
     degraded: why the backend takes no more requests until it is loaded again; "" while it is well.
+    prompts_limit: how many requests it can work on at once, found when a step ran out of memory; 0: none found.
     """
 
     waiting: int = 0
@@ -119,7 +126,16 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int = 0
     draft_accepted: int = 0
     degraded: str = ""
+    prompts_limit: int = 0
     sequences: tuple[SequenceStats, ...] = ()
+
+
+class PrefixChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """Full KV pages that became findable, and that ceased to be, since the last time. A page is known by the first 8
+    bytes of its key: `engine.backends.prefix.page_keys` gives the same for a prompt, the salt being the same."""
+
+    added: tuple[bytes, ...] = ()
+    dropped: tuple[bytes, ...] = ()
 
 
 class Backend(Protocol):
@@ -155,6 +171,16 @@ class Backend(Protocol):
 
     def stats(self) -> BackendStats:
         """Counters and gauges now."""
+
+    def prefix_changes(self) -> PrefixChanges:
+        """What changed in the prefix cache since the last call; nothing where the backend cannot tell."""
+
+    def attach(self, adapter: AdapterSpec) -> int:
+        """Make a LoRA adapter usable by requests from the next step on; the bytes it takes. Raises InvalidRequest or
+        ModelLoadFailed with nothing changed, where it does not fit the model or the backend cannot change adapters."""
+
+    def detach(self, name: str) -> None:
+        """Forget an adapter that no live request names; unknown names are fine."""
 
     def check(self) -> None:
         """Prove the accounts (pages free + held = total); raises AssertionError with the numbers. Run when idle."""

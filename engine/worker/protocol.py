@@ -15,9 +15,10 @@ from engine.backends.base import (
     FinishReason,
     LoadedModel,
     LoadProgress,
+    PrefixChanges,
     TokenLogprob,
 )
-from engine.config import ModelSpec
+from engine.config import AdapterSpec, ModelSpec
 from engine.errors import ErrorInfo
 
 # --- engine -> worker ---------------------------------------------------------------------------------
@@ -31,6 +32,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     step_tokens: int
     page_tokens: int
     threads: int
+    adapters: tuple[AdapterSpec, ...] = ()
 
 
 class CancelLoad(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_load"):
@@ -61,11 +63,23 @@ class SetThreads(msgspec.Struct, frozen=True, kw_only=True, tag="set_threads"):
     threads: int
 
 
+class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
+    """Make a LoRA adapter usable; answered by Attached."""
+
+    adapter: AdapterSpec
+
+
+class Detach(msgspec.Struct, frozen=True, kw_only=True, tag="detach"):
+    """Forget a LoRA adapter."""
+
+    name: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
     """Unload and leave; answered by the channel's end."""
 
 
-Command = Load | CancelLoad | Submit | Cancel | SetMaxPrompts | SetThreads | Shutdown
+Command = Load | CancelLoad | Submit | Cancel | SetMaxPrompts | SetThreads | Attach | Detach | Shutdown
 
 # --- worker -> engine ---------------------------------------------------------------------------------
 
@@ -95,6 +109,14 @@ class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag="load_failed"):
     error: ErrorInfo
 
 
+class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
+    """An adapter is usable and takes `size_bytes`, or `error` says why not."""
+
+    name: str
+    size_bytes: int = 0
+    error: ErrorInfo | None = None
+
+
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one step brought for one request.
 
@@ -118,6 +140,7 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     stats: BackendStats
     step_s: float = 0.0
     rss_bytes: int = 0
+    prefix: PrefixChanges = PrefixChanges()
 
 
 class WorkerError(msgspec.Struct, frozen=True, kw_only=True, tag="worker_error"):
@@ -134,7 +157,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True, tag="log"):
     message: str
 
 
-Event = Hello | Progress | Loaded | LoadFailed | StepBatch | WorkerError | LogLine
+Event = Hello | Progress | Loaded | LoadFailed | Attached | StepBatch | WorkerError | LogLine
 
 _LENGTH_BYTES = 4
 

@@ -15,11 +15,12 @@ from engine.backends.base import (
     BackendStats,
     LoadedModel,
     LoadProgress,
+    PrefixChanges,
     SequenceStats,
     TokenEvent,
     TokenLogprob,
 )
-from engine.config import ModelSpec
+from engine.config import AdapterSpec, ModelSpec
 from engine.errors import ContextLengthExceeded, LoadCancelled
 from tests.fakes.model import VOCAB_SIZE
 
@@ -125,6 +126,8 @@ class FakeBackend:
         self.steps = 0
         self.checks = 0
         self.cancelled: list[str] = []
+        self.changes = PrefixChanges()
+        self.adapters: dict[str, AdapterSpec] = {}
         self.submitted: list[BackendRequest] = []
         self._live: dict[str, tuple[BackendRequest, list[int]]] = {}
         self._started: set[str] = set()
@@ -166,6 +169,7 @@ class FakeBackend:
             weights_bytes=WEIGHTS_BYTES,
             kv_bytes=self.kv_tokens,
             parameters=1000,
+            adapters_per_request=True,
         )
 
     def submit(self, request: BackendRequest) -> None:
@@ -239,6 +243,20 @@ class FakeBackend:
                 for (request, _), length in zip(running, lengths, strict=True)
             ),
         )
+
+    def prefix_changes(self) -> PrefixChanges:
+        """What the test put into `changes`, once."""
+        changes, self.changes = self.changes, PrefixChanges()
+        return changes
+
+    def attach(self, adapter: AdapterSpec) -> int:
+        """Take any adapter; its bytes are a thousand."""
+        self.adapters[adapter.name] = adapter
+        return 1000
+
+    def detach(self, name: str) -> None:
+        """Forget it."""
+        self.adapters.pop(name, None)
 
     def check(self) -> None:
         """Nothing to add up here; raises what the test asked for."""

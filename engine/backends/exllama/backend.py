@@ -12,6 +12,7 @@ from engine.backends.base import (
     FinishReason,
     LoadedModel,
     LoadProgress,
+    PrefixChanges,
     TokenEvent,
 )
 from engine.backends.exllama.accounts import PageGauges, check_accounts, page_gauges
@@ -22,7 +23,7 @@ from engine.backends.exllama.line import Counters, Line, Live
 from engine.backends.exllama.loaders import ImportLibrary, LoadParts, Report, loaders
 from engine.backends.exllama.parts import LoadedParts
 from engine.backends.exllama.sampling import refuse_unsupported
-from engine.config import ModelSpec, SamplingParams
+from engine.config import AdapterSpec, ModelSpec, SamplingParams
 from engine.errors import InvalidRequest, LoadCancelled, ModelLoadFailed, WorkerFailed
 
 _logger = logging.getLogger(__name__)
@@ -147,6 +148,21 @@ class ExllamaBackend:
             degraded=self._degraded,
             sequences=tuple(self._line.sequences()),
         )
+
+    def prefix_changes(self) -> PrefixChanges:
+        """Nothing: the library keys its pages in a way of its own."""
+        return PrefixChanges()
+
+    def attach(self, adapter: AdapterSpec) -> int:
+        """Refused: the library applies an adapter to every request, so it is chosen with the model (--lora)."""
+        raise InvalidRequest(
+            f"the exllamav2 backend cannot attach {adapter.name} while it runs; load the model with --lora",
+            param="adapter",
+            value=adapter.name,
+        )
+
+    def detach(self, name: str) -> None:
+        """Nothing to forget."""
 
     def check(self) -> None:
         """Prove that the generator has our jobs and no others, and that its pages add up; raises AssertionError."""

@@ -14,6 +14,7 @@ from engine.backends.base import (
     FinishReason,
     LoadedModel,
     LoadProgress,
+    PrefixChanges,
     SequenceStats,
     TokenEvent,
 )
@@ -25,7 +26,7 @@ from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampledToken, SampleRow, sample
 from engine.backends.torch.scheduler import Plan, Scheduler
 from engine.backends.torch.warm_up import warm_up
-from engine.config import ModelSpec
+from engine.config import AdapterSpec, ModelSpec
 from engine.errors import InvalidRequest, LoadCancelled
 
 _logger = logging.getLogger(__name__)
@@ -185,6 +186,17 @@ class TorchBackend:
                 for each in (*scheduler.running, *scheduler.waiting)
             ),
         )
+
+    def prefix_changes(self) -> PrefixChanges:
+        """Pages that became findable or ceased to be since the last call."""
+        return PrefixChanges()
+
+    def attach(self, adapter: AdapterSpec) -> int:
+        """Make an adapter usable from the next step on; its bytes."""
+        raise InvalidRequest(f"the adapter {adapter.name} cannot be attached", param="adapter", value=adapter.name)
+
+    def detach(self, name: str) -> None:
+        """Forget an adapter."""
 
     def check(self) -> None:
         """Prove that pages, sequences and requests agree; raises AssertionError with the numbers."""
