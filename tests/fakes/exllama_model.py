@@ -319,7 +319,6 @@ def fake_library(gpus: FakeGpus, *, attention: str = "triton", **changes: Any) -
         "generator": FakeDynamicGenerator,
         "job": None,
         "settings": None,
-        "filter": None,
         "lora": FakeLora,
         "attention": attention,
         "attention_reason": "flash-attn is not installed",
