@@ -62,10 +62,19 @@ class ModelReading(msgspec.Struct, frozen=True, kw_only=True):
     used: tuple[DeviceShare, ...] = ()
 
 
+class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process of another program holds on a device; 0 and "" are "not known"."""
+
+    pid: int
+    name: str = ""
+    used_bytes: int = 0
+
+
 class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     """One device now. weights + kv + work + others + free = total; `others` is what other programs hold.
 
     node: the machine it is in, "" for this one.  utilisation: 0..1. Readings that a device does not give are None.
+    others: the processes behind others_bytes, as far as the driver names them.
     """
 
     id: str
@@ -82,6 +91,7 @@ class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     power_w: float | None = None
     power_limit_w: float | None = None
     node: str = ""
+    others: tuple[ProcessMemory, ...] = ()
 
 
 class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,60 @@
+"""What the machine's devices say of themselves, and whose memory on them is whose."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from engine.devices.accounts import BusyTime, Claim, account, claim_of, shares_of, split_memory
+from engine.devices.host import HostProbe, cpu_name, usable_cores
+from engine.devices.nvml import NvmlProbe, visible_devices
+from engine.devices.probe import DeviceProbe
+from engine.devices.simulated import SimulatedProbe, parse_devices, simulated_readings
+from engine.snapshot import DeviceReading
+
+__all__ = [
+    "BusyTime",
+    "Claim",
+    "DeviceProbe",
+    "HostProbe",
+    "MachineProbe",
+    "NvmlProbe",
+    "SimulatedProbe",
+    "account",
+    "claim_of",
+    "computable",
+    "cpu_name",
+    "new_probe",
+    "parse_devices",
+    "shares_of",
+    "simulated_readings",
+    "split_memory",
+    "usable_cores",
+    "visible_devices",
+]
+
+
+class MachineProbe:
+    """Every device of this machine: its GPUs, then the host."""
+
+    def __init__(self) -> None:
+        self._probes: tuple[DeviceProbe, ...] = (NvmlProbe(), HostProbe())
+
+    def read(self, pids: Collection[int] = ()) -> Sequence[DeviceReading]:
+        """All readings."""
+        return tuple(reading for probe in self._probes for reading in probe.read(pids))
+
+
+def new_probe(gib: Sequence[float] = ()) -> DeviceProbe:
+    """The machine's devices; or simulated ones of `gib` GiB each in place of its GPUs."""
+    return SimulatedProbe(gib) if gib else MachineProbe()
+
+
+def computable(devices: Sequence[DeviceReading]) -> list[DeviceReading]:
+    """Those that the installed torch can compute on: a build for CPUs sees no GPU, and a process no more than one MIG
+    slice. Does not import torch."""
+    spec = importlib.util.find_spec("torch")
+    places = spec.submodule_search_locations if spec is not None else None
+    cuda = any(any(Path(place, "lib").glob("*torch_cuda*")) for place in places or ())
+    return [device for device in devices if device.kind != "cuda" or (cuda and device.id.startswith("cuda:"))]

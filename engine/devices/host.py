@@ -1,0 +1,67 @@
+"""The CPU and the RAM, through psutil."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from engine.ram import read_ram
+from engine.snapshot import DeviceReading
+
+
+class HostProbe:
+    """The CPU and the RAM as one device, "cpu"."""
+
+    def __init__(self) -> None:
+        self._name = cpu_name()
+        psutil.cpu_percent(None)
+
+    def read(self, pids: Collection[int] = ()) -> Sequence[DeviceReading]:
+        """One reading; utilisation is that since the last call."""
+        ram = read_ram()
+        used = ram.total_bytes - ram.free_bytes
+        ours = min(used, sum(map(_resident_bytes, set(pids))))
+        return (
+            DeviceReading(
+                id="cpu",
+                name=self._name,
+                kind="cpu",
+                utilisation=psutil.cpu_percent(None) / 100,
+                total_bytes=ram.total_bytes,
+                work_bytes=ours,
+                others_bytes=used - ours,
+                free_bytes=ram.free_bytes,
+            ),
+        )
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's model name, with its number of logical cores."""
+    cores = psutil.cpu_count() or 1
+    name = platform.processor() or platform.machine() or "CPU"
+    try:
+        fields: Mapping[str, str] = {
+            key.strip(): value.strip()
+            for key, _, value in (line.partition(":") for line in cpuinfo.read_text(encoding="utf-8").splitlines())
+        }
+        name = fields.get("model name") or name
+    except OSError:
+        pass  # not Linux
+    return f"{name}, {cores} cores" if cores > 1 else name
+
+
+def usable_cores() -> int:
+    """CPU cores this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0

@@ -1,0 +1,203 @@
+"""NVIDIA GPUs, and the slices of those that MIG divides, through NVML."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from engine.ram import read_ram
+from engine.snapshot import DeviceReading, ProcessMemory
+
+_log = logging.getLogger("engine")
+_MIG = "MIG-"
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """A device under the id that CUDA gives it, and NVML's handle of it."""
+
+    id: str
+    handle: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    total_bytes: int
+    free_bytes: int
+
+
+class NvmlProbe:
+    """NVIDIA GPUs that CUDA may use, as "cuda:0" and on. None where the library, the driver or a GPU is missing.
+
+    A reading that a GPU does not give is None: utilisation, temperature and power of a MIG slice, power on some
+    laptops. One that shares the host's memory (GB10, Jetson) gives that memory. One that is lost is left out until it
+    answers again, and the others keep their ids.
+
+    A process computes on one MIG slice at most, and sees no undivided GPU beside it (MIG user guide, "CUDA device
+    enumeration"). So the first slice is "cuda:0"; the rest are shown as "mig:1" and on, for CUDA_VISIBLE_DEVICES to
+    choose among.
+    """
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._gpus: list[_Gpu] = []
+        self._silent: set[str] = set()
+        try:
+            self._nvml = importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+            self._gpus = self._find(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        except Exception as error:  # NVMLError's class is only known once the library is there
+            _log.debug("no NVIDIA GPU: %s", error)
+
+    def read(self, pids: Iterable[int] = ()) -> Sequence[DeviceReading]:
+        """One reading per GPU that answers."""
+        ours = frozenset(pids)
+        readings = (self._read(gpu, ours) for gpu in self._gpus)
+        return tuple(reading for reading in readings if reading is not None)
+
+    # --- which there are ------------------------------------------------------------------------------------------
+
+    def _find(self, setting: str | None) -> list[_Gpu]:
+        """The devices that CUDA sees: GPUs, or the slices of MIG GPUs."""
+        if setting is not None and _MIG in setting:
+            return _slices(self._named_slices(setting))
+        every = [self._ask("nvmlDeviceGetHandleByIndex", index) for index in range(self._nvml.nvmlDeviceGetCount())]
+        uuids = [_text(self._ask("nvmlDeviceGetUUID", handle)) for handle in every]
+        visible = [every[index] for index in visible_devices(setting, uuids)]
+        divided = [handle for handle in visible if self._is_divided(handle)]
+        slices = [found for handle in divided for found in self._slices_of(handle)]
+        if slices:
+            return _slices(slices)
+        return [
+            _Gpu(f"cuda:{index}", handle)
+            for index, handle in enumerate(handle for handle in visible if handle not in divided)
+            if handle is not None
+        ]
+
+    def _named_slices(self, setting: str) -> list[Any]:
+        """The slices that CUDA_VISIBLE_DEVICES names, up to the first that is not there."""
+        found: list[Any] = []
+        for name in setting.split(","):
+            handle = self._ask("nvmlDeviceGetHandleByUUID", name.strip())
+            if handle is None:
+                break
+            found.append(handle)
+        return found
+
+    def _is_divided(self, handle: Any) -> bool:
+        modes = None if handle is None else self._ask("nvmlDeviceGetMigMode", handle)
+        return modes is not None and bool(modes[0])
+
+    def _slices_of(self, handle: Any) -> list[Any]:
+        count = self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0
+        slices = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, index) for index in range(count))
+        return [found for found in slices if found is not None]
+
+    # --- what they say --------------------------------------------------------------------------------------------
+
+    def _read(self, gpu: _Gpu, ours: AbstractSet[int]) -> DeviceReading | None:
+        memory = self._memory(gpu)
+        if memory is None:
+            return None
+        held = self._held(gpu.handle)
+        used = memory.total_bytes - memory.free_bytes
+        work = min(used, sum(size for pid, size in held.items() if pid in ours))
+        utilisation = self._ask("nvmlDeviceGetUtilizationRates", gpu.handle)
+        sensor = getattr(self._nvml, "NVML_TEMPERATURE_GPU", 0)
+        return DeviceReading(
+            id=gpu.id,
+            name=_text(self._ask("nvmlDeviceGetName", gpu.handle)) or "NVIDIA GPU",
+            kind="cuda",
+            utilisation=None if utilisation is None else utilisation.gpu / 100,
+            total_bytes=memory.total_bytes,
+            work_bytes=work,
+            others_bytes=used - work,
+            free_bytes=memory.free_bytes,
+            temperature_c=self._ask("nvmlDeviceGetTemperature", gpu.handle, sensor),
+            power_w=_milli(self._ask("nvmlDeviceGetPowerUsage", gpu.handle)),
+            power_limit_w=_milli(self._ask("nvmlDeviceGetEnforcedPowerLimit", gpu.handle)),
+            others=_named({pid: size for pid, size in held.items() if pid not in ours}),
+        )
+
+    def _memory(self, gpu: _Gpu) -> _Memory | None:
+        """None where the GPU does not answer; said once, until it does."""
+        try:
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(gpu.handle)
+        except self._nvml.NVMLError as error:
+            if getattr(error, "value", None) == getattr(self._nvml, "NVML_ERROR_NOT_SUPPORTED", 3):
+                ram = read_ram()
+                return _Memory(ram.total_bytes, ram.free_bytes)
+            if gpu.id not in self._silent:
+                self._silent.add(gpu.id)
+                _log.warning("%s does not answer: %s", gpu.id, error)
+            return None
+        self._silent.discard(gpu.id)
+        total = int(memory.total)
+        return _Memory(total, min(total, int(memory.free)))
+
+    def _held(self, handle: Any) -> Mapping[int, int]:
+        """Bytes by process; 0 where the driver does not say. One that computes and draws is named twice."""
+        held: dict[int, int] = {}
+        for question in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
+            for process in self._ask(question, handle) or ():
+                held[process.pid] = max(held.get(process.pid, 0), process.usedGpuMemory or 0)
+        return held
+
+    def _ask(self, question: str, *arguments: Any) -> Any:
+        """NVML's answer; None where this GPU, driver or version of the library has none."""
+        function = getattr(self._nvml, question, None)
+        if function is None:
+            return None
+        try:
+            return function(*arguments)
+        except self._nvml.NVMLError:
+            return None
+
+
+def visible_devices(setting: str | None, uuids: Sequence[str]) -> list[int]:
+    """Which GPUs CUDA sees, in its order, given CUDA_VISIBLE_DEVICES and the UUIDs of all GPUs (CUDA C++ Programming
+    Guide, environment variables: the list ends at the first entry that names no device)."""
+    if setting is None:
+        return list(range(len(uuids)))
+    visible: list[int] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry.isdecimal() and int(entry) < len(uuids):
+            index = int(entry)
+        else:
+            index = next((i for i, uuid in enumerate(uuids) if entry and uuid.startswith(entry)), -1)
+        if index < 0 or index in visible:
+            break
+        visible.append(index)
+    return visible
+
+
+def _slices(handles: Sequence[Any]) -> list[_Gpu]:
+    return [_Gpu(f"mig:{index}" if index else "cuda:0", handle) for index, handle in enumerate(handles)]
+
+
+def _named(held: Mapping[int, int]) -> tuple[ProcessMemory, ...]:
+    """Processes by what they hold, most first."""
+    largest = sorted(held.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(ProcessMemory(pid=pid, name=_process_name(pid), used_bytes=size) for pid, size in largest)
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).name())
+    except (psutil.Error, ValueError):  # gone, another user's, or of another namespace than this container's
+        return ""
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
+
+
+def _milli(value: int | None) -> float | None:
+    return None if value is None else value / 1000
