@@ -107,8 +107,8 @@ class Settings(BaseSettings):
     ] = "auto"
     lora: Annotated[
         Path | None,
-        Flag("Model", "DIR", ("exllamav2",), example="~/models/my-lora"),
-        Field(description="Folder of a LoRA adapter to apply"),
+        Flag("Model", "DIR", example="~/models/my-lora"),
+        Field(description="Folder of a LoRA adapter to apply to every request"),
     ] = None
     max_model_len: Annotated[
         int | None,

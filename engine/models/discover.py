@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ from engine.models.inspect import ChooseBackend, inspect
 
 DEMO = "demo"
 HUB_CACHE = "hub cache"
+_CONFIG = "config.json"
 _LEVELS = 2
 
 
@@ -48,16 +49,14 @@ def discover(
 
 def find_models(folders: Sequence[Path], *, hub_cache: bool = True) -> list[FoundModel]:
     """The model folders that `discover` looks into, by name. Of one name, a later one gets its folder's name added."""
-    found: dict[str, FoundModel] = {}
-    seen: set[Path] = set()
-    for model in _all_models(folders, hub_cache):
-        resolved = model.path.resolve()
-        if resolved in seen:
-            continue
-        seen.add(resolved)
-        name = next(name for name in _possible_names(model) if name not in found)
-        found[name] = msgspec.structs.replace(model, name=name)
-    return list(found.values())
+    demo = demo_path()
+    shipped = [FoundModel(DEMO, demo, DEMO)] if demo is not None else []
+    return _named([*shipped, *_marked(folders, _CONFIG, hub_cache)])
+
+
+def find_folders(folders: Sequence[Path], marker: str, *, hub_cache: bool = True) -> list[FoundModel]:
+    """Likewise, the folders that hold a file of the name `marker`."""
+    return _named(_marked(folders, marker, hub_cache))
 
 
 def demo_path() -> Path | None:
@@ -70,31 +69,42 @@ def demo_path() -> Path | None:
         return None
 
 
-def _all_models(folders: Sequence[Path], hub_cache: bool) -> Iterator[FoundModel]:
-    demo = demo_path()
-    if demo is not None:
-        yield FoundModel(DEMO, demo, DEMO)
+def _named(models: Iterable[FoundModel]) -> list[FoundModel]:
+    """Each folder once, each under a name of its own."""
+    found: dict[str, FoundModel] = {}
+    seen: set[Path] = set()
+    for model in models:
+        resolved = model.path.resolve()
+        if resolved in seen:
+            continue
+        seen.add(resolved)
+        name = next(name for name in _possible_names(model) if name not in found)
+        found[name] = msgspec.structs.replace(model, name=name)
+    return list(found.values())
+
+
+def _marked(folders: Sequence[Path], marker: str, hub_cache: bool) -> Iterator[FoundModel]:
     for folder in folders:
         folder = home_expanded(folder)
-        if _is_model(folder):
+        if _holds(folder, marker):
             yield FoundModel(folder.resolve().name, folder, str(folder))
         else:
-            yield from _models_in(folder, "", str(folder), _LEVELS)
+            yield from _marked_in(folder, marker, "", str(folder), _LEVELS)
     if hub_cache:
-        yield from _models_in(hub_cache_folder(), "", HUB_CACHE, 1)
+        yield from _marked_in(hub_cache_folder(), marker, "", HUB_CACHE, 1)
 
 
-def _models_in(folder: Path, prefix: str, origin: str, levels: int) -> Iterator[FoundModel]:
+def _marked_in(folder: Path, marker: str, prefix: str, origin: str, levels: int) -> Iterator[FoundModel]:
     for child in _subfolders(folder):
         repo_id = repo_of(child)
         if repo_id is not None:
             snapshot = snapshot_of(child)
-            if snapshot is not None and _is_model(snapshot):
+            if snapshot is not None and _holds(snapshot, marker):
                 yield FoundModel(repo_id, snapshot, origin, downloaded=True)
-        elif _is_model(child):
+        elif _holds(child, marker):
             yield FoundModel(prefix + child.name, child, origin)
         elif levels > 1:
-            yield from _models_in(child, f"{prefix}{child.name}/", origin, levels - 1)
+            yield from _marked_in(child, marker, f"{prefix}{child.name}/", origin, levels - 1)
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -107,9 +117,9 @@ def _subfolders(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names) if not name.startswith((".", "__"))]
 
 
-def _is_model(folder: Path) -> bool:
+def _holds(folder: Path, marker: str) -> bool:
     try:
-        return (folder / "config.json").is_file()
+        return (folder / marker).is_file()
     except OSError:
         return False
 

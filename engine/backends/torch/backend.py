@@ -21,6 +21,7 @@ from engine.backends.base import (
 from engine.backends.torch import scheduler as scheduling
 from engine.backends.torch.faults import device_is_lost, is_out_of_memory
 from engine.backends.torch.kv_size import CPU_SHARE, CUDA_SHARE, kv_pages
+from engine.backends.torch.lora import LoraAdapter
 from engine.backends.torch.pages import PagePool
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampledToken, SampleRow, sample
@@ -34,10 +35,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Job:
-    """A live request: its sequence for the scheduler, its row for the sampler."""
+    """A live request: its sequence for the scheduler, its row for the sampler, and the adapter that it holds."""
 
     sequence: scheduling.Sequence
     row: SampleRow
+    adapter: LoraAdapter | None
     begun: bool = False
 
 
@@ -101,17 +103,23 @@ class TorchBackend:
             parameters=runner.parameters,
             attention=runner.attention.name if runner.attention else "",
             attention_reason=runner.attention.reason if runner.attention else "",
+            adapters_per_request=True,
         )
 
     def submit(self, request: BackendRequest) -> None:
-        """Take a request. Raises ContextLengthExceeded or InvalidRequest, naming the field."""
+        """Take a request. Raises ContextLengthExceeded or InvalidRequest, naming the field. It keeps its adapter, even
+        one that is detached meanwhile."""
         runner, scheduler = self._loaded()
         if request.id in self._jobs:
             raise InvalidRequest(f"a request with id {request.id} is being worked on", param="id")
         vocab = runner.config.vocab_size
         _refuse_unknown_tokens(request, vocab)
+        adapter = runner.adapters.named(request.adapter)
         sequence = scheduling.Sequence(
-            request.id, [*request.prompt_ids, *request.generated], prompt_tokens=len(request.prompt_ids)
+            request.id,
+            [*request.prompt_ids, *request.generated],
+            prompt_tokens=len(request.prompt_ids),
+            adapter=adapter.key if adapter is not None else "",
         )
         scheduler.submit(sequence)
         row = SampleRow(
@@ -121,7 +129,7 @@ class TorchBackend:
             end_token_ids=[token_id for token_id in request.end_token_ids if token_id < vocab],
             banned_next=request.banned_next,
         )
-        self._jobs[request.id] = _Job(sequence, row)
+        self._jobs[request.id] = _Job(sequence, row, adapter)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its pages."""
@@ -131,7 +139,7 @@ class TorchBackend:
 
     def set_max_prompts(self, max_prompts: int) -> None:
         """Admit up to this many from the next step on."""
-        self._loaded()[1].max_prompts = max_prompts
+        self._loaded()[1].set_max_prompts(max_prompts)
 
     def has_work(self) -> bool:
         """Whether any request is live."""
@@ -155,7 +163,11 @@ class TorchBackend:
                     raise
                 if not (is_out_of_memory(error) and self._scheduler.shrink()):
                     return events + self._fail(plan, error)
-                _logger.warning("a step ran out of memory; steps take %d tokens now", self._scheduler.step_tokens)
+                _logger.warning(
+                    "a step ran out of memory; now %d requests run at once, and prompts get %d tokens a step",
+                    len(self._scheduler.running),
+                    self._scheduler.step_tokens,
+                )
                 admit = False
                 continue
             self._steps += 1
@@ -181,6 +193,7 @@ class TorchBackend:
             steps=self._steps,
             weights_bytes=self._runner.weights_bytes,
             kv_bytes=self._kv_bytes,
+            prompts_limit=scheduler.prompts_limit,
             sequences=tuple(
                 SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.known)
                 for each in (*scheduler.running, *scheduler.waiting)
@@ -192,11 +205,12 @@ class TorchBackend:
         return PrefixChanges()
 
     def attach(self, adapter: AdapterSpec) -> int:
-        """Make an adapter usable from the next step on; its bytes."""
-        raise InvalidRequest(f"the adapter {adapter.name} cannot be attached", param="adapter", value=adapter.name)
+        """Make an adapter usable from the next step on, in place of another of its name; its bytes."""
+        return self._loaded()[0].adapters.attach(adapter).size_bytes
 
     def detach(self, name: str) -> None:
-        """Forget an adapter."""
+        """Take an adapter's name away; its memory is free once the last request that computes with it has ended."""
+        self._loaded()[0].adapters.detach(name)
 
     def check(self) -> None:
         """Prove that pages, sequences and requests agree; raises AssertionError with the numbers."""

@@ -15,12 +15,14 @@ class ChunkInput:
     pages: page ids in order; position p lies in pages[p // page_tokens]. They cover at least
         start + len(token_ids) tokens. Lent for the step: neither to be kept nor to be changed.
     sample: whether the logits of the last token are wanted.
+    adapter: key of the LoRA adapter to compute with; "" for none.
     """
 
     token_ids: Sequence[int]
     start: int
     pages: Sequence[int]
     sample: bool
+    adapter: str = ""
 
     @property
     def end(self) -> int:

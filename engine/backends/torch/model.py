@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.backends.torch.attention import attend
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.linear import Linear
+from engine.backends.torch.lora import add_adapters
 from engine.backends.torch.model_config import ModelConfig
 from engine.backends.torch.rope import RotaryEmbedding, rotate_
 from engine.backends.torch.step_plan import StepPlan
@@ -47,7 +48,7 @@ class Decoder:
         cos, sin = self.rope.angles(plan.positions, hidden.dtype)
         for layer, block in enumerate(self.blocks):
             hidden = hidden + self._attention(layer, block, hidden, plan, kv, cos, sin)
-            hidden = hidden + self._mlp(block, hidden)
+            hidden = hidden + self._mlp(layer, block, hidden, plan)
         sampled = hidden.index_select(0, plan.sampled_rows)
         return self.head(self._norm(sampled, self.final_norm)).float()
 
@@ -55,17 +56,22 @@ class Decoder:
         self, layer: int, block: Block, hidden: Tensor, plan: StepPlan, kv: KvPool, cos: Tensor, sin: Tensor
     ) -> Tensor:
         heads, kv_heads, size = self.config.heads, self.config.kv_heads, self.config.head_dim
-        qkv = block.qkv(self._norm(hidden, block.input_norm)).view(-1, heads + 2 * kv_heads, size)
+        normed = self._norm(hidden, block.input_norm)
+        qkv = add_adapters(block.qkv(normed), normed, layer, "qkv", plan.adapted)
+        qkv = qkv.view(-1, heads + 2 * kv_heads, size)
         turned = qkv[:, : heads + kv_heads]
         if block.qk_norm is not None:
             turned.copy_(F.rms_norm(turned, (size,), eps=self.config.norm_eps) * block.qk_norm)
         rotate_(turned, cos, sin)
         kv.write(layer, plan.slots, qkv[:, heads:])
-        return block.o(attend(layer, block.window, qkv, plan, kv, heads))
+        attended = attend(layer, block.window, qkv, plan, kv, heads)
+        return add_adapters(block.o(attended), attended, layer, "o", plan.adapted)
 
-    def _mlp(self, block: Block, hidden: Tensor) -> Tensor:
-        gate, up = block.gate_up(self._norm(hidden, block.mlp_norm)).chunk(2, dim=-1)
-        return block.down(F.silu(gate) * up)
+    def _mlp(self, layer: int, block: Block, hidden: Tensor, plan: StepPlan) -> Tensor:
+        normed = self._norm(hidden, block.mlp_norm)
+        gate, up = add_adapters(block.gate_up(normed), normed, layer, "gate_up", plan.adapted).chunk(2, dim=-1)
+        gated = F.silu(gate) * up
+        return add_adapters(block.down(gated), gated, layer, "down", plan.adapted)
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)

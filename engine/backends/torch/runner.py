@@ -18,6 +18,9 @@ from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.linear import LinearFactory, native_bfloat16
 from engine.backends.torch.loading import DecoderLoader, as_stored, tensor_shapes, weights_bytes
+from engine.backends.torch.lora_factors import locate_factors
+from engine.backends.torch.lora_loading import AdapterLoader, merged
+from engine.backends.torch.lora_names import AttachedAdapters
 from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, read_model_config
 from engine.backends.torch.settings import apply_settings, refuse_settings
@@ -32,7 +35,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 class ModelRunner:
     """A loaded model. `allocate_kv` comes before the first `forward`; torch's thread count is the caller's.
 
-    attention: how rows attend, and why; known after `allocate_kv`.
+    attention: how rows attend, and why; known after `allocate_kv`.  adapters: what chunks may name.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class ModelRunner:
         self.weights_bytes = decoder.weights_bytes
         self.attention: Choice | None = None
         self._dtype, self._device, self._wanted_attention = dtype, device, attention
+        layer_devices = [block.input_norm.device for block in decoder.blocks]
+        self.adapters = AttachedAdapters(AdapterLoader(decoder.config, dtype, layer_devices))
         self._decoder: Decoder | None = decoder
         self._kv: KvPool | None = None
         self._planner: StepPlanner | None = None
@@ -75,6 +80,8 @@ class ModelRunner:
         config = as_stored(config, checkpoint)
         dtype = pick_dtype(spec.dtype, config.checkpoint_dtype, device)
         weights = locate(checkpoint, tensor_shapes(config), config.quantisation)
+        if spec.lora is not None:
+            weights = merged(weights, locate_factors(spec.lora, config))
         report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
         reader = WeightReader(weights, dtype=dtype, device=device, report=report, cancelled=cancelled)
         with torch.inference_mode(), memory.room_for(weights_bytes(config, dtype), device, "the weights"):
@@ -121,6 +128,7 @@ class ModelRunner:
             dtype=self._dtype,
             device=self._device,
             paged=paged,
+            adapters=self.adapters.by_key,
         )
         self._kv = kv
         return kv.total_bytes
@@ -150,6 +158,7 @@ class ModelRunner:
     def unload(self) -> None:
         """Give the weights and the KV pages back; idempotent."""
         self._decoder = self._kv = self._planner = None
+        self.adapters.clear()
         memory.give_back(self._device)
 
 

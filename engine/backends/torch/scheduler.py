@@ -12,7 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.pages import ROOT_KEY, PageKey, PagePool
+from engine.backends.prefix import PageKey
+from engine.backends.torch.pages import PagePool
 from engine.errors import ContextLengthExceeded
 
 
@@ -25,6 +26,8 @@ class Sequence:
     keys: keys of the full pages of known tokens, as far as anyone asked; they outlive a preemption.
     remembered: leading pages that the pool knows by key.
     cached_tokens: prompt tokens found in the prefix cache when first admitted; None before that.
+    adapter: name of the adapter it is computed with; sequences share pages only under the same one.
+    adapter: key of the LoRA adapter that it computes with, "" for none; pages are shared within one key alone.
     """
 
     id: str
@@ -35,6 +38,7 @@ class Sequence:
     keys: list[PageKey] = field(default_factory=list)
     remembered: int = 0
     cached_tokens: int | None = None
+    adapter: str = ""
 
     @property
     def known(self) -> int:
@@ -80,6 +84,8 @@ class Scheduler:
     it starts over at the head of the line, and nobody new is admitted in that step.
 
     Budget: every decode gets its token in every step; prompts share what is left of step_tokens, oldest first.
+
+    Memory: a step that ran out of it is made smaller by `shrink`; what that found holds until `set_max_prompts`.
     """
 
     def __init__(
@@ -93,7 +99,8 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.max_prompts = max_prompts
-        self.step_tokens = step_tokens
+        self.prompts_limit = 0
+        self.step_tokens = self._full_step_tokens = step_tokens
         self.max_model_len = max_model_len
         self.max_input_len = max_model_len - 1 if max_input_len is None else max_input_len
         self.counters = Counters()
@@ -122,6 +129,12 @@ class Scheduler:
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         self._free(sequence)
+
+    def set_max_prompts(self, max_prompts: int) -> None:
+        """Admit up to this many from the next step on, and try again what memory did not allow before."""
+        self.max_prompts = max_prompts
+        self.prompts_limit = 0
+        self.step_tokens = self._full_step_tokens
 
     def plan(self, *, admit: bool = True) -> Plan:
         """Decide the next step and take the pages for it. Until `commit`, nothing counts as computed, so a step
@@ -170,13 +183,22 @@ class Scheduler:
         return ended
 
     def shrink(self) -> bool:
-        """Make steps need less memory, after one ran out of it: halve the token budget for good and preempt the
-        youngest sequence unless it is alone. False where nothing is left to give up."""
-        alone, smallest = len(self._running) <= 1, self.step_tokens == self._smallest_budget
-        self.step_tokens = max(self.step_tokens // 2, self._smallest_budget)
-        if not alone:
-            self._preempt(self._running[-1])
-        return not (alone and smallest)
+        """Make steps need less memory, after one ran out of it. False where nothing is left to give up.
+
+        A step that fed prompts gives up half of its budget for them. Where that cannot be it, the youngest quarter of
+        the sequences is preempted, and no more than are left run at once from now on (`prompts_limit`); they have the
+        whole budget again, as it was not to blame.
+        """
+        if any(seq.missing > 1 for seq in self._running) and self.step_tokens > self._smallest_budget:
+            self.step_tokens = max(self.step_tokens // 2, self._smallest_budget)
+            return True
+        if len(self._running) <= 1:
+            return False
+        for sequence in self._running[-max(1, len(self._running) // 4) :][::-1]:
+            self._preempt(sequence)
+        self.prompts_limit = len(self._running)
+        self.step_tokens = self._full_step_tokens
+        return True
 
     def check(self) -> None:
         """Prove that pages and sequences agree; raises AssertionError with the numbers."""
@@ -188,9 +210,14 @@ class Scheduler:
             assert seq.computed <= min(room, seq.known), f"{seq.id}: {seq.computed} of {seq.known}, room {room}"
 
     @property
+    def _places(self) -> int:
+        """Sequences that may run at once."""
+        return min(self.max_prompts, self.prompts_limit or self.max_prompts)
+
+    @property
     def _smallest_budget(self) -> int:
         """Prompt tokens that a step takes on even where decodes alone use up step_tokens: prompts never starve."""
-        return min(self.step_tokens, self.pool.page_tokens)
+        return min(self._full_step_tokens, self.pool.page_tokens)
 
     # --- admission --------------------------------------------------------------------------------------------
 
@@ -212,7 +239,7 @@ class Scheduler:
             )
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        while self._waiting and budget > 0 and len(self._running) < self.max_prompts:
+        while self._waiting and budget > 0 and len(self._running) < self._places:
             sequence = self._waiting[0]
             if self._outgrown(sequence):
                 plan.exhausted.append(self._waiting.popleft())
@@ -283,7 +310,8 @@ class Scheduler:
         keys, size = sequence.keys, self.pool.page_tokens
         while len(keys) <= index:
             start = len(keys) * size
-            keys.append(self.pool.key(keys[-1] if keys else ROOT_KEY, sequence.token_ids[start : start + size]))
+            parent = keys[-1] if keys else self.pool.root(sequence.adapter)
+            keys.append(self.pool.key(parent, sequence.token_ids[start : start + size]))
         return keys[index]
 
     def _remember_full_pages(self, sequence: Sequence) -> None:
@@ -296,5 +324,11 @@ class Scheduler:
         start, end = sequence.computed, sequence.computed + count
         plan.sequences.append(sequence)
         plan.chunks.append(
-            ChunkInput(sequence.token_ids[start:end], start, sequence.pages, sample=end == sequence.known)
+            ChunkInput(
+                sequence.token_ids[start:end],
+                start,
+                sequence.pages,
+                sample=end == sequence.known,
+                adapter=sequence.adapter,
+            )
         )

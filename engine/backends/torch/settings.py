@@ -47,7 +47,6 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool) -> None:
     refused: tuple[tuple[str, bool, str], ...] = (
         ("cache_bits", spec.cache_bits != 16, "keeps keys and values in 16 bits or more"),
         ("num_experts", spec.num_experts is not None, "knows no mixture-of-experts model"),
-        ("lora", spec.lora is not None, "takes no LoRA adapter"),
         ("gpu_split", bool(spec.gpu_split_gb), "puts each worker on one device"),
         ("attention", on_cpu and spec.attention not in ("auto", "gathered"), "gathers the pages on a CPU"),
         ("gpu_balance", spec.gpu_balance and on_cpu, "runs on the CPU here, where there is nothing to balance"),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from engine.backends.paged_attention.face import PagedAttention
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.lora import AdaptedRows, LoraAdapter, adapted_rows
 from engine.backends.torch.paged_plan import PagedPlan, paged_groups
 
 MAX_BATCHED_WIDTH = 32
@@ -18,6 +20,8 @@ MAX_BATCHED_WIDTH = 32
 
 SLACK_PAIRS = 2048
 """Query-key pairs of padding that cost about as much as one more attention call."""
+
+_NONE: Mapping[str, LoraAdapter] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class StepPlan:
 
     ids, positions, slots: [T].  sampled_rows: rows whose logits are wanted, in the order of the chunks.
     groups: how rows attend over gathered pages; empty where `paged` says how they attend over pages as they lie.
+    adapted: the rows that compute with LoRA adapters.
     """
 
     ids: Tensor
@@ -69,12 +74,13 @@ class StepPlan:
     sampled_rows: Tensor
     groups: tuple[QueryGroup, ...]
     paged: PagedPlan | None = None
+    adapted: tuple[AdaptedRows, ...] = ()
 
 
 class StepPlanner:
     """Plans steps for one model. windows: the distinct windows of its layers.  shared: query heads per key head.
 
-    paged: what attends over the pages as they lie; None gathers them.
+    paged: what attends over the pages as they lie; None gathers them.  adapters: by the keys that chunks name.
     """
 
     def __init__(
@@ -86,9 +92,11 @@ class StepPlanner:
         dtype: torch.dtype,
         device: torch.device,
         paged: PagedAttention | None = None,
+        adapters: Mapping[str, LoraAdapter] = _NONE,
     ) -> None:
         self._windows, self._shared, self._page_tokens = windows, shared, page_tokens
         self._dtype, self._device, self._paged = dtype, device, paged
+        self._adapters = adapters
 
     def plan(self, chunks: Sequence[ChunkInput]) -> StepPlan:
         """Order `chunks` by length, group them, and build what the layers need."""
@@ -110,6 +118,7 @@ class StepPlanner:
             sampled_rows=self._tensor([last_row[index] for index, chunk in enumerate(chunks) if chunk.sample]),
             groups=tuple(groups),
             paged=paged,
+            adapted=adapted_rows(ordered, self._adapters, self._device),
         )
 
     def _group(self, members: Sequence[ChunkInput], first_row: int) -> QueryGroup:
