@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.backends.base import BackendStats, FinishReason
-from engine.dispatcher import Dispatcher, Slot
-from engine.errors import EngineError, ErrorInfo, InvalidRequest, QueueFull, RequestTimeout, WorkerFailed
+from engine.dispatcher import Slot
+from engine.errors import ErrorInfo, InvalidRequest, QueueFull, RequestTimeout, WorkerFailed
+from engine.lane import Lane
 from engine.metrics import Metrics
 from engine.replica import Replica
 from engine.request import SUSPECT_DEATHS, Request
@@ -22,7 +23,8 @@ _MAX_RETRY_AFTER_S = 60
 
 
 class Desk:
-    """Takes requests in, hands them to workers through `assign`, and ends each exactly once.
+    """Takes requests in, hands them to workers through `assign`, and ends each exactly once. Each is in the lane of
+    the model that is to answer it.
 
     on_left: called with each request that ended, so that whoever holds its worker can free the place.
     """
@@ -30,53 +32,35 @@ class Desk:
     def __init__(self, metrics: Metrics, on_left: Callable[[Request], None]) -> None:
         self.live: dict[str, Request] = {}
         self.recent: deque[RequestRow] = deque(maxlen=_RECENT_REQUESTS)
-        self._queue = Dispatcher()
         self._metrics = metrics
         self._on_left = on_left
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def queued(self) -> int:
-        """Requests that wait for a worker."""
-        return len(self._queue)
-
-    @property
-    def running(self) -> int:
-        """Requests that a worker works on."""
-        return len(self.live) - len(self._queue)
-
-    async def wait_idle(self) -> None:
-        """Return when no request is live."""
-        await self._idle.wait()
 
     # -- in and out ---------------------------------------------------------------------------------------------
 
-    def check_room(self, request_id: str, max_queue: int, free: int) -> None:
+    def check_room(self, request_id: str, lane: Lane, max_queue: int, free: int) -> None:
         """Raise QueueFull or InvalidRequest where a request of this id cannot be taken; free: places on workers."""
         if request_id in self.live:
             raise InvalidRequest(f"a request with the id {request_id} is being worked on already", param="id")
-        if self.queued >= max_queue + free:
+        if lane.queued >= max_queue + free:
             raise QueueFull(
-                f"{self.queued} requests are waiting, and {max_queue} may; try again later",
-                queued=self.queued,
+                f"{lane.queued} requests are waiting, and {max_queue} may; try again later",
+                queued=lane.queued,
                 limit=max_queue,
                 retry_after_s=self.retry_after_s(),
             )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, lane: Lane) -> None:
         """Queue an admitted request and start its clock."""
         self.live[request.id] = request
-        self._idle.clear()
         self._metrics.count("requests")
         if request.timeout_s > 0:
             request.deadline = asyncio.get_running_loop().call_later(request.timeout_s, self._expire, request)
-        self._queue.add(request)
+        lane.enter(request, _now())
 
-    def assign(self, slots: Sequence[Slot]) -> list[tuple[Request, str]]:
-        """The requests that go to a worker now, each with its worker's id."""
+    def assign(self, lane: Lane, slots: Sequence[Slot]) -> list[tuple[Request, str]]:
+        """The requests of a lane that go to a worker now, each with its worker's id."""
         now = _now()
-        assigned = self._queue.assign(slots)
+        assigned = lane.assign(slots, now)
         for request, _ in assigned:
             if request.dispatched is None:
                 request.dispatched = now
@@ -90,10 +74,10 @@ class Desk:
             self._finish(request, "cancelled")
         return request is not None
 
-    def end_all(self, error: EngineError) -> None:
-        """End every live request with this error."""
-        for request in list(self.live.values()):
-            self._finish(request, "error", error.info)
+    def end(self, requests: Iterable[Request], error: ErrorInfo) -> None:
+        """End these requests with this error."""
+        for request in requests:
+            self._finish(request, "error", error)
 
     def retry_after_s(self) -> int:
         """Seconds until a place is likely to be free, from how fast requests end lately; 1 while that is unknown."""
@@ -123,11 +107,9 @@ class Desk:
 
     def lost(self, worker: str, requests: Iterable[Request], error: ErrorInfo) -> None:
         """A worker died: its requests go back to the head of the queue, but one that saw too many deaths ends."""
-        self._queue.forget_worker(worker)
         for request in requests:
-            request.deaths += 1
-            request.worker = None
             if request.deaths >= MAX_DEATHS:
+                request.worker = None
                 failed = WorkerFailed(
                     f"the request was given up: {request.deaths} workers died while they worked on it; "
                     f"the last: {error.message}",
@@ -137,11 +119,12 @@ class Desk:
                 self._finish(request, "error", failed.info)
             else:
                 self._metrics.count("requeued")
-                self._queue.add(request)
+                self.requeue(request)
 
-    def forget_worker(self, worker: str) -> None:
-        """The worker was stopped; its pages are gone."""
-        self._queue.forget_worker(worker)
+    def requeue(self, request: Request) -> None:
+        """A request has no worker any more and waits for another, with what it has so far."""
+        request.worker = None
+        request.lane.enter(request, _now())
 
     def _take(self, request: Request, output: RequestOutput, now: float) -> None:
         if output.token_ids:
@@ -167,27 +150,26 @@ class Desk:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _expire(self, request: Request) -> None:
-        timeout = RequestTimeout(
-            f"the request did not finish within {request.timeout_s:g} s; it had {len(request.generated)} output tokens",
+        """The deadline came: the answer ends with what it has. One that has nothing says why instead of being empty."""
+        waited = RequestTimeout(
+            f"the request did not get its first token within {request.timeout_s:g} s",
             timeout_s=request.timeout_s,
-            output_tokens=len(request.generated),
+            output_tokens=0,
         )
-        self._finish(request, "error", timeout.info)
+        self._finish(request, "timeout", None if request.generated else waited.info)
 
     def _finish(self, request: Request, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         if request.finish is not None:
             return
         now = _now()
         request.finish, request.error, request.finished = reason, error, now
-        del self.live[request.id]
-        self._queue.remove(request)
+        self.live.pop(request.id, None)
+        request.lane.leave(request, now)
         if request.deadline is not None:
             request.deadline.cancel()
         self._metrics.finished(now, reason, now - request.created, len(request.generated))
         self.recent.append(request.row(now))
         request.stream.end(reason, error)
-        if not self.live:
-            self._idle.set()
         self._on_left(request)
 
 

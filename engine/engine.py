@@ -1,4 +1,4 @@
-"""Engine: one model, its workers and its queue. An async object that lives on the loop it was started on."""
+"""Engine: models, their workers and their queues. An async object that lives on the loop it was started on."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import time
 from functools import partial
 from itertools import count
 
+import msgspec
+
 from engine.admission import end_tokens, resolve_params, resolve_timeout
 from engine.backends.base import LoadedModel
-from engine.config import EngineConfig, ModelSpec
+from engine.config import AdapterSpec, EngineConfig, ModelSpec
+from engine.deployment import Deployment
 from engine.desk import Desk
 from engine.devices import DeviceProbe
-from engine.errors import EngineClosed, EngineError, NoModelLoaded
-from engine.lifecycle import Lifecycle
+from engine.errors import EngineClosed, EngineError, ModelNotFound, NoModelLoaded
+from engine.fleet import Fleet, Serving
 from engine.log import LogRing
 from engine.metrics import Metrics
 from engine.request import GenerateRequest, Request
@@ -25,14 +28,14 @@ from engine.text.tokenizer import Tokenizer
 from engine.view import build_snapshot, kv_usage
 from engine.worker.hosts import BackendFactory
 
-__all__ = ["Engine", "GenerateRequest", "RequestStream", "StreamDelta"]
+__all__ = ["Engine", "GenerateRequest", "RequestStream", "Serving", "StreamDelta"]
 
 _PUBLISH_S = 0.25
 _TICK_S = 1.0
 
 
 class Engine:
-    """Loads a model, spreads requests over its workers, and says how it is doing.
+    """Loads models, spreads requests over their workers, and says how they are doing.
 
     Every method but `snapshot` belongs to the loop that `start` ran on. `log` may be used from any thread.
     backend_factory: makes the backends of thread workers, for tests.  probe: reads the devices, the machine's if None.
@@ -49,7 +52,7 @@ class Engine:
         self._metrics = Metrics()
         self._sampler = DeviceSampler(probe)
         self._desk = Desk(self._metrics, self._left)
-        self._life = Lifecycle(
+        self._fleet = Fleet(
             config.validate(),
             backend_factory=backend_factory,
             desk=self._desk,
@@ -77,52 +80,101 @@ class Engine:
             self._closing = asyncio.get_running_loop().create_task(self._close(drain_s))
         await asyncio.shield(self._closing)
 
-    # -- the model ----------------------------------------------------------------------------------------------
+    # -- models -------------------------------------------------------------------------------------------------
 
     @property
     def config(self) -> EngineConfig:
-        """The settings as `reconfigure` left them."""
-        return self._life.config
+        """The settings as `reconfigure` left them, the knobs being the first model's."""
+        return self._fleet.config
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the model that is loaded, or loading its weights; else None."""
-        return self._life.tokenizer
+        """The tokenizer of the first model, loaded or loading its weights; else None."""
+        return self._fleet.first.tokenizer if self._fleet.first is not None else None
 
     @property
     def status(self) -> ModelStatus:
-        """The model and where it stands: what `snapshot().status` says, without building the rest of it."""
-        return self._life.status()
+        """The first model and where it stands: what `snapshot().status` says, without building the rest of it."""
+        return self._fleet.first.status() if self._fleet.first is not None else ModelStatus()
 
-    async def load(self, spec: ModelSpec) -> LoadedModel:
-        """Load `spec` and return when its first worker is ready; a loaded model is drained and unloaded first.
+    async def serving(self, model: str = "") -> Serving:
+        """The model that a name means ("" is the first, an adapter's name its model), once it answers.
 
-        The load goes on if the caller is cancelled. Raises ModelLoadFailed and its children (the model is "failed"
-        then, with nothing left running), LoadCancelled, EngineBusy while another load or unload runs, EngineClosed.
+        A model that sleeps is woken, one that is being replaced is waited for. Raises ModelNotFound with the names
+        there are, NoModelLoaded with the state, QueueFull, RequestTimeout, EngineClosed.
         """
         self._refuse_if_closed()
-        return await self._life.load(spec)
+        return await self._fleet.serving(model)
+
+    async def load(
+        self,
+        spec: ModelSpec,
+        *,
+        beside: bool = False,
+        workers: int | None = None,
+        max_prompts: int | None = None,
+        idle_unload_s: float | None = None,
+    ) -> LoadedModel:
+        """Load `spec` and return when its first worker is ready. The load goes on if the caller is cancelled.
+
+        It takes the place of the model of the same name, or of the first one, unless `beside`. Where both fit, the old
+        one serves until the new one is ready, and then finishes what it has; otherwise it is drained and unloaded
+        first, and what waits is kept for the new one.
+        Raises ModelLoadFailed and its children, LoadCancelled, EngineBusy while another load or unload runs,
+        InvalidRequest, EngineClosed. A load that is refused for want of memory changes nothing; after one that failed
+        with nothing else loaded, the model is "failed".
+        """
+        self._refuse_if_closed()
+        knobs = {"num_workers": workers, "max_prompts": max_prompts, "idle_unload_s": idle_unload_s}
+        changes = {name: value for name, value in knobs.items() if value is not None}
+        config = msgspec.structs.replace(self.config, **changes).validate()
+        return await self._fleet.load(spec, config, beside=beside)
 
     async def cancel_load(self) -> None:
         """Stop the load under way, if any; returns when its workers are gone. `load` then raises LoadCancelled.
 
-        While the old model still drains, that one goes on.
+        While the model that it replaces still drains, that one goes on.
         """
-        await self._life.cancel_load()
+        await self._fleet.cancel_load()
 
-    async def unload(self, drain_s: float = 30.0) -> None:
-        """Give running requests `drain_s`, end the rest with an error, and unload. Cancels a load under way."""
-        self._refuse_if_closed()
-        await self._life.unload(drain_s, NoModelLoaded("the model was unloaded before the answer was complete"))
+    async def unload(self, model: str = "", drain_s: float = 30.0) -> None:
+        """Give running requests `drain_s`, end the rest with an error, and unload. Cancels a load under way.
 
-    async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None) -> None:
-        """Set the targets; growth and shrinking go on in the background and lose no request.
-
-        Workers that never got ready are tried again. Raises InvalidRequest out of range, InsufficientMemory where
-        another worker does not fit, EngineClosed; nothing is changed then.
+        Raises ModelNotFound, EngineClosed; unloading nothing is fine.
         """
         self._refuse_if_closed()
-        self._life.reconfigure(workers=workers, max_prompts=max_prompts)
+        gone = NoModelLoaded("the model was unloaded before the answer was complete")
+        await self._fleet.unload(model, drain_s, gone)
+
+    async def reconfigure(
+        self,
+        *,
+        workers: int | None = None,
+        max_prompts: int | None = None,
+        idle_unload_s: float | None = None,
+        model: str = "",
+    ) -> None:
+        """Set the targets of a model; growth and shrinking go on in the background and lose no request.
+
+        Workers that never got ready, or died too often, are tried again. Raises InvalidRequest out of range,
+        InsufficientMemory where another worker does not fit, ModelNotFound, EngineClosed; nothing is changed then.
+        """
+        self._refuse_if_closed()
+        self._fleet.reconfigure(model, workers=workers, max_prompts=max_prompts, idle_unload_s=idle_unload_s)
+
+    async def attach(self, adapter: AdapterSpec, model: str = "") -> None:
+        """Make a LoRA adapter usable by requests of a model; returns when every ready worker has it.
+
+        Raises InvalidRequest where the backend cannot or the name is taken, ModelLoadFailed for a folder that does
+        not fit the model, NoModelLoaded, ModelNotFound, EngineClosed; nothing is changed then.
+        """
+        self._refuse_if_closed()
+        await self._fleet.attach(adapter, model)
+
+    async def detach(self, adapter: str, model: str = "") -> None:
+        """Forget a LoRA adapter; requests that use it finish with it. Raises ModelNotFound, EngineClosed."""
+        self._refuse_if_closed()
+        await self._fleet.detach(adapter, model)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -130,15 +182,15 @@ class Engine:
         """Queue a request and return its stream.
 
         A max_tokens that does not fit after the prompt is cut to the room there is (finish is then "length").
-        Raises NoModelLoaded, QueueFull, ContextLengthExceeded, InvalidRequest or EngineClosed.
+        Raises NoModelLoaded, ModelNotFound, QueueFull, ContextLengthExceeded, InvalidRequest or EngineClosed.
         """
         try:
-            admitted = self._admit(request)
+            admitted, deployment = self._admit(request)
         except EngineError:
             self._metrics.count("rejected")
             raise
-        self._desk.add(admitted)
-        self._dispatch()
+        self._desk.add(admitted, deployment.lane)
+        deployment.dispatch()
         return admitted.stream
 
     def cancel(self, request_id: str) -> bool:
@@ -148,38 +200,55 @@ class Engine:
     def _cancel(self, request_id: str) -> None:
         self._desk.cancel(request_id)
 
-    def _admit(self, asked: GenerateRequest) -> Request:
+    def _admit(self, asked: GenerateRequest) -> tuple[Request, Deployment]:
         self._refuse_if_closed()
-        spec, model, tokenizer = self._life.require_ready()
+        deployment, prompt_ids = self._destination(asked)
+        model, tokenizer = deployment.require_ready()
+        if asked.adapter and asked.adapter not in deployment.adapters:
+            raise ModelNotFound(f"{deployment.spec.name} has no adapter {asked.adapter!r}", param="adapter")
         request_id = asked.id or f"gen-{secrets.token_hex(8)}"
-        params = resolve_params(asked.prompt_ids, asked.params, spec, model, seed=secrets.randbits(63))
+        params = resolve_params(prompt_ids, asked.params, deployment.spec, model, seed=secrets.randbits(63))
         timeout_s = resolve_timeout(asked.timeout_s, self.config.timeout_s)
-        free = sum(slot.free for slot in self._life.slots())
-        self._desk.check_room(request_id, self.config.max_queue, free)
-        return Request(
+        free = sum(slot.free for slot in deployment.slots())
+        self._desk.check_room(request_id, deployment.lane, self.config.max_queue, free)
+        request = Request(
             id=request_id,
             source=asked.source,
             priority=asked.priority,
             order=next(self._orders),
-            prompt_ids=asked.prompt_ids,
+            prompt_ids=prompt_ids,
             params=params,
+            asked=asked.params,
             end_token_ids=end_tokens(params, tokenizer.eos_token_ids),
             timeout_s=timeout_s,
             created=_now(),
-            stream=RequestStream(request_id, len(asked.prompt_ids), partial(self._cancel, request_id)),
+            stream=RequestStream(request_id, len(prompt_ids), partial(self._cancel, request_id)),
+            lane=deployment.lane,
+            model=asked.model,
+            adapter=asked.adapter,
+            client=asked.client,
+            encode=asked.encode,
         )
+        return request, deployment
 
-    def _dispatch(self) -> None:
-        """Give waiting requests to workers with a free place."""
-        if self._desk.queued:
-            for request, worker in self._desk.assign(self._life.slots()):
-                self._life.replica(worker).submit(request)
+    def _destination(self, asked: GenerateRequest) -> tuple[Deployment, list[int]]:
+        """The model that is to answer, and the prompt as its tokenizer has it: the model may have been replaced since
+        the prompt was tokenized."""
+        made_for = self._fleet.by_key(asked.key) if asked.key else None
+        if made_for is not None and made_for.state in ("ready", "draining"):
+            return made_for, asked.prompt_ids
+        deployment, _ = self._fleet.named(asked.model)
+        if not asked.key:
+            return deployment, asked.prompt_ids
+        if asked.encode is None or deployment.tokenizer is None:
+            raise NoModelLoaded("the model was unloaded before the request was queued", state="unloaded")
+        return deployment, asked.encode(deployment.tokenizer)
 
     def _left(self, request: Request) -> None:
         """A request ended: its worker stops computing it, and the next one takes its place."""
         if request.worker is not None:
-            self._life.release(request)
-        self._dispatch()
+            self._fleet.release(request)
+        self._fleet.dispatch()
 
     def _refuse_if_closed(self) -> None:
         if self._closing is not None:
@@ -198,7 +267,7 @@ class Engine:
 
     def _changed(self) -> None:
         """A worker or the model changed: there may be free places, and there is something to show."""
-        self._dispatch()
+        self._fleet.dispatch()
         self._publish()
 
     def _publish(self) -> None:
@@ -206,9 +275,7 @@ class Engine:
             at=time.time(),
             now=_now(),
             started=self._started,
-            status=self._life.status(),
-            config=self.config,
-            replicas=self._life.replicas(),
+            fleet=self._fleet,
             desk=self._desk,
             metrics=self._metrics,
             devices=self._sampler.latest,
@@ -220,21 +287,22 @@ class Engine:
         self._timers["publish"] = asyncio.get_running_loop().call_later(_PUBLISH_S, self._publish_and_repeat)
 
     def _tick(self) -> None:
-        """Once a second: close a second of history and read the devices."""
-        replicas = self._life.replicas()
+        """Once a second: close a second of history, look after the workers, and read the devices."""
+        now, replicas = _now(), self._fleet.replicas()
         self._metrics.tick(
-            _now(),
+            now,
             time.time(),
-            running=self._desk.running,
-            queued=self._desk.queued,
+            running=len(self._desk.live) - self._fleet.queued,
+            queued=self._fleet.queued,
             kv_usage=kv_usage(replicas),
             device_utilisation=tuple(device.utilisation for device in self._sampler.latest),
         )
-        self._sampler.poll(self._life.pids())
+        self._fleet.tick(now)
+        self._sampler.poll(self._fleet.pids())
         self._timers["tick"] = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     async def _close(self, drain_s: float) -> None:
-        await self._life.close(drain_s, EngineClosed("the engine was shut down before the answer was complete"))
+        await self._fleet.close(drain_s, EngineClosed("the engine was shut down before the answer was complete"))
         for timer in self._timers.values():
             timer.cancel()
         await self._sampler.close()

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
 
 import msgspec
 
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
-from engine.config import EngineConfig, ModelSpec
+from engine.config import AdapterSpec, EngineConfig, ModelSpec
 from engine.desk import Desk
 from engine.devices import usable_cores
 from engine.dispatcher import Slot
 from engine.errors import ErrorInfo, from_info
+from engine.lane import Lane
 from engine.metrics import Metrics
 from engine.placement import Placement
-from engine.replica import Backoff, Replica
+from engine.replica import Replica
 from engine.request import Request
+from engine.restarts import Backoff
 from engine.worker.hosts import BackendFactory, ProcessHost, ThreadHost, WorkerHost
 from engine.worker.protocol import Load, StepBatch
 
@@ -40,7 +42,8 @@ def host_factory(config: EngineConfig, backend_factory: BackendFactory | None) -
 class Pool:
     """Replicas by worker id, oldest first. It is the owner that each replica reports to.
 
-    on_change: called after every change of a replica's state or progress, and when requests came back to the queue.
+    new_id: a worker id that no model uses.  on_change: called after every change of a replica's state or progress, and
+    when requests came back to the queue.  on_dead: with the last reason, when no worker is left that could answer.
     """
 
     def __init__(
@@ -49,17 +52,24 @@ class Pool:
         config: EngineConfig,
         *,
         new_host: Callable[[str], WorkerHost],
+        new_id: Callable[[], str],
+        lane: Lane,
         desk: Desk,
         metrics: Metrics,
         on_change: Callable[[], None],
+        on_dead: Callable[[ErrorInfo], None],
     ) -> None:
         self.spec = spec
         self._config = config
         self._max_prompts = config.max_prompts
         self._new_host = new_host
+        self._new_id = new_id
+        self._lane = lane
         self._desk = desk
         self._metrics = metrics
         self._on_change = on_change
+        self._on_dead = on_dead
+        self._adapters: dict[str, AdapterSpec] = {}
         self._replicas: dict[str, Replica] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._stopped = False
@@ -86,7 +96,7 @@ class Pool:
         """Start a replica for each placement, in the background; none once `stop` was called."""
         total = len(self._replicas) + len(placements)
         for placement in () if self._stopped else placements:
-            worker_id = next(name for name in (f"w{n}" for n in count()) if name not in self._replicas)
+            worker_id = self._new_id()
             replica = Replica(
                 worker_id,
                 self._load_command(placement, total),
@@ -94,6 +104,8 @@ class Pool:
                 new_host=self._new_host,
                 owner=self,
                 backoff=Backoff(self._config.restart_backoff_s, self._config.max_restart_backoff_s),
+                max_deaths=self._config.max_deaths,
+                hang_s=self._config.hang_s,
             )
             self._replicas[worker_id] = replica
             replica.start()
@@ -115,6 +127,16 @@ class Pool:
             else:
                 self._leave(replica)
 
+    def resize(self, workers: int, placements: Sequence[Placement]) -> None:
+        """Be `workers` many: failed ones go, draining ones are kept rather than new ones started at `placements`."""
+        self.drop_failed()
+        missing = workers - self.size
+        if missing < 0:
+            self.shrink(-missing)
+        else:
+            missing -= self.revive(missing)
+            self.grow(placements[:missing])
+
     def drop_failed(self) -> None:
         """Let go of replicas that never got ready."""
         for replica in [replica for replica in self if replica.state == "failed"]:
@@ -134,6 +156,30 @@ class Pool:
             for replica in self
             if replica.state == "ready"
         ]
+
+    def attach(self, adapter: AdapterSpec) -> None:
+        """Give every replica the adapter, those to come included."""
+        self._adapters[adapter.name] = adapter
+        for replica in self:
+            replica.attach(adapter)
+
+    def detach(self, name: str) -> None:
+        """Take the adapter from every replica."""
+        self._adapters.pop(name, None)
+        for replica in self:
+            replica.detach(name)
+
+    def release(self, request: Request) -> None:
+        """A request leaves its worker, which stops computing it."""
+        with contextlib.suppress(KeyError):  # stopped meanwhile
+            replica = self._replicas[request.worker or ""]
+            replica.forget(request)
+            self.settle(replica)
+
+    def check(self, now: float) -> None:
+        """Replace workers that are hung; to be called every `health.CHECK_S`, with the loop's clock."""
+        for replica in list(self):
+            replica.check(now)
 
     def settle(self, replica: Replica) -> None:
         """A place became free: a draining replica that is empty leaves."""
@@ -159,11 +205,16 @@ class Pool:
                 self._first.set_result(replica.model)
             elif all(each.state in ("failed", "stopping") for each in self):
                 self._fail(each.last_error for each in self)
+        elif not self._stopped and all(each.state in ("failed", "stopping") for each in self):
+            error = next((each.last_error for each in self if each.last_error is not None), None)
+            if error is not None:
+                self._on_dead(error)
         self.settle(replica)
         self._on_change()
 
     def replica_stepped(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
         """ReplicaOwner: outputs go to their requests."""
+        self._lane.stepped(replica.id, batch)
         self._desk.stepped(replica, batch, before)
 
     def replica_lost(self, replica: Replica, requests: list[Request], error: ErrorInfo) -> None:
@@ -175,6 +226,7 @@ class Pool:
             f"; {len(requests)} of its requests go back to the queue" if requests else ""
         )
         _log.error("%s%s", error.message, follows, extra={"source": replica.id})
+        self._lane.forget_workers((replica.id,))
         self._desk.lost(replica.id, requests, error)
         self._on_change()
 
@@ -204,6 +256,7 @@ class Pool:
             step_tokens=self._config.step_tokens,
             page_tokens=self._config.page_tokens,
             threads=self._threads(workers),
+            adapters=tuple(self._adapters.values()),
         )
 
     def _leave(self, replica: Replica) -> None:
@@ -213,7 +266,7 @@ class Pool:
 
     async def _forget(self, replica: Replica, stopped: asyncio.Task[None]) -> None:
         await stopped
-        self._desk.forget_worker(replica.id)
+        self._lane.forget_workers((replica.id,))
         if self._replicas.get(replica.id) is replica:
             del self._replicas[replica.id]
             self._share_cores()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -13,26 +11,19 @@ from typing import Protocol
 import msgspec
 
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
+from engine.config import AdapterSpec, DeviceShare
 from engine.errors import EngineError, ErrorInfo, WorkerFailed
+from engine.health import Activity, AwakeClock, describe_exit, describe_silence
 from engine.metrics import Rate
 from engine.request import Request
+from engine.restarts import Backoff, Deaths
 from engine.snapshot import WorkerReading, WorkerState
+from engine.vitals import Vitals
 from engine.worker import protocol
 from engine.worker.hosts import WorkerExit, WorkerHost
 
 STOP_PATIENCE_S = 5.0
 _log = logging.getLogger("engine")
-
-
-class Backoff(msgspec.Struct, frozen=True):
-    """Waits between restarts: doubling from first_s up to last_s."""
-
-    first_s: float
-    last_s: float
-
-    def delay_s(self, deaths: int) -> float:
-        """Seconds to wait after the `deaths`th death in a row (from 1)."""
-        return min(self.last_s, self.first_s * 2.0 ** min(deaths - 1, 32))
 
 
 class ReplicaOwner(Protocol):
@@ -51,7 +42,9 @@ class ReplicaOwner(Protocol):
 class Replica:
     """One worker: starting -> loading -> ready, restarted with back-off when it dies after it was ready.
 
-    A worker that never got ready is "failed" and stays so. `draining` ones finish what they have and take nothing new.
+    A worker that never got ready is "failed" and stays so, as is one that died max_deaths times in a row: left dead,
+    until `restart`. `draining` ones finish what they have and take nothing new.
+    hang_s: a worker at work that reports nothing for so long is replaced (see `engine.health`); 0: never.
     """
 
     def __init__(
@@ -63,6 +56,8 @@ class Replica:
         new_host: Callable[[str], WorkerHost],
         owner: ReplicaOwner,
         backoff: Backoff,
+        max_deaths: int = 5,
+        hang_s: float = 0.0,
     ) -> None:
         self.id = worker_id
         self.device = device
@@ -71,25 +66,25 @@ class Replica:
         self.progress: LoadProgress | None = None
         self.stats = BackendStats()
         self.active: dict[str, Request] = {}
+        self.attached: dict[str, protocol.Attached] = {}
         self.restarts = 0
         self.last_error: ErrorInfo | None = None
         self.load_s: float | None = None
         self._load = load
         self._new_host = new_host
         self._owner = owner
-        self._backoff = backoff
+        self._deaths = Deaths(backoff, max_deaths)
+        self._hang_s = hang_s
         self._loop = asyncio.get_running_loop()
+        self._awake = AwakeClock(self._loop.time())
+        self._vitals = Vitals(self._awake)
         self._host: WorkerHost | None = None
         self._starting: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._disposals: set[asyncio.Task[None]] = set()
         self._told: ErrorInfo | None = None
-        self._deaths_in_a_row = 0
-        self._ready_at: float | None = None
-        self._step_at: float | None = None
-        self._rss_bytes = 0
-        self._step_s = 0.0
+        self._log_tail: tuple[str, ...] = ()
         self.rate = Rate()
 
     # -- what the engine asks for -------------------------------------------------------------------------------
@@ -100,6 +95,16 @@ class Replica:
         return self._host.pid if self._host is not None else None
 
     @property
+    def planned(self) -> tuple[DeviceShare, ...]:
+        """What placement gave it of each device."""
+        return self._load.spec.shares
+
+    @property
+    def shares(self) -> tuple[DeviceShare, ...]:
+        """What it takes of each device: as its load said, or as planned before that."""
+        return (self.model.shares if self.model is not None else ()) or self.planned
+
+    @property
     def guarded(self) -> bool:
         """Whether it works on a request that may kill it, and so must not get others."""
         return any(request.suspect for request in self.active.values())
@@ -107,7 +112,7 @@ class Replica:
     @property
     def was_ready(self) -> bool:
         """Whether it has ever held the model."""
-        return self._ready_at is not None
+        return self.model is not None
 
     def start(self) -> None:
         """Start the worker in the background."""
@@ -116,9 +121,36 @@ class Replica:
         self._set_state("starting")
         self._starting = self._loop.create_task(self._start(self._host))
 
+    def restart(self) -> None:
+        """Start it anew, whatever it does, and forget its deaths: one left dead is revived, one at work gives its
+        requests back. One that is to leave does so."""
+        if self.state in ("draining", "stopping"):
+            return
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._host is not None:
+            self._host.kill()
+            self._dispose(self._host)
+        self._deaths.forget()
+        self.restarts += 1
+        lost = self._let_go()
+        self.start()
+        if lost:
+            by_order = WorkerFailed(f"worker {self.id} is restarted, as was asked for", worker=self.id)
+            self._owner.replica_lost(self, lost, by_order.info)
+
+    def check(self, now: float) -> None:
+        """Replace the worker if it is hung; to be called every `health.CHECK_S`, with the loop's clock."""
+        self._awake.turn(now)
+        silent_s = self._vitals.hung_s(now, self._activity, self._hang_s)
+        if silent_s is not None and self._host is not None and self.state != "stopping":
+            reason = describe_silence(self.id, silent_s, self._activity, len(self.active))
+            self._replace(self._host, WorkerFailed(reason, worker=self.id, silent_s=round(silent_s, 1)))
+
     def submit(self, request: Request) -> None:
         """Give it a request; only while ready."""
         request.worker = self.id
+        request.taken = None
         self.active[request.wire_id] = request
         self._send(protocol.Submit(request=request.for_backend()))
 
@@ -137,6 +169,20 @@ class Replica:
         if threads != self._load.threads:
             self._load = msgspec.structs.replace(self._load, threads=threads)
             self._send(protocol.SetThreads(threads=threads))
+
+    def attach(self, adapter: AdapterSpec) -> None:
+        """Let requests name this adapter, from now on and after restarts; `attached` tells what came of it."""
+        kept = tuple(each for each in self._load.adapters if each.name != adapter.name)
+        self._load = msgspec.structs.replace(self._load, adapters=(*kept, adapter))
+        self.attached.pop(adapter.name, None)
+        self._send(protocol.Attach(adapter=adapter))
+
+    def detach(self, name: str) -> None:
+        """Forget an adapter."""
+        kept = tuple(each for each in self._load.adapters if each.name != name)
+        self._load = msgspec.structs.replace(self._load, adapters=kept)
+        self.attached.pop(name, None)
+        self._send(protocol.Detach(name=name))
 
     def drain(self) -> None:
         """Take nothing new; `undrain` takes it back."""
@@ -167,12 +213,15 @@ class Replica:
             progress=self.progress,
             stats=self.stats,
             kv_tokens=self.model.kv_tokens if self.model else 0,
-            step_s=self._step_s,
-            rss_bytes=self._rss_bytes,
+            step_s=self._vitals.step_s,
+            rss_bytes=self._vitals.rss_bytes,
             load_s=self.load_s,
             restarts=self.restarts,
             last_error=self.last_error,
-            last_step_age_s=None if self._step_at is None else now - self._step_at,
+            last_step_age_s=None if self._vitals.step_at is None else now - self._vitals.step_at,
+            deaths_in_a_row=self._deaths.in_a_row,
+            retry_in_s=max(0.0, self._retry.when() - now) if self._retry is not None else None,
+            log_tail=self._log_tail,
         )
 
     # -- what happens -------------------------------------------------------------------------------------------
@@ -186,9 +235,20 @@ class Replica:
         if self._host is not None:
             self._host.send(command)
 
+    @property
+    def _activity(self) -> Activity:
+        if self.state == "starting":
+            return "starting"
+        if self.state == "loading":
+            return self.progress.phase if self.progress is not None else "loading"
+        return "working" if self.active else "idle"
+
     async def _start(self, host: WorkerHost) -> None:
-        if self._disposals:  # the one before may still hold the memory
+        while self._disposals:  # the one before may still hold the memory
             await asyncio.wait(self._disposals)
+        if host is not self._host:
+            return
+        self._vitals.begin(self._loop.time())
         try:
             await host.start(partial(self._on_event, host), partial(self._on_exit, host))
         except EngineError as error:
@@ -197,69 +257,91 @@ class Replica:
     def _on_event(self, host: WorkerHost, event: protocol.Event) -> None:
         if host is not self._host:
             return
+        now = self._loop.time()
+        self._vitals.sign(event, now)
         match event:
             case protocol.Hello():
                 self._set_state("loading")
                 self._send(self._load)
             case protocol.Progress(progress=progress):
+                self._vitals.progressed(progress, now)
                 self.progress = progress
                 self._owner.replica_changed(self)
             case protocol.Loaded(model=model, load_s=load_s):
-                self._loaded(model, load_s)
+                self._vitals.ready(now)
+                self.model, self.load_s, self.progress = model, load_s, None
+                self._set_state("ready")
+            case protocol.Taken(request_id=request_id):
+                if request_id in self.active:
+                    self.active[request_id].taken = len(self.active[request_id].generated)
             case protocol.LoadFailed(error=error):
                 self._died(host, error)
                 self._dispose(host)
+            case protocol.Attached():
+                self.attached[event.name] = event
+                self._owner.replica_changed(self)
             case protocol.StepBatch():
                 before, self.stats = self.stats, event.stats
-                self._step_at, self._step_s, self._rss_bytes = self._loop.time(), event.step_s, event.rss_bytes
                 self._owner.replica_stepped(self, event, before)
                 if event.stats.degraded and self.state in ("ready", "draining"):
-                    self._degraded(host, event.stats.degraded)
+                    # Its backend takes no more requests: others do, and a new worker takes its place once it has left.
+                    reason = f"worker {self.id} is degraded: {event.stats.degraded}"
+                    self._died(host, WorkerFailed(reason, worker=self.id).info)
+                    self._dispose(host)
             case protocol.WorkerError(error=error):
                 self._told = error
             case protocol.LogLine(level=level, message=message):
                 if host.pid is not None:  # a thread's records are in this process's log already
                     _log.log(level, "%s", message, extra={"source": self.id})
 
-    def _loaded(self, model: LoadedModel, load_s: float) -> None:
-        self.model, self.load_s, self.progress = model, load_s, None
-        self._ready_at = self._loop.time()
-        self._set_state("ready")
-
-    def _degraded(self, host: WorkerHost, reason: str) -> None:
-        """Its backend takes no more requests: others do, and a new worker takes its place once it has left."""
-        self._died(host, WorkerFailed(f"worker {self.id} is degraded: {reason}", worker=self.id).info)
+    def _replace(self, host: WorkerHost, error: WorkerFailed) -> None:
+        """Kill the worker, and have another one."""
+        host.kill()
+        self._died(host, error.info)
         self._dispose(host)
 
     def _on_exit(self, host: WorkerHost, exit_: WorkerExit) -> None:
         told, self._told = self._told, None
-        self._died(host, told or WorkerFailed(describe_exit(self.id, exit_), worker=self.id).info)
+        if self.state != "stopping":
+            self._log_tail = tuple(exit_.log_tail.splitlines())
+        how = WorkerFailed(describe_exit(self.id, exit_), worker=self.id, code=exit_.code, signal=exit_.signal)
+        self._died(host, told or how.info)
 
     def _died(self, host: WorkerHost, error: ErrorInfo) -> None:
         """The worker is no use any more: give its requests back, and start another one if it ever worked."""
         if host is not self._host:
             return
-        self._host, self.progress, self.stats = None, None, BackendStats()
+        worked_s = self._vitals.worked_s
+        lost = self._let_go()
         if self.state == "stopping":
             return
         self.last_error = error
+        for request in lost:
+            request.worker_died()
+        retry_s = self._deaths.add(worked_s)
+        if self.state != "draining":
+            if not self.was_ready:
+                self.state = "failed"
+            elif retry_s is None:
+                self.state, self.last_error = "failed", self._left_dead(error)
+            else:
+                self.state, self.restarts = "restarting", self.restarts + 1
+                self._retry = self._loop.call_later(retry_s, self.start)
+        self._owner.replica_lost(self, lost, self.last_error)
+        self._owner.replica_changed(self)
+
+    def _let_go(self) -> list[Request]:
+        """Have done with the host, and take its requests from it."""
+        self._host, self.progress, self.stats = None, None, BackendStats()
+        self._vitals = Vitals(self._awake)
         lost = list(self.active.values())
         self.active.clear()
-        if self.state == "draining":
-            self._owner.replica_changed(self)
-        elif self.was_ready:
-            self._restart_later()
-        else:
-            self._set_state("failed")
-        self._owner.replica_lost(self, lost, error)
+        return lost
 
-    def _restart_later(self) -> None:
-        assert self._ready_at is not None
-        long_ready = self._loop.time() - self._ready_at > self._backoff.last_s and self.state == "ready"
-        self._deaths_in_a_row = 1 if long_ready else self._deaths_in_a_row + 1
-        self.restarts += 1
-        self._retry = self._loop.call_later(self._backoff.delay_s(self._deaths_in_a_row), self.start)
-        self._set_state("restarting")
+    def _left_dead(self, error: ErrorInfo) -> ErrorInfo:
+        deaths = self._deaths.in_a_row
+        sentence = f"worker {self.id} died {deaths} times in a row and is left dead; the last time: {error.message}"
+        return WorkerFailed(sentence, worker=self.id, deaths=deaths).info
 
     async def _stop(self, timeout_s: float) -> None:
         if self._retry is not None:
@@ -278,14 +360,3 @@ class Replica:
         task = self._loop.create_task(host.stop(STOP_PATIENCE_S))
         self._disposals.add(task)
         task.add_done_callback(self._disposals.discard)
-
-
-def describe_exit(worker: str, exit_: WorkerExit) -> str:
-    """Why a worker ended, in one sentence with the line of its output that says most: a crash's first, or the last."""
-    how = f"was ended by {exit_.signal}" if exit_.signal else f"exited with code {exit_.code}"
-    if exit_.signal == signal.SIGKILL.name and os.name == "posix":
-        how += " (out of memory, perhaps)"
-    lines = exit_.log_tail.strip().splitlines()
-    crash = next((line for line in lines if line.startswith("Fatal Python error")), None)
-    said = crash or (lines[-1].strip() if lines else "")
-    return f"worker {worker} {how}" + (f": {said}" if said else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,6 +15,9 @@ from engine.errors import ErrorInfo
 from engine.snapshot import RequestRow, RequestState
 from engine.stream import RequestStream
 from engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.lane import Lane
 
 SUSPECT_DEATHS = 2
 
@@ -26,6 +30,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: "" lets the engine make one; an id may not be that of a live request.  source: who asks, for the request table.
     priority: higher goes first, equal ones in order of arrival.  timeout_s: from submit to the last token, time in the
     queue included; None takes the engine's default, 0 is no limit.  model: the name it is for; "" is the first one.
+    key: the deployment (ModelReading.key) whose tokenizer made prompt_ids; "" is the one that `model` means now.
     adapter: a LoRA adapter of that model.  client: who shares the queue fairly with others.
     encode: makes prompt_ids again for another model's tokenizer, where the request may go to any.
     """
@@ -37,6 +42,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     timeout_s: float | None = None
     model: str = ""
+    key: str = ""
     adapter: str = ""
     client: str = ""
     encode: Encode | None = None
@@ -46,8 +52,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Request:
     """One admitted request from submit to its last delta. Times are the event loop's clock, in seconds.
 
-    params: resolved (seed and max_tokens set).  order: arrival number, unique in the engine; a request that lost its
-    worker keeps it and so returns to the head of the queue.  generated: every id that reached the engine so far.
+    asked, params: the sampling as it was asked for, and resolved (seed and max_tokens set).
+    lane: of the model that is to answer it.
+    order: arrival number, unique in the engine; a request that lost its worker keeps it and so returns to the head of
+    the queue.  generated: every id that reached the engine so far.
     deaths: workers that died while they worked on it.
     """
 
@@ -61,6 +69,8 @@ class Request:
     timeout_s: float
     created: float
     stream: RequestStream
+    lane: Lane
+    asked: SamplingParams
     model: str = ""
     adapter: str = ""
     client: str = ""
@@ -68,6 +78,7 @@ class Request:
     generated: list[int] = field(default_factory=list)
     worker: str | None = None
     deaths: int = 0
+    taken: int | None = None
     cached_tokens: int = 0
     deadline: asyncio.TimerHandle | None = None
     dispatched: float | None = None
@@ -98,6 +109,12 @@ class Request:
         if self.first_token is None or self.last_token is None or len(self.generated) < 2:
             return None
         return (self.last_token - self.first_token) / (len(self.generated) - 1)
+
+    def worker_died(self) -> None:
+        """Count the death of its worker where it may be to blame: the worker had begun with it, and no token came of
+        it. One that came further than the time before is no reason why workers die."""
+        if self.taken is not None:
+            self.deaths = 0 if len(self.generated) > self.taken else self.deaths + 1
 
     def for_backend(self) -> BackendRequest:
         """What a worker gets: the prompt and what was generated so far."""
@@ -133,6 +150,9 @@ class Request:
             tokens_per_s=1 / itl_s if itl_s else None,
             finish=self.finish,
             error=self.error,
+            model=self.model,
+            client=self.client,
+            priority=self.priority,
         )
 
     @property

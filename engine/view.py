@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from engine.config import EngineConfig
+import msgspec
+
 from engine.desk import Desk
 from engine.devices import Claim, split_memory
+from engine.fleet import Fleet
 from engine.metrics import E2E, ITL, TTFT, Metrics
 from engine.replica import Replica
 from engine.snapshot import DeviceReading, ModelStatus, RequestRow, Snapshot
@@ -17,27 +19,32 @@ def build_snapshot(
     at: float,
     now: float,
     started: float,
-    status: ModelStatus,
-    config: EngineConfig,
-    replicas: Sequence[Replica],
+    fleet: Fleet,
     desk: Desk,
     metrics: Metrics,
     devices: Sequence[DeviceReading],
     log_total: int,
 ) -> Snapshot:
     """The engine at unix time `at`, which is `now` on the loop's clock."""
+    replicas, config, first = fleet.replicas(), fleet.config, fleet.first
+    queued = fleet.queued
     return Snapshot(
         at=at,
         uptime_s=now - started,
-        status=status,
+        status=ModelStatus() if first is None else first.status(),
+        models=tuple(deployment.reading() for deployment in fleet),
         target_workers=config.num_workers,
         max_prompts=config.max_prompts,
         max_queue=config.max_queue,
         devices=tuple(split_memory(device, claim_on(device.id, replicas)) for device in devices),
-        workers=tuple(replica.reading(now, config.max_prompts) for replica in replicas),
+        workers=tuple(
+            msgspec.structs.replace(replica.reading(now, deployment.config.max_prompts), model=deployment.spec.name)
+            for deployment in fleet
+            for replica in deployment.replicas()
+        ),
         requests=(*_live_rows(desk, replicas, now), *reversed(desk.recent)),
-        queued=desk.queued,
-        running=desk.running,
+        queued=queued,
+        running=len(desk.live) - queued,
         output_tokens_per_s=metrics.output_rate.per_second(now),
         prompt_tokens_per_s=metrics.prompt_rate.per_second(now),
         kv_usage=kv_usage(replicas),
@@ -68,11 +75,17 @@ def prefix_hit_rate(replicas: Iterable[Replica]) -> float | None:
 
 
 def claim_on(device: str, replicas: Iterable[Replica]) -> Claim:
-    """Weights and KV pages of all replicas on one device; one that spans several is taken to share them evenly."""
+    """Weights and KV pages of all replicas on one device; one that does not say how it shares several out is taken to
+    share them evenly."""
     weights = kv = 0
     for replica in replicas:
+        shares = [share for share in replica.shares if share.device == device]
         devices = replica.model.devices if replica.model else (replica.device,)
-        if device in devices:
+        if replica.shares:
+            loaded = replica.model is not None
+            weights += sum(share.weights_bytes for share in shares) if loaded else replica.stats.weights_bytes
+            kv += sum(share.kv_bytes for share in shares) if loaded else replica.stats.kv_bytes
+        elif device in devices:
             weights += replica.stats.weights_bytes // len(devices)
             kv += replica.stats.kv_bytes // len(devices)
     return Claim(weights_bytes=weights, kv_bytes=kv)

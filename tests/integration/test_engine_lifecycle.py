@@ -138,36 +138,18 @@ async def test_a_load_goes_on_when_its_caller_goes_away(tmp_path: Path) -> None:
         await until(lambda: state(engine) == "ready")
 
 
-async def test_loading_another_model_drains_the_first(tmp_path: Path) -> None:
+async def test_a_model_that_is_replaced_finishes_what_it_has(tmp_path: Path) -> None:
     gate = Gate()
     first = FakeBackend(gate=gate)
     async with serving(tmp_path / "a", Backends(first)) as engine:
         running = engine.submit(ask("x"))
         other = fake_spec(tmp_path / "b", max_model_len=77)
-        loading = asyncio.create_task(engine.load(other))
-        await until(lambda: state(engine) == "draining")
-        with pytest.raises(NoModelLoaded):
-            engine.submit(ask("late"))
+        assert (await engine.load(other)).max_model_len == 77
+        assert engine.snapshot().status.spec == other
+        assert [model.status.state for model in engine.snapshot().models] == ["draining", "ready"]
         gate.open()
         assert (await read(running)).text == expected_text(b"x", 8)
-        assert (await loading).max_model_len == 77
-        assert engine.snapshot().status.spec == other
-        assert first.loaded is None
-
-
-async def test_a_switch_cancelled_while_the_old_model_drains_keeps_it(tmp_path: Path) -> None:
-    gate = Gate()
-    async with serving(tmp_path / "a", Backends(FakeBackend(gate=gate))) as engine:
-        running = engine.submit(ask("x"))
-        loading = asyncio.create_task(engine.load(fake_spec(tmp_path / "b")))
-        await until(lambda: state(engine) == "draining")
-        await engine.cancel_load()
-        with pytest.raises(LoadCancelled):
-            await loading
-        assert state(engine) == "ready"
-        gate.open()
-        assert (await read(running)).last.finish == "length"
-        assert (await read(engine.submit(ask("y")))).last.finish == "length"
+        await until(lambda: first.loaded is None and len(engine.snapshot().models) == 1)
 
 
 async def test_unloading_finishes_what_runs_and_what_waits(tmp_path: Path) -> None:
@@ -274,14 +256,14 @@ async def test_every_transition_is_logged(tmp_path: Path) -> None:
             logger.removeHandler(handler)
             logger.setLevel(logging.NOTSET)
         lines = [entry.message for entry in engine.log.after(0)[1] if entry.source == "engine"]
-        assert lines == ["fake: loading", "fake: ready", "fake: draining", "fake: unloading", "unloaded"]
+        assert lines == ["fake: loading", "fake: ready", "fake: draining", "fake: unloading", "fake: unloaded"]
         assert engine.snapshot().log_total == engine.log.total
 
 
 async def test_threads_are_shared_out_among_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.pool.usable_cores", lambda: 8)
     async with serving(tmp_path, num_workers=3) as engine:
-        assert [replica._load.threads for replica in engine._life.replicas()] == [2, 2, 2]
+        assert [replica._load.threads for replica in engine._fleet.replicas()] == [2, 2, 2]
 
 
 async def test_the_models_shape_in_config_decides_the_memory_asked_for(tmp_path: Path) -> None:

@@ -197,10 +197,21 @@ async def test_a_deadline_passes_in_the_queue_too(tmp_path: Path) -> None:
     async with serving(tmp_path, Backends(FakeBackend(gate=Gate())), max_prompts=1) as engine:
         engine.submit(ask("runs"))
         answer = await read(engine.submit(ask("waits", timeout_s=0.02)))
-        assert answer.last.finish == "error"
+        assert answer.last.finish == "timeout"
         assert answer.last.error is not None
         assert (answer.last.error.code, answer.last.error.details["timeout_s"]) == ("request_timeout", 0.02)
         assert engine.snapshot().queued == 0
+
+
+async def test_a_request_past_its_deadline_ends_with_what_it_has(tmp_path: Path) -> None:
+    gate = Gate()
+    async with serving(tmp_path, Backends(FakeBackend(gate=gate))) as engine:
+        stream = engine.submit(ask("x", timeout_s=0.2))
+        gate.allow(3)
+        answer = await read(stream)
+        assert (answer.last.finish, answer.last.error) == ("timeout", None)
+        assert 1 <= len(answer.token_ids) <= 3
+        assert engine.snapshot().totals.finished == {"timeout": 1}
 
 
 async def test_the_engines_timeout_is_the_default(tmp_path: Path) -> None:

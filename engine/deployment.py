@@ -1,0 +1,348 @@
+"""Deployment: one model that the engine holds: its state machine, its workers, its lane of requests and its knobs.
+
+loading -> ready -> draining -> unloading -> gone; a load that fails ends in "failed" with its reason, and a ready model
+that nobody asks may become idle and load again. When which happens is the fleet's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.attachments import Attachments
+from engine.backends.base import LoadedModel
+from engine.config import AdapterSpec, EngineConfig, ModelSpec
+from engine.demand import MemoryDemand, read_demand
+from engine.desk import Desk
+from engine.devices import computable
+from engine.dispatcher import Dispatcher, Slot
+from engine.errors import (
+    EngineError,
+    ErrorInfo,
+    InvalidRequest,
+    ModelLoadFailed,
+    ModelNotFound,
+    NoModelLoaded,
+    from_info,
+)
+from engine.lane import Lane
+from engine.metrics import Metrics
+from engine.placement import Placement, place
+from engine.pool import Pool
+from engine.replica import Replica
+from engine.request import Request
+from engine.snapshot import DeviceReading, ModelReading, ModelState, ModelStatus
+from engine.text.tokenizer import Tokenizer
+from engine.worker.hosts import WorkerHost
+
+_RETRY_AFTER_S = 5
+_log = logging.getLogger("engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What deployments share. new_id: a worker id that none uses; on_change: after every change."""
+
+    desk: Desk
+    metrics: Metrics
+    new_host: Callable[[str], WorkerHost]
+    new_id: Callable[[], str]
+    on_change: Callable[[], None]
+
+
+class Deployment:
+    """One model. key: unique in the engine; config: the engine's settings with this model's knobs."""
+
+    def __init__(self, key: str, spec: ModelSpec, config: EngineConfig, around: Surroundings) -> None:
+        self.key = key
+        self.spec = spec
+        self.config = config
+        self.tokenizer: Tokenizer | None = None
+        self.lane = Lane(Dispatcher(), _now())
+        self.adapters = Attachments()
+        self._around = around
+        self._salt = secrets.token_bytes(16)
+        self._status = ModelStatus(since_s=time.time())
+        self._demand: MemoryDemand | None = None
+        self._pool: Pool | None = None
+        self._news = asyncio.Event()
+
+    # -- what is ------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ModelState:
+        """Where it stands, as in ModelStatus.state."""
+        return self._status.state
+
+    @property
+    def model(self) -> LoadedModel | None:
+        """What its load ended with, while it is loaded."""
+        return self._status.model
+
+    def status(self) -> ModelStatus:
+        """Its status now."""
+        progress = self._pool.progress() if self._pool is not None and self.state == "loading" else None
+        return msgspec.structs.replace(self._status, progress=progress)
+
+    def reading(self) -> ModelReading:
+        """What is shown of it."""
+        replicas = self.replicas()
+        first = next((replica for replica in replicas if replica.was_ready), None)
+        return ModelReading(
+            key=self.key,
+            name=self.spec.name,
+            status=self.status(),
+            target_workers=self.config.num_workers,
+            max_prompts=self.config.max_prompts,
+            queued=self.lane.queued,
+            running=self.lane.running,
+            idle_unload_s=self.config.idle_unload_s,
+            adapters=self.adapters.readings(replicas),
+            planned=first.planned if first is not None else (),
+            used=first.model.shares if first is not None and first.model is not None else (),
+        )
+
+    def replicas(self) -> tuple[Replica, ...]:
+        """Its workers, oldest first."""
+        return tuple(self._pool) if self._pool is not None else ()
+
+    def slots(self) -> list[Slot]:
+        """The workers that take requests; while it drains, they still take those that wait."""
+        return self._pool.slots() if self._pool is not None and self.state in ("ready", "draining") else []
+
+    def require_ready(self) -> tuple[LoadedModel, Tokenizer]:
+        """The loaded model and tokenizer; one that drains still takes what is meant for it. Raises NoModelLoaded."""
+        if self.state in ("ready", "draining") and self.model is not None and self.tokenizer is not None:
+            return self.model, self.tokenizer
+        raise self.not_ready()
+
+    def not_ready(self) -> NoModelLoaded:
+        """Why it does not answer."""
+        name = self.spec.name
+        sentence, wait_s = {
+            "loading": (f"{name} is still loading", _RETRY_AFTER_S),
+            "draining": (f"{name} is being unloaded", _RETRY_AFTER_S),
+            "unloading": (f"{name} is being unloaded", _RETRY_AFTER_S),
+            "idle": (f"{name} sleeps until it is asked", _RETRY_AFTER_S),
+            "failed": (f"no model is loaded: loading {name} failed", None),
+        }.get(self.state, ("no model is loaded", None))
+        return NoModelLoaded(sentence, state=self.state, retry_after_s=wait_s)
+
+    def idle_s(self, now: float) -> float:
+        """Seconds since a request last came or ended; 0 while any is live."""
+        return 0.0 if self.lane.live else now - self.lane.last_used
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def dispatch(self) -> None:
+        """Give waiting requests to workers with a free place."""
+        if self.lane.queued and self._pool is not None:
+            for request, worker in self._around.desk.assign(self.lane, self.slots()):
+                self._pool[worker].submit(request)
+
+    def release(self, request: Request) -> None:
+        """An ended request leaves its worker."""
+        if self._pool is not None and request.worker is not None:
+            self._pool.release(request)
+
+    def take_running(self) -> list[Request]:
+        """Take every request from its worker; they wait again, with what they have so far."""
+        running = [request for request in self.lane.live if request.worker is not None]
+        for request in running:
+            self.release(request)
+            self._around.desk.requeue(request)
+        return running
+
+    # -- adapters -----------------------------------------------------------------------------------------------
+
+    async def attach(self, adapter: AdapterSpec) -> None:
+        """Make an adapter usable on every worker; returns when all that are ready have it.
+
+        Raises InvalidRequest or ModelLoadFailed with nothing changed, where one of them could not take it.
+        """
+        model, _ = self.require_ready()
+        if not model.adapters_per_request:
+            raise InvalidRequest(
+                f"the {model.backend} backend applies an adapter to every request: load {self.spec.name} with --lora",
+                param="adapter",
+            )
+        pool = self._pool
+        assert pool is not None
+        self.adapters.add(adapter)
+        pool.attach(adapter)
+        error = await self._answered(adapter.name)
+        if error is not None:
+            self.detach(adapter.name)
+            raise from_info(error)
+        _log.info("%s: adapter %s attached", self.spec.name, adapter.name)
+        self._around.on_change()
+
+    def detach(self, name: str) -> None:
+        """Forget an adapter: requests that use it finish with it, new ones cannot name it. Raises ModelNotFound."""
+        if name not in self.adapters:
+            raise ModelNotFound(f"{self.spec.name} has no adapter {name!r}", param="name", model=name)
+        self.adapters.remove(name)
+        if self._pool is not None:
+            self._pool.detach(name)
+        _log.info("%s: adapter %s detached", self.spec.name, name)
+        self._around.on_change()
+
+    async def _answered(self, name: str) -> ErrorInfo | None:
+        """Wait until every ready worker has answered for an adapter; the first error among the answers."""
+        while True:
+            settled, error = self.adapters.settled(name, self.replicas())
+            if settled or error is not None:
+                return error
+            self._news.clear()
+            await self._news.wait()
+
+    def inherit(self, old: Deployment) -> None:
+        """Take over what belongs to the model and not to its settings: its adapters."""
+        for adapter in old.adapters.specs():
+            self.adapters.add(adapter)
+
+    # -- placement ----------------------------------------------------------------------------------------------
+
+    async def read(self) -> None:
+        """Read what the folder says of the model: what it needs, and its tokenizer. Raises ModelLoadFailed."""
+        self._demand = await asyncio.to_thread(read_demand, self.spec)
+        self.tokenizer = await asyncio.to_thread(Tokenizer.from_folder, self.spec.path)
+
+    def place(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
+        """Where so many new workers go; raises InsufficientMemory with the numbers."""
+        assert self._demand is not None
+        return place(workers, self._demand, computable(devices), self.spec)
+
+    # -- transitions --------------------------------------------------------------------------------------------
+
+    async def bring_up(self, placements: Sequence[Placement]) -> LoadedModel:
+        """unloaded or idle -> loading -> ready, when the first worker is; or failed, with nothing left running.
+
+        Raises what made it fail. Cancelled, it is "unloaded".
+        """
+        self.set("loading")
+        try:
+            self._pool = self._new_pool()
+            self._pool.grow(placements)
+            model = await self._pool.first_ready()
+        except asyncio.CancelledError:
+            await uninterrupted(self.stop_workers())
+            self.set("unloaded")
+            raise
+        except Exception as error:
+            failure = error if isinstance(error, EngineError) else ModelLoadFailed(f"{self.spec.name}: {error}")
+            await self.stop_workers()
+            self.fail(failure.info)
+            raise failure from error
+        self.set("ready", model)
+        return model
+
+    async def take_down(self, state: ModelState = "unloaded") -> None:
+        """unloading, then `state`: "unloaded" or "idle". Its requests have ended or gone elsewhere."""
+        self.set("unloading")
+        await uninterrupted(self.stop_workers())
+        self.set(state)
+
+    async def stop_workers(self) -> None:
+        """Stop every worker."""
+        pool = self._pool
+        if pool is not None:
+            await pool.stop()
+        self._pool = None
+
+    def set(self, state: ModelState, model: LoadedModel | None = None) -> None:
+        """Go to a state, log it and show it. model: what a load ended with, kept until the memory is given back."""
+        if state == self.state:
+            return
+        kept = self.model if state in ("ready", "draining", "unloading") else None
+        self._status = ModelStatus(state=state, spec=self.spec, model=model or kept, since_s=time.time())
+        _log.info("%s: %s", self.spec.name, state)
+        self._around.on_change()
+
+    def fail(self, error: ErrorInfo) -> None:
+        """No worker can answer: what waits ends with the reason."""
+        self.tokenizer = None
+        self._status = ModelStatus(state="failed", spec=self.spec, error=error, since_s=time.time())
+        _log.error("%s: failed: %s", self.spec.name, error.message)
+        self._around.desk.end(self.lane.live, error)
+        self._around.on_change()
+
+    # -- knobs --------------------------------------------------------------------------------------------------
+
+    def place_more(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
+        """Placements for the workers that are missing to `workers`, beyond those that drain and can be kept."""
+        if self._pool is None or self._demand is None:
+            return []
+        kept = sum(replica.state not in ("failed", "stopping") for replica in self._pool)
+        missing = max(0, workers - kept)
+        return self.place(missing, devices) if missing else []
+
+    def turn(self, config: EngineConfig, placements: Sequence[Placement]) -> None:
+        """Take new knobs; growth and shrinking go on in the background."""
+        before, self.config = self.config, config
+        self._mark(before)
+        if self._pool is None:
+            return
+        if config.max_prompts != before.max_prompts:
+            self._pool.set_max_prompts(config.max_prompts)
+        self._pool.resize(config.num_workers, placements)
+
+    def _mark(self, before: EngineConfig) -> None:
+        for label, name in (("workers", "num_workers"), ("max_prompts", "max_prompts")):
+            old, new = getattr(before, name), getattr(self.config, name)
+            if old != new:
+                self._around.metrics.mark(time.time(), f"{label} {old} -> {new}")
+                _log.info("%s: %s %s -> %s", self.spec.name, label, old, new)
+
+    def _new_pool(self) -> Pool:
+        pool = Pool(
+            msgspec.structs.replace(self.spec, prefix_salt=self._salt),
+            self.config,
+            new_host=self._around.new_host,
+            new_id=self._around.new_id,
+            lane=self.lane,
+            desk=self._around.desk,
+            metrics=self._around.metrics,
+            on_change=self._pool_changed,
+            on_dead=self._dead,
+        )
+        for adapter in self.adapters.specs():
+            pool.attach(adapter)
+        return pool
+
+    def _pool_changed(self) -> None:
+        """A model whose workers were all dead answers again once one of them is back."""
+        self._news.set()
+        if self.state == "failed":
+            model = next((replica.model for replica in self.replicas() if replica.state == "ready"), None)
+            if model is not None:
+                self.set("ready", model)
+        self._around.on_change()
+
+    def _dead(self, error: ErrorInfo) -> None:
+        if self.state in ("ready", "draining"):
+            self.fail(error)
+
+
+async def uninterrupted(work: Coroutine[object, object, None]) -> None:
+    """Run `work` to its end even if the caller is cancelled meanwhile; the cancellation then goes on."""
+    task = asyncio.get_running_loop().create_task(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

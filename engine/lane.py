@@ -1,0 +1,82 @@
+"""Lane: one model's requests: those that wait for one of its workers, and all that are live."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from engine.dispatcher import Dispatcher, Slot
+from engine.worker.protocol import StepBatch
+
+if TYPE_CHECKING:
+    from engine.request import Request
+
+
+class Lane:
+    """The queue of one model with its decisions, and how many of its requests live. Every call is told the time."""
+
+    def __init__(self, queue: Dispatcher, now: float) -> None:
+        self.last_used = now
+        self._queue = queue
+        self._live: dict[str, Request] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a worker."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Requests that a worker works on."""
+        return len(self._live) - len(self._queue)
+
+    @property
+    def live(self) -> tuple[Request, ...]:
+        """Every request that has not ended, in order of arrival here."""
+        return tuple(self._live.values())
+
+    async def wait_idle(self) -> None:
+        """Return when no request is live."""
+        await self._idle.wait()
+
+    def enter(self, request: Request, now: float) -> None:
+        """Queue a request, new here or back from a worker that was lost."""
+        request.lane = self
+        self.last_used = now
+        self._live[request.id] = request
+        self._idle.clear()
+        self._queue.add(request)
+
+    def leave(self, request: Request, now: float) -> None:
+        """A request ended, or goes to another lane."""
+        self.last_used = now
+        self._queue.remove(request)
+        self._live.pop(request.id, None)
+        if not self._live:
+            self._idle.set()
+
+    def take_waiting(self) -> list[Request]:
+        """Take out all that wait, in order; they are in no lane then."""
+        waiting = [request for request in self._live.values() if request.worker is None]
+        for request in waiting:
+            self._queue.remove(request)
+            self._live.pop(request.id, None)
+        if not self._live:
+            self._idle.set()
+        return waiting
+
+    def assign(self, slots: Sequence[Slot], now: float) -> list[tuple[Request, str]]:
+        """The requests that go to a worker now, each with its worker's id."""
+        return self._queue.assign(slots)
+
+    def stepped(self, worker: str, batch: StepBatch) -> None:
+        """A worker did a step: which prefixes it keeps may have changed."""
+        del worker, batch
+
+    def forget_workers(self, workers: Iterable[str]) -> None:
+        """These workers' pages are gone."""
+        for worker in workers:
+            self._queue.forget_worker(worker)

@@ -1,0 +1,36 @@
+"""When a worker that died is started again, and when it is left dead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+
+class Backoff(msgspec.Struct, frozen=True):
+    """Waits between restarts: doubling from first_s up to last_s."""
+
+    first_s: float
+    last_s: float
+
+    def delay_s(self, deaths: int) -> float:
+        """Seconds to wait after the `deaths`th death in a row (from 1)."""
+        return min(self.last_s, self.first_s * 2.0 ** min(deaths - 1, 32))
+
+
+@dataclass(slots=True)
+class Deaths:
+    """A worker's deaths in a row. One that has worked for longer than the longest wait begins a new row."""
+
+    backoff: Backoff
+    limit: int
+    in_a_row: int = 0
+
+    def add(self, worked_s: float) -> float | None:
+        """Count a death after `worked_s` of work; seconds to wait until the next start, None to leave it dead."""
+        self.in_a_row = 1 if worked_s > self.backoff.last_s else self.in_a_row + 1
+        return None if self.in_a_row >= self.limit else self.backoff.delay_s(self.in_a_row)
+
+    def forget(self) -> None:
+        """Begin a new row: an operator wants it to be tried again."""
+        self.in_a_row = 0
