@@ -11,7 +11,8 @@ import torch
 
 from engine.backends.base import LoadProgress
 from engine.backends.torch import memory
-from engine.backends.torch.runner import ModelRunner, pick_device, pick_dtype
+from engine.backends.torch.device_memory import pick_device
+from engine.backends.torch.runner import ModelRunner, pick_dtype
 from engine.config import ModelSpec
 from engine.errors import InsufficientMemory, InvalidRequest
 from tests.fakes.oracle import PAGE_TOKENS, Driver, Running, ignore_progress, load_runner, never

@@ -93,7 +93,7 @@ class TorchBackend:
             backend="torch",
             architecture=runner.config.architecture,
             dtype=runner.dtype_name,
-            devices=(runner.device_name,),
+            devices=runner.devices,
             vocab_size=runner.config.vocab_size,
             max_model_len=runner.config.max_model_len,
             kv_tokens=pool.num_pages * page_tokens,
@@ -103,6 +103,7 @@ class TorchBackend:
             parameters=runner.parameters,
             attention=runner.attention.name if runner.attention else "",
             attention_reason=runner.attention.reason if runner.attention else "",
+            shares=runner.shares,
             adapters_per_request=True,
         )
 
@@ -202,7 +203,7 @@ class TorchBackend:
 
     def prefix_changes(self) -> PrefixChanges:
         """Pages that became findable or ceased to be since the last call."""
-        return PrefixChanges()
+        return self._scheduler.pool.take_changes() if self._scheduler is not None else PrefixChanges()
 
     def attach(self, adapter: AdapterSpec) -> int:
         """Make an adapter usable from the next step on, in place of another of its name; its bytes."""
@@ -251,10 +252,10 @@ class TorchBackend:
             page_tokens=page_tokens,
             bytes_per_token=runner.kv_bytes_per_token(),
             free_bytes=runner.free_bytes(),
-            share=CPU_SHARE if runner.device_name == "cpu" else CUDA_SHARE,
+            share=CPU_SHARE if runner.devices == ("cpu",) else CUDA_SHARE,
         )
         self._kv_bytes = runner.allocate_kv(pages, page_tokens, report=report)
-        return PagePool(pages, page_tokens)
+        return PagePool(pages, page_tokens, spec.prefix_salt)
 
     @torch.inference_mode()
     def _compute(self, plan: Plan) -> list[SampledToken | None]:

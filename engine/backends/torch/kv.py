@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
-from engine.backends.torch import memory
+from engine.backends.torch.layout import Layout
 from engine.backends.torch.model_config import ModelConfig
 
 
@@ -16,8 +16,9 @@ class KvPool:
     """Per layer one tensor [pages, page_tokens, 2 * kv_heads, head_dim]: a token's key heads, then its value heads.
 
     Keys and values of a token lie side by side so that one copy writes both and one gather of whole pages reads
-    both. A slot is a token's place: page * page_tokens + offset. Gathers share one scratch buffer, which grows to
-    the largest: on long contexts, faulting in fresh memory would take longer than the gather itself.
+    both. A slot is a token's place: page * page_tokens + offset. A layer's pages lie where its weights do.
+    Gathers on a device share one scratch buffer, which grows to the largest: on long contexts, faulting in fresh
+    memory would take longer than the gather itself.
     """
 
     def __init__(
@@ -27,21 +28,27 @@ class KvPool:
         page_tokens: int,
         *,
         dtype: torch.dtype,
-        device: torch.device,
+        layout: Layout,
         report: Callable[[LoadProgress], None],
     ) -> None:
         """Allocate zeroed pages (stale bits could be NaN, which no mask hides), touching them so that the memory is
-        really held. Raises InsufficientMemory with the numbers."""
+        really held, and enter them into the devices' accounts. Raises InsufficientMemory with the numbers."""
         self.page_tokens = page_tokens
         shape = (num_pages, page_tokens, 2 * config.kv_heads, config.head_dim)
         layer_bytes = num_pages * page_tokens * 2 * config.kv_heads * config.head_dim * dtype.itemsize
         self.total_bytes = layer_bytes * config.layers
-        self._scratch = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+        self._scratch = {
+            memory.device: torch.empty((0, *shape[1:]), dtype=dtype, device=memory.device) for memory in layout.memories
+        }
         self.layers: list[Tensor] = []
-        with memory.room_for(self.total_bytes, device, f"{num_pages} KV pages of {page_tokens} tokens"):
-            for layer in range(config.layers):
-                self.layers.append(torch.empty(shape, dtype=dtype, device=device).zero_())
-                report(LoadProgress(phase="kv_cache", done=layer_bytes * (layer + 1), total=self.total_bytes))
+        for span in layout.spans:
+            span_bytes = layer_bytes * len(span.layers)
+            where = "" if len(layout.spans) == 1 else f" for {len(span.layers)} of {config.layers} layers"
+            with span.memory.room_for(span_bytes, f"{num_pages} KV pages of {page_tokens} tokens{where}"):
+                for layer in span.layers:
+                    self.layers.append(torch.empty(shape, dtype=dtype, device=span.device).zero_())
+                    report(LoadProgress(phase="kv_cache", done=layer_bytes * (layer + 1), total=self.total_bytes))
+            span.memory.kv_bytes += span_bytes
 
     def write(self, layer: int, slots: Tensor, keys_values: Tensor) -> None:
         """Store `keys_values` [T, 2 * kv_heads, head_dim] at `slots` [T]."""
@@ -62,6 +69,8 @@ class KvPool:
         return found.view(sequences, -1, *pool.shape[2:])
 
     def _gather(self, pool: Tensor, pages: Tensor) -> Tensor:
-        if len(self._scratch) < len(pages):
-            self._scratch = torch.empty((len(pages), *pool.shape[1:]), dtype=pool.dtype, device=pool.device)
-        return torch.index_select(pool, 0, pages, out=self._scratch[: len(pages)])
+        scratch = self._scratch[pool.device]
+        if len(scratch) < len(pages):
+            scratch = torch.empty((len(pages), *pool.shape[1:]), dtype=pool.dtype, device=pool.device)
+            self._scratch[pool.device] = scratch
+        return torch.index_select(pool, 0, pages, out=scratch[: len(pages)])

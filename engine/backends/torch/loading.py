@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from engine.backends.torch.archs import ARCHITECTURES
 from engine.backends.torch.archs.base import TensorNames
 from engine.backends.torch.checkpoint import Checkpoint
+from engine.backends.torch.device_memory import DeviceMemory
+from engine.backends.torch.layout import Layout, Span
 from engine.backends.torch.linear import Linear, LinearFactory, PackedLinear
-from engine.backends.torch.model import Block, Decoder
+from engine.backends.torch.model import Block, Decoder, Stage
 from engine.backends.torch.model_config import ModelConfig
 from engine.backends.torch.quant.weight import is_quantised, method_of
 from engine.backends.torch.rope import RotaryEmbedding
@@ -38,7 +41,7 @@ def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a model of `config` is made of, by its name in the checkpoint."""
     names = ARCHITECTURES[config.architecture].names
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         f"{names.embedding}.weight": (config.vocab_size, config.hidden_size),
         f"{names.final_norm}.weight": (config.hidden_size,),
     }
@@ -50,9 +53,16 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that the weights take once loaded as `dtype`, a packed copy of a tied head not counted."""
-    return dtype.itemsize * sum(math.prod(shape) for shape in tensor_shapes(config).values())
+def weights_bytes(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> dict[DeviceMemory, int]:
+    """Bytes that the weights take on each device once loaded as `dtype`, a packed copy of a tied head not counted."""
+    block = sum(map(math.prod, _block_shapes(config, ARCHITECTURES[config.architecture].names).values()))
+    embedding = config.vocab_size * config.hidden_size
+    elements = {memory: block * layout.by_layer.count(memory) for memory in layout.memories}
+    elements[layout.first] += embedding
+    elements[layout.last] += config.hidden_size
+    if not config.tie_embeddings or layout.last is not layout.first:
+        elements[layout.last] += embedding
+    return {memory: dtype.itemsize * number for memory, number in elements.items()}
 
 
 def _block_shapes(config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
@@ -83,54 +93,78 @@ def _block_shapes(config: ModelConfig, names: TensorNames) -> dict[str, tuple[in
 
 @dataclass(frozen=True, slots=True)
 class DecoderLoader:
-    """Builds a decoder of `config` from what `reader` reads, its linear layers made by `linears`."""
+    """Builds a decoder of `config` from what `reader` reads, its weights of `dtype` laid out as `layout` says."""
 
     config: ModelConfig
     reader: WeightReader
-    linears: LinearFactory
-    device: torch.device
+    layout: Layout
+    dtype: torch.dtype
 
     def load(self) -> Decoder:
-        """Read everything. Raises ModelLoadFailed or LoadCancelled."""
+        """Read everything, and enter it into the devices' accounts.
+
+        Raises ModelLoadFailed or LoadCancelled, or InsufficientMemory before anything is read.
+        """
+        needed = weights_bytes(self.config, self.layout, self.dtype)
+        with ExitStack() as rooms:
+            for memory, size_bytes in needed.items():
+                rooms.enter_context(memory.room_for(size_bytes, "the weights"))
+            decoder = self._read()
+        for memory, size_bytes in needed.items():
+            memory.weights_bytes += size_bytes
+        return decoder
+
+    def _read(self) -> Decoder:
         names = ARCHITECTURES[self.config.architecture].names
-        embedding = self.reader.read(f"{names.embedding}.weight")
-        blocks = tuple(self._block(layer, names) for layer in range(self.config.layers))
-        final_norm = self.reader.read(f"{names.final_norm}.weight")
-        head = self._head(embedding, names)
-        copied_bytes = embedding.nbytes if self.config.tie_embeddings and isinstance(head, PackedLinear) else 0
-        return Decoder(
-            config=self.config,
-            embedding=embedding,
-            blocks=blocks,
-            final_norm=final_norm,
-            head=head,
-            rope=RotaryEmbedding(self.config.rope, self.config.head_dim, self.device),
-            weights_bytes=weights_bytes(self.config, embedding.dtype) + copied_bytes,
+        linears = {memory: LinearFactory(memory.device, self.dtype) for memory in self.layout.memories}
+        embedding = self.reader.read(f"{names.embedding}.weight", device=self.layout.first.device)
+        stages = tuple(self._stage(span, names, linears[span.memory]) for span in self.layout.spans)
+        final_norm = self.reader.read(f"{names.final_norm}.weight", device=self.layout.last.device)
+        head = self._head(embedding, names, linears[self.layout.last])
+        return Decoder(config=self.config, embedding=embedding, stages=stages, final_norm=final_norm, head=head)
+
+    def _stage(self, span: Span, names: TensorNames, linears: LinearFactory) -> Stage:
+        return Stage(
+            first_layer=span.layers.start,
+            blocks=tuple(self._block(layer, names, span.device, linears) for layer in span.layers),
+            rope=RotaryEmbedding(self.config.rope, self.config.head_dim, span.device),
+            device=span.device,
         )
 
-    def _block(self, layer: int, names: TensorNames) -> Block:
+    def _block(self, layer: int, names: TensorNames, device: torch.device, linears: LinearFactory) -> Block:
         traits, prefix = self.config.traits, names.layer.format(layer)
+
+        def read(*parts: str) -> Tensor:
+            return self.reader.read(*(f"{prefix}.{part}" for part in parts), device=device)
+
+        def linear(*parts: str, bias: bool) -> Linear:
+            weight = read(*(f"{part}.weight" for part in parts))
+            return linears.make(weight, read(*(f"{part}.bias" for part in parts)) if bias else None)
+
         qk_norm = None
         if traits.qk_norm:
-            q_norm, k_norm = (self.reader.read(f"{prefix}.{name}.weight") for name in (names.q_norm, names.k_norm))
+            q_norm, k_norm = (read(f"{name}.weight") for name in (names.q_norm, names.k_norm))
             qk_norm = torch.cat((q_norm.expand(self.config.heads, -1), k_norm.expand(self.config.kv_heads, -1)))
         return Block(
-            input_norm=self.reader.read(f"{prefix}.{names.input_norm}.weight"),
-            qkv=self._linear(prefix, names.q, names.k, names.v, bias=traits.qkv_bias),
+            input_norm=read(f"{names.input_norm}.weight"),
+            qkv=linear(names.q, names.k, names.v, bias=traits.qkv_bias),
             qk_norm=qk_norm,
-            o=self._linear(prefix, names.o, bias=traits.o_bias),
-            mlp_norm=self.reader.read(f"{prefix}.{names.mlp_norm}.weight"),
-            gate_up=self._linear(prefix, names.gate, names.up, bias=traits.mlp_bias),
-            down=self._linear(prefix, names.down, bias=traits.mlp_bias),
+            o=linear(names.o, bias=traits.o_bias),
+            mlp_norm=read(f"{names.mlp_norm}.weight"),
+            gate_up=linear(names.gate, names.up, bias=traits.mlp_bias),
+            down=linear(names.down, bias=traits.mlp_bias),
             window=traits.windows[layer],
         )
 
-    def _linear(self, prefix: str, *names: str, bias: bool) -> Linear:
-        weight = self.reader.read(*(f"{prefix}.{name}.weight" for name in names))
-        biases = self.reader.read(*(f"{prefix}.{name}.bias" for name in names)) if bias else None
-        return self.linears.make(weight, biases)
-
-    def _head(self, embedding: Tensor, names: TensorNames) -> Linear:
+    def _head(self, embedding: Tensor, names: TensorNames, linears: LinearFactory) -> Linear:
+        """The head; a tied one is the embedding itself, or a copy of it where it lies elsewhere or is packed."""
+        memory = self.layout.last
         if not self.config.tie_embeddings:
-            return self.linears.make(self.reader.read(f"{names.head}.weight"))
-        return self.linears.make(embedding, pack=embedding.nbytes <= MAX_HEAD_COPY_BYTES)
+            return linears.make(self.reader.read(f"{names.head}.weight", device=memory.device))
+        if memory is not self.layout.first:
+            embedding = embedding.to(memory.device, copy=True)
+        may_pack = not memory.simulated and embedding.nbytes <= MAX_HEAD_COPY_BYTES
+        head = linears.make(embedding, pack=may_pack)
+        if isinstance(head, PackedLinear) and memory is self.layout.first:
+            memory.weights_bytes += embedding.nbytes
+        return head

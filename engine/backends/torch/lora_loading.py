@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.torch import memory
 from engine.backends.torch.archs import ARCHITECTURES
+from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.loading import tensor_shapes
 from engine.backends.torch.lora import LoraAdapter, LowRank, Place
 from engine.backends.torch.lora_factors import Factors, locate_factors, places
@@ -21,11 +21,11 @@ from engine.config import AdapterSpec
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoader:
-    """Loads adapters for one model. devices: where each of its layers lies."""
+    """Loads adapters for one model. memories: where each of its layers lies."""
 
     config: ModelConfig
     dtype: torch.dtype
-    devices: Sequence[torch.device]
+    memories: Sequence[DeviceMemory]
 
     @torch.inference_mode()
     def load(self, spec: AdapterSpec, key: str) -> LoraAdapter:
@@ -33,15 +33,21 @@ class AdapterLoader:
         nothing left allocated."""
         layout = self._layout(locate_factors(spec.path, self.config, spec.scale))
         needed = [sum(self._bytes(parts) for parts in layer.values()) for layer in layout]
+        by_memory = {
+            memory: sum(size for size, where in zip(needed, self.memories, strict=True) if where is memory)
+            for memory in dict.fromkeys(self.memories)
+        }
         with ExitStack() as room:
-            for device in dict.fromkeys(self.devices):
-                on_device = sum(size for size, where in zip(needed, self.devices, strict=True) if where == device)
-                room.enter_context(memory.room_for(on_device, device, f"the factors of the adapter {spec.name}"))
+            for memory, size_bytes in by_memory.items():
+                room.enter_context(memory.room_for(size_bytes, f"the factors of the adapter {spec.name}"))
             layers = tuple(
-                {place: self._fuse(parts, device) for place, parts in layer.items()}
-                for layer, device in zip(layout, self.devices, strict=True)
+                {place: self._fuse(parts, memory.device) for place, parts in layer.items()}
+                for layer, memory in zip(layout, self.memories, strict=True)
             )
-        return LoraAdapter(spec.name, key, layers, sum(needed))
+        adapter = LoraAdapter(spec.name, key, layers, sum(needed))
+        for memory, size_bytes in by_memory.items():
+            memory.hold_for(adapter, size_bytes)
+        return adapter
 
     def _layout(self, factors: Mapping[str, Factors]) -> list[dict[Place, list[_Part]]]:
         """Per layer and place the parts of its output, those without factors too; places without any are left out."""

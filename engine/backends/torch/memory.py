@@ -28,15 +28,15 @@ def room_for(needed_bytes: int, device: torch.device, purpose: str) -> Iterator[
     where `device` has less free, and in place of torch's own error where an allocation still fails."""
     available = free_bytes(device)
     if needed_bytes > available:
-        raise _insufficient(needed_bytes, available, device, purpose)
+        raise insufficient(needed_bytes, available, str(device), purpose)
     try:
         yield
     except torch.OutOfMemoryError:
-        raise _insufficient(needed_bytes, free_bytes(device), device, purpose) from None
+        raise insufficient(needed_bytes, free_bytes(device), str(device), purpose) from None
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):
             raise
-        raise _insufficient(needed_bytes, free_bytes(device), device, purpose) from None
+        raise insufficient(needed_bytes, free_bytes(device), str(device), purpose) from None
 
 
 def give_back(device: torch.device) -> None:
@@ -49,12 +49,13 @@ def give_back(device: torch.device) -> None:
         trim(0)
 
 
-def _insufficient(needed_bytes: int, available: int, device: torch.device, purpose: str) -> InsufficientMemory:
+def insufficient(needed_bytes: int, available: int, device: str, purpose: str) -> InsufficientMemory:
+    """The refusal of `needed_bytes` for `purpose` on a device that has `available` bytes."""
     short = max(0, needed_bytes - available)
     return InsufficientMemory(
-        f"{purpose} need {needed_bytes // _MIB} MiB on {device}, which has {available // _MIB} MiB free"
+        f"{purpose} need {-(-needed_bytes // _MIB)} MiB on {device}, which has {available // _MIB} MiB free"
         + (f": short by {-(-short // _MIB)} MiB" if short else ", but not in one piece"),
-        device=str(device),
+        device=device,
         needed_bytes=needed_bytes,
         free_bytes=available,
         short_bytes=short,

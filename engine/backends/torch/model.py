@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
@@ -31,24 +32,40 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """Adjacent layers that lie on one device."""
+
+    first_layer: int
+    blocks: tuple[Block, ...]
+    rope: RotaryEmbedding
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
-    """A causal language model. Every row of a batch is one token; rows meet only in attention."""
+    """A causal language model. Every row of a batch is one token; rows meet only in attention.
+
+    Its stages compute one after another. The embedding lies where the first does, final norm and head where the last.
+    """
 
     config: ModelConfig
     embedding: Tensor
-    blocks: tuple[Block, ...]
+    stages: tuple[Stage, ...]
     final_norm: Tensor
     head: Linear
-    rope: RotaryEmbedding
-    weights_bytes: int
 
     def logits(self, plan: StepPlan, kv: KvPool) -> Tensor:
-        """Run one step: write its keys and values to `kv`, return float32 logits [len(plan.sampled_rows), vocab]."""
+        """Run one step: write its keys and values to `kv`, return float32 logits [len(plan.sampled_rows), vocab].
+
+        `plan` lies on the first stage's device, the logits on the last one's.
+        """
         hidden = F.embedding(plan.ids, self.embedding)
-        cos, sin = self.rope.angles(plan.positions, hidden.dtype)
-        for layer, block in enumerate(self.blocks):
-            hidden = hidden + self._attention(layer, block, hidden, plan, kv, cos, sin)
-            hidden = hidden + self._mlp(layer, block, hidden, plan)
+        for stage in self.stages:
+            plan, hidden = plan.on(stage.device), hidden.to(stage.device)
+            cos, sin = stage.rope.angles(plan.positions, hidden.dtype)
+            for layer, block in enumerate(stage.blocks, stage.first_layer):
+                hidden = hidden + self._attention(layer, block, hidden, plan, kv, cos, sin)
+                hidden = hidden + self._mlp(layer, block, hidden, plan)
         sampled = hidden.index_select(0, plan.sampled_rows)
         return self.head(self._norm(sampled, self.final_norm)).float()
 

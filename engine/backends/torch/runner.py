@@ -1,4 +1,4 @@
-"""One model on one device: loads it, holds its KV pages, and runs one batch at a time."""
+"""One model on its devices: loads it, holds its KV pages, and runs one batch at a time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from engine.backends.paged_attention.probe import engage, probe
 from engine.backends.torch import memory
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.checkpoint import Checkpoint
+from engine.backends.torch.device_memory import open_devices
 from engine.backends.torch.kv import KvPool
-from engine.backends.torch.linear import LinearFactory, native_bfloat16
-from engine.backends.torch.loading import DecoderLoader, as_stored, tensor_shapes, weights_bytes
+from engine.backends.torch.layout import Layout, lay_out
+from engine.backends.torch.linear import native_bfloat16
+from engine.backends.torch.loading import DecoderLoader, as_stored, tensor_shapes
 from engine.backends.torch.lora_factors import locate_factors
 from engine.backends.torch.lora_loading import AdapterLoader, merged
 from engine.backends.torch.lora_names import AttachedAdapters
 from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, read_model_config
 from engine.backends.torch.settings import apply_settings, refuse_settings
+from engine.backends.torch.step_memory import StepSizes, step_bytes
 from engine.backends.torch.step_plan import StepPlanner
 from engine.backends.torch.weights import WeightReader, locate
-from engine.config import AttentionName, DtypeName, ModelSpec
-from engine.errors import InvalidRequest
+from engine.config import AttentionName, DeviceShare, DtypeName, ModelSpec
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -43,17 +45,15 @@ class ModelRunner:
         decoder: Decoder,
         *,
         dtype: torch.dtype,
-        device: torch.device,
+        layout: Layout,
         parameters: int,
         attention: AttentionName = "auto",
     ) -> None:
         self.config = decoder.config
         self.parameters = parameters
-        self.weights_bytes = decoder.weights_bytes
         self.attention: Choice | None = None
-        self._dtype, self._device, self._wanted_attention = dtype, device, attention
-        layer_devices = [block.input_norm.device for block in decoder.blocks]
-        self.adapters = AttachedAdapters(AdapterLoader(decoder.config, dtype, layer_devices))
+        self._dtype, self._layout, self._wanted_attention = dtype, layout, attention
+        self.adapters = AttachedAdapters(AdapterLoader(decoder.config, dtype, layout.by_layer))
         self._decoder: Decoder | None = decoder
         self._kv: KvPool | None = None
         self._planner: StepPlanner | None = None
@@ -73,20 +73,21 @@ class ModelRunner:
         stays allocated then.
         """
         report(LoadProgress(phase="inspect", done=0, total=1, unit="steps"))
-        device = pick_device(spec.device)
-        refuse_settings(spec, on_cpu=device.type == "cpu")
+        devices = open_devices(spec)
+        refuse_settings(spec, on_cpu=devices[0].device.type == "cpu", simulated=devices[0].simulated)
         config = apply_settings(read_model_config(path), spec)
         checkpoint = Checkpoint.open(path)
         config = as_stored(config, checkpoint)
-        dtype = pick_dtype(spec.dtype, config.checkpoint_dtype, device)
+        layout = lay_out(config.layers, devices, spec.shares)
+        dtype = pick_dtype(spec.dtype, config.checkpoint_dtype, layout.first.device)
         weights = locate(checkpoint, tensor_shapes(config), config.quantisation)
         if spec.lora is not None:
             weights = merged(weights, locate_factors(spec.lora, config))
         report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
-        reader = WeightReader(weights, dtype=dtype, device=device, report=report, cancelled=cancelled)
-        with torch.inference_mode(), memory.room_for(weights_bytes(config, dtype), device, "the weights"):
-            decoder = DecoderLoader(config, reader, LinearFactory(device, dtype), device).load()
-        return cls(decoder, dtype=dtype, device=device, parameters=reader.elements, attention=spec.attention)
+        reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
+        with torch.inference_mode():
+            decoder = DecoderLoader(config, reader, layout, dtype).load()
+        return cls(decoder, dtype=dtype, layout=layout, parameters=reader.elements, attention=spec.attention)
 
     @property
     def dtype_name(self) -> str:
@@ -94,9 +95,19 @@ class ModelRunner:
         return str(self._dtype).removeprefix("torch.")
 
     @property
-    def device_name(self) -> str:
-        """The device, as in ModelSpec.device: "cpu" or "cuda:N"."""
-        return str(self._device)
+    def devices(self) -> tuple[str, ...]:
+        """The devices in the order of the layers, as in ModelSpec.device: "cpu", "cuda:N" or "sim:N"."""
+        return tuple(memory.name for memory in self._layout.memories)
+
+    @property
+    def shares(self) -> tuple[DeviceShare, ...]:
+        """What is held on each device now, and what steps took there so far."""
+        return self._layout.shares()
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes that the weights take, those of adapters too."""
+        return sum(memory.weights_bytes for memory in self._layout.memories)
 
     @property
     def kv_bytes(self) -> int:
@@ -108,8 +119,8 @@ class ModelRunner:
         return self.config.kv_elements_per_token * self._dtype.itemsize
 
     def free_bytes(self) -> int:
-        """Bytes that the device can still give."""
-        return memory.free_bytes(self._device)
+        """Bytes that KV pages may take, as far as the devices can give them."""
+        return self._layout.kv_room_bytes()
 
     def allocate_kv(self, num_pages: int, page_tokens: int, *, report: Callable[[LoadProgress], None]) -> int:
         """Hold `num_pages` pages of `page_tokens` tokens in place of any earlier ones; returns their bytes.
@@ -118,15 +129,17 @@ class ModelRunner:
         do not fit.
         """
         self._kv = self._planner = None
+        for each in self._layout.memories:
+            each.kv_bytes = 0
         self.attention, paged = self.pick_attention(page_tokens)
         with torch.inference_mode():
-            kv = KvPool(self.config, num_pages, page_tokens, dtype=self._dtype, device=self._device, report=report)
+            kv = KvPool(self.config, num_pages, page_tokens, dtype=self._dtype, layout=self._layout, report=report)
         self._planner = StepPlanner(
             frozenset(self.config.traits.windows),
             self.config.heads // self.config.kv_heads,
             page_tokens,
             dtype=self._dtype,
-            device=self._device,
+            device=self._layout.first.device,
             paged=paged,
             adapters=self.adapters.by_key,
         )
@@ -138,45 +151,41 @@ class ModelRunner:
 
         Raises InvalidRequest where what was asked for cannot be.
         """
+        devices = [each.device for each in self._layout.memories]
         facts = probe(
-            self._device,
+            *devices,
             page_tokens=page_tokens,
             head_dim=self.config.head_dim,
             dtype=self.dtype_name,
             window=next((window for window in self.config.traits.windows if window is not None), None),
         )
-        choice = engage(self._wanted_attention, facts, [self._device])
+        choice = engage(self._wanted_attention, facts, devices)
         return choice, None if choice.name == "gathered" else implementation(choice.name)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[ChunkInput]) -> Tensor:
-        """Feed `chunks` in one batch; returns float32 logits [chunks with sample, vocab], in their order."""
+        """Feed `chunks` in one batch; returns float32 logits [chunks with sample, vocab], in their order.
+
+        Raises StepOutOfMemory, with nothing computed, where a device is known to have too little left for it.
+        """
         if self._decoder is None or self._kv is None or self._planner is None:
             raise RuntimeError("forward needs a loaded model with its KV pages allocated")
-        return self._decoder.logits(self._planner.plan(chunks), self._kv)
+        plan = self._planner.plan(chunks)
+        self._begin_step(plan.sizes())
+        return self._decoder.logits(plan, self._kv)
 
     def unload(self) -> None:
         """Give the weights and the KV pages back; idempotent."""
         self._decoder = self._kv = self._planner = None
         self.adapters.clear()
-        memory.give_back(self._device)
+        for each in self._layout.memories:
+            each.weights_bytes = each.kv_bytes = 0
+            memory.give_back(each.device)
 
-
-def pick_device(name: str) -> torch.device:
-    """The device that `name` ("auto", "cpu", "cuda:N") means here. Raises InvalidRequest for one that is not there."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        return torch.device("cuda:0" if count else "cpu")
-    if name == "cpu":
-        return torch.device("cpu")
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or not (index or "0").isdecimal() or int(index or 0) >= count:
-        raise InvalidRequest(
-            f"device is {name}; this machine has cpu" + "".join(f", cuda:{number}" for number in range(count)),
-            param="device",
-            value=name,
-        )
-    return torch.device("cuda", int(index or 0))
+    def _begin_step(self, sizes: StepSizes) -> None:
+        for span in self._layout.spans:
+            layers, head = bool(span.layers), span.memory is self._layout.last
+            span.memory.begin_step(step_bytes(self.config, sizes, self._dtype.itemsize, layers=layers, head=head))
 
 
 def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device) -> torch.dtype:

@@ -42,14 +42,20 @@ def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:
     return replace(config, rope=rope, max_model_len=length)
 
 
-def refuse_settings(spec: ModelSpec, *, on_cpu: bool) -> None:
-    """Raise InvalidRequest for the first setting of `spec` that the torch backend cannot honour."""
+def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -> None:
+    """Raise InvalidRequest for the first setting of `spec` that the torch backend cannot honour.
+
+    on_cpu: the CPU computes.  simulated: it does so in place of other devices, over which a model may be spread.
+    """
+    one_device = on_cpu and not simulated
     refused: tuple[tuple[str, bool, str], ...] = (
         ("cache_bits", spec.cache_bits != 16, "keeps keys and values in 16 bits or more"),
         ("num_experts", spec.num_experts is not None, "knows no mixture-of-experts model"),
-        ("gpu_split", bool(spec.gpu_split_gb), "puts each worker on one device"),
+        ("gpu_split", bool(spec.gpu_split_gb) and one_device, "runs on the CPU here, where there is nothing to split"),
+        ("gpu_split", bool(spec.gpu_split_gb) and not spec.shares, "splits a model as it was placed, and it was not"),
+        ("tensor_parallel", spec.tensor_parallel, "splits a model between its layers, never within them"),
         ("attention", on_cpu and spec.attention not in ("auto", "gathered"), "gathers the pages on a CPU"),
-        ("gpu_balance", spec.gpu_balance and on_cpu, "runs on the CPU here, where there is nothing to balance"),
+        ("gpu_balance", spec.gpu_balance and one_device, "runs on the CPU here, where there is nothing to balance"),
     )
     for param, is_set, reason in refused:
         if is_set:

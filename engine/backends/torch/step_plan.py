@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch import Tensor
 from engine.backends.paged_attention.face import PagedAttention
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.lora import AdaptedRows, LoraAdapter, adapted_rows
-from engine.backends.torch.paged_plan import PagedPlan, paged_groups
+from engine.backends.torch.paged_plan import PagedGroup, PagedPlan, paged_groups
+from engine.backends.torch.step_memory import StepSizes
 
 MAX_BATCHED_WIDTH = 32
 """Chunks longer than this attend by themselves; shorter ones are padded together."""
@@ -75,6 +77,23 @@ class StepPlan:
     groups: tuple[QueryGroup, ...]
     paged: PagedPlan | None = None
     adapted: tuple[AdaptedRows, ...] = ()
+
+    def on(self, device: torch.device) -> StepPlan:
+        """The same step on `device`; itself where it is there."""
+        return self if self.ids.device == device else _moved(self, device)
+
+    def sizes(self) -> StepSizes:
+        """What the memory that it takes depends on."""
+        views = [view for group in self.groups for view in group.views.values()]
+        return StepSizes(
+            rows=len(self.ids),
+            sampled=len(self.sampled_rows),
+            padded=max((group.sequences * group.width for group in self.groups), default=0),
+            gathered=max(
+                (group.sequences * view.tokens for group in self.groups for view in group.views.values()), default=0
+            ),
+            masked=sum(view.mask.numel() for view in views if view.mask is not None),
+        )
 
 
 class StepPlanner:
@@ -189,6 +208,21 @@ class StepPlanner:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    """A plan, or any part of one, with all its tensors on `device`."""
+    match part:
+        case Tensor():
+            return part.to(device, non_blocking=True)
+        case tuple():
+            return tuple(_moved(each, device) for each in part)
+        case dict():
+            return {key: _moved(each, device) for key, each in part.items()}
+        case KeyView() | QueryGroup() | StepPlan() | PagedPlan() | PagedGroup() | AdaptedRows():
+            return replace(part, **{name: _moved(getattr(part, name), device) for name in part.__slots__})
+        case _:
+            return part
 
 
 def _slots(chunk: ChunkInput, page_tokens: int) -> list[int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.device_memory import StepOutOfMemory
 from engine.backends.torch.faults import is_out_of_memory
 from engine.backends.torch.pages import PagePool
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampleRow, sample
 from engine.config import SamplingParams
-from engine.errors import InsufficientMemory
+from engine.errors import Detail, InsufficientMemory
 
 
 def warm_up(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: int) -> None:
@@ -29,8 +30,18 @@ def warm_up(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: 
         if not is_out_of_memory(error):
             raise
         raise InsufficientMemory(
-            f"the weights and KV pages fit on {runner.device_name}, but a step of {step_tokens} tokens does not "
-            "besides: take fewer kv_cache_tokens, max_prompts or step_tokens",
-            device=runner.device_name,
-            free_bytes=runner.free_bytes(),
+            f"the weights and KV pages fit on {', '.join(runner.devices)}, but a step of {step_tokens} tokens and "
+            f"{max_prompts} answers does not besides: {error}; take fewer kv_cache_tokens, max_prompts or step_tokens",
+            **_numbers(runner, error),
         ) from error
+
+
+def _numbers(runner: ModelRunner, error: Exception) -> dict[str, Detail]:
+    if isinstance(error, StepOutOfMemory):
+        return {
+            "device": error.device,
+            "needed_bytes": error.needed_bytes,
+            "free_bytes": error.free_bytes,
+            "short_bytes": error.needed_bytes - error.free_bytes,
+        }
+    return {"device": ", ".join(runner.devices), "free_bytes": runner.free_bytes()}

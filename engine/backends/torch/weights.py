@@ -94,7 +94,7 @@ def _locate_plain(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], sto
 
 
 class WeightReader:
-    """Copies a model's tensors into memory of the wanted dtype and device, reporting bytes read of those stored.
+    """Copies a model's tensors into memory of the wanted dtype, reporting bytes read of those stored.
 
     Cancelling is checked before each tensor; LoadCancelled is raised then.
     """
@@ -104,21 +104,20 @@ class WeightReader:
         weights: Mapping[str, StoredWeight],
         *,
         dtype: torch.dtype,
-        device: torch.device,
         report: Callable[[LoadProgress], None],
         cancelled: Callable[[], bool],
     ) -> None:
         self._weights, self._done_bytes = weights, 0
         self._total_bytes = sum(weight.stored_bytes for weight in weights.values())
-        self._dtype, self._device = dtype, device
+        self._dtype = dtype
         self._report, self._cancelled = report, cancelled
         self.elements = 0
 
-    def read(self, *names: str) -> Tensor:
-        """The named tensors, joined along their first dimension into one new tensor."""
+    def read(self, *names: str, device: torch.device) -> Tensor:
+        """The named tensors, joined along their first dimension into one new tensor on `device`."""
         weights = [self._weights[name] for name in names]
         rows = [weight.shape[0] for weight in weights]
-        joined = torch.empty((sum(rows), *weights[0].shape[1:]), dtype=self._dtype, device=self._device)
+        joined = torch.empty((sum(rows), *weights[0].shape[1:]), dtype=self._dtype, device=device)
         for weight, part in zip(weights, joined.split(rows), strict=True):
             self._copy(weight, part)
         return joined
@@ -126,7 +125,7 @@ class WeightReader:
     def _copy(self, weight: StoredWeight, target: Tensor) -> None:
         if self._cancelled():
             raise LoadCancelled("loading was cancelled while reading the weights")
-        target.copy_(weight.read(self._device))
+        target.copy_(weight.read(target.device))
         self._done_bytes += weight.stored_bytes
         self.elements += target.numel()
         self._report(LoadProgress(phase="weights", done=self._done_bytes, total=self._total_bytes))

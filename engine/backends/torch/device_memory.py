@@ -1,0 +1,157 @@
+"""What one worker holds on each of its devices, and what it may take besides: the only place that keeps these books."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from engine.backends.torch import memory
+from engine.config import ModelSpec
+from engine.errors import InvalidRequest
+
+_MIB = 1 << 20
+_SIMULATED = "sim"
+
+
+class StepOutOfMemory(torch.OutOfMemoryError):
+    """A step needs more than its device has left; a smaller one may do."""
+
+    def __init__(self, device: str, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"a step needs {-(-needed_bytes // _MIB)} MiB of working memory on {device}, "
+            f"which has {free_bytes // _MIB} MiB left"
+        )
+        self.device, self.needed_bytes, self.free_bytes = device, needed_bytes, free_bytes
+
+
+class DeviceMemory:
+    """One device and this worker's account there. name: as in DeviceShare.device.  device: where torch computes.
+
+    weights_bytes, kv_bytes: kept by whoever allocates them.
+    """
+
+    simulated = False
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device = name, device
+        self.weights_bytes = self.kv_bytes = 0
+        self._largest_step_bytes = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    @property
+    def working_bytes(self) -> int:
+        """What steps took so far beyond weights and KV pages: on CUDA what torch's allocator reserved at most; on a
+        CPU, where nothing can tell it apart from the rest of the process, the bound of `step_memory`."""
+        if self.device.type == "cuda":
+            reserved = int(torch.cuda.max_memory_reserved(self.device))
+            return max(0, reserved - self.weights_bytes - self.kv_bytes)
+        return self._largest_step_bytes
+
+    def hold_for(self, owner: object, size_bytes: int) -> None:
+        """Count `size_bytes` among the weights for as long as `owner` is in memory."""
+        self.weights_bytes += size_bytes
+        weakref.finalize(owner, self._give_back, size_bytes).atexit = False
+
+    def free_bytes(self) -> int:
+        """Bytes that the device can still give."""
+        return memory.free_bytes(self.device)
+
+    @contextmanager
+    def room_for(self, needed_bytes: int, purpose: str) -> Iterator[None]:
+        """Allocate `needed_bytes` for `purpose` inside this. Raises InsufficientMemory with the numbers."""
+        with memory.room_for(needed_bytes, self.device, purpose):
+            yield
+
+    def begin_step(self, needed_bytes: int) -> None:
+        """Note what a step needs at most. Raises StepOutOfMemory where the device is known to have less."""
+        self._largest_step_bytes = max(self._largest_step_bytes, needed_bytes)
+
+    def _give_back(self, size_bytes: int) -> None:
+        self.weights_bytes -= size_bytes
+
+
+class SimulatedMemory(DeviceMemory):
+    """A device that is only kept account of: the CPU computes, in the `budget_bytes` that placement gave."""
+
+    simulated = True
+
+    def __init__(self, name: str, budget_bytes: int) -> None:
+        super().__init__(name, torch.device("cpu"))
+        self._budget_bytes = budget_bytes
+
+    def free_bytes(self) -> int:
+        """What is left of the budget beside weights and KV pages."""
+        return max(0, self._budget_bytes - self.weights_bytes - self.kv_bytes)
+
+    @contextmanager
+    def room_for(self, needed_bytes: int, purpose: str) -> Iterator[None]:
+        """The same within the budget, and then within the RAM that the pretended device really takes."""
+        left = self.free_bytes()
+        if needed_bytes > left:
+            raise memory.insufficient(needed_bytes, left, self.name, purpose)
+        with super().room_for(needed_bytes, purpose):
+            yield
+
+    def begin_step(self, needed_bytes: int) -> None:
+        """Note what a step needs at most. Raises StepOutOfMemory where the budget has less left."""
+        left = self.free_bytes()
+        if needed_bytes > left:
+            raise StepOutOfMemory(self.name, needed_bytes, left)
+        super().begin_step(needed_bytes)
+
+
+def open_devices(spec: ModelSpec) -> tuple[DeviceMemory, ...]:
+    """The devices of spec.shares in their order, or spec.device where placement had no say; each device once.
+
+    Raises InvalidRequest for one that is not there, a simulated one without a share, and devices of several kinds.
+    """
+    budgets: dict[str, int] = {}
+    for share in spec.shares:
+        budgets[share.device] = budgets.get(share.device, 0) + share.total_bytes
+    opened: dict[str, DeviceMemory] = {}
+    for name in budgets or {spec.device: 0}:
+        found = _open(name, budgets)
+        opened[found.name] = found
+    kinds = {name.partition(":")[0] for name in opened}
+    if len(kinds) > 1:
+        raise InvalidRequest(
+            f"a model is split over devices of one kind, and these are several: {', '.join(opened)}", param="shares"
+        )
+    return tuple(opened.values())
+
+
+def _open(name: str, budgets: dict[str, int]) -> DeviceMemory:
+    kind, _, index = name.partition(":")
+    if kind != _SIMULATED:
+        device = pick_device(name)
+        return DeviceMemory(str(device), device)
+    if not index.isdecimal():
+        raise InvalidRequest(f"device is {name}; simulated devices are sim:0 and on", param="device", value=name)
+    if name not in budgets:
+        raise InvalidRequest(
+            f"device is {name}, and nothing says how much of it is to be used: a simulated device takes shares",
+            param="device",
+            value=name,
+        )
+    return SimulatedMemory(name, budgets[name])
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that `name` ("auto", "cpu", "cuda:N") means here. Raises InvalidRequest for one that is not there."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda:0" if count else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal() or int(index or 0) >= count:
+        raise InvalidRequest(
+            f"device is {name}; this machine has cpu" + "".join(f", cuda:{number}" for number in range(count)),
+            param="device",
+            value=name,
+        )
+    return torch.device("cuda", int(index or 0))

@@ -1,0 +1,88 @@
+"""How much memory a step takes on a device beyond weights and KV pages, at most: what a CPU's allocator cannot be asked
+and a simulated device's must be known before. Integers only; nothing here imports torch.
+
+Counts the tensors of `model.py`, `attention.py` and `sampler.py` that live at the same time, as if each operation
+that may copy its input did; held against torch's own record of allocations by a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.backends.torch.model_config import ModelConfig
+
+_FLOAT32, _INT64 = 4, 8
+
+_SAMPLING_BYTES = 64
+"""Per logit: float32 logits, an edited copy, and what sorting and filtering make of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What a step's memory depends on.
+
+    rows: tokens fed.  sampled: rows whose logits are wanted.  padded: query rows of the largest attention call, padding
+    included.  gathered: tokens whose keys and values the largest call reads.  masked: elements of all masks.
+    """
+
+    rows: int
+    sampled: int
+    padded: int = 0
+    gathered: int = 0
+    masked: int = 0
+
+
+def largest_step(*, step_tokens: int, max_prompts: int, context: int) -> StepSizes:
+    """The step that a load is tried with: `step_tokens` of prompt, and `max_prompts` answers over as many tokens each,
+    or over `context` where that is less."""
+    longest = min(step_tokens, context)
+    return StepSizes(
+        rows=step_tokens + max_prompts,
+        sampled=max_prompts + step_tokens // longest,
+        padded=max(longest, max_prompts),
+        gathered=max_prompts * longest,
+    )
+
+
+def step_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int, *, layers: bool, head: bool) -> int:
+    """The most that a step takes on one device. layers, head: whether that has any layer, and the head."""
+    hidden = sizes.rows * config.hidden_size * itemsize
+    indices = (3 * sizes.rows + sizes.sampled + sizes.gathered) * _INT64 + sizes.masked * itemsize
+    angles = sizes.rows * config.head_dim * (2 * itemsize + 4 * _FLOAT32)
+    phases = [hidden]
+    if layers:
+        phases += [_attention_bytes(config, sizes, itemsize), _mlp_bytes(config, sizes, itemsize)]
+    if head:
+        phases.append(_head_bytes(config, sizes, itemsize))
+    scratch = sizes.gathered * 2 * config.kv_heads * config.head_dim * itemsize if layers else 0
+    return 2 * hidden + indices + angles + scratch + max(phases)
+
+
+def _norm_bytes(elements: int, itemsize: int) -> int:
+    """RMS norm: in float32, with the square and the product beside it, and the result."""
+    return elements * (3 * _FLOAT32 + itemsize)
+
+
+def _attention_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
+    turned = (config.heads + config.kv_heads) * config.head_dim
+    keys_values = 2 * config.kv_heads * config.head_dim
+    fused = sizes.rows * (config.heads * config.head_dim + keys_values) * itemsize
+    before = _norm_bytes(sizes.rows * config.hidden_size, itemsize)
+    if config.traits.qk_norm:
+        before = max(before, _norm_bytes(sizes.rows * turned, itemsize))
+    queries = max(sizes.padded, sizes.rows) * config.heads * config.head_dim * itemsize
+    attended = 5 * queries + sizes.gathered * keys_values * itemsize
+    return fused + max(before, sizes.rows * turned * itemsize, attended)
+
+
+def _mlp_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
+    inner = sizes.rows * config.intermediate_size * itemsize
+    return (
+        max(_norm_bytes(sizes.rows * config.hidden_size, itemsize), sizes.rows * config.hidden_size * itemsize)
+        + 4 * inner
+    )
+
+
+def _head_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
+    norm = _norm_bytes(sizes.sampled * config.hidden_size, itemsize)
+    return norm + sizes.sampled * config.vocab_size * (itemsize + _SAMPLING_BYTES)
