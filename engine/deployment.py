@@ -64,10 +64,11 @@ class Deployment:
         self.spec = spec
         self.config = config
         self.tokenizer: Tokenizer | None = None
-        self.lane = Lane(Dispatcher(), _now())
+        self._salt = secrets.token_bytes(16)
+        queue = Dispatcher(ageing_s=config.ageing_s, page_tokens=config.page_tokens, salt=self._salt)
+        self.lane = Lane(queue, _now())
         self.adapters = Attachments()
         self._around = around
-        self._salt = secrets.token_bytes(16)
         self._status = ModelStatus(since_s=time.time())
         self._demand: MemoryDemand | None = None
         self._pool: Pool | None = None

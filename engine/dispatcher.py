@@ -1,137 +1,192 @@
-"""Dispatcher: the one queue, and which worker takes what. It decides; it has no clock and sends nothing.
+"""Dispatcher: the one queue of a model, and which worker takes what. It decides; it has no clock and sends nothing.
 
-Order: priority (higher first), then arrival. A request that lost its worker keeps its arrival number and so goes to the
-head; one that lost several is a suspect and gets a worker to itself, so that it can harm no other.
+Order: requests that lost their worker first, as their turn has come before; then clients share the places fairly
+(`engine.dispatch.fairness`), and a client's own requests go by priority, which grows with waiting
+(`engine.dispatch.line`). A request that lost several workers is a suspect and gets a worker to itself, so that it can
+harm no other.
 
-Worker: among those about as loaded as the least loaded one, the one that holds most of the prompt's prefix in its KV
-pages, as far as the dispatcher remembers what it sent there.
+Worker: the one where the request costs least (`engine.dispatch.choose`), given which prefixes each holds, what each has
+yet to compute, and what its steps were measured to cost.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import msgspec
-
+from engine.backends.prefix import page_keys
+from engine.dispatch.choose import Offer, Slot, choose
+from engine.dispatch.fairness import FairQueue
+from engine.dispatch.line import Line
+from engine.dispatch.step_cost import StepCost
+from engine.dispatch.worker import WorkerView, goes_on
 from engine.request import Request
+from engine.worker.protocol import StepBatch
 
-PREFIX_CHUNK_TOKENS = 32
-_MAX_PREFIX_CHUNKS = 128
-_REMEMBERED_CHUNKS = 8192
-_LOAD_SLACK = 4
+__all__ = ["Dispatcher", "Slot"]
+
+_FIRST_ANSWER_TOKENS = 128.0
+_ANSWER_SHARE = 1 / 32
 
 
-class Slot(msgspec.Struct, kw_only=True):
-    """A worker that takes requests: how many it works on and how many it may."""
+@dataclass(slots=True)
+class _Running:
+    """A request that a worker works on."""
 
     worker: str
-    active: int
-    max_prompts: int
-
-    @property
-    def free(self) -> int:
-        """Requests it can take now; 0 if it has more than it may."""
-        return max(0, self.max_prompts - self.active)
-
-
-def prefix_hashes(prompt_ids: Sequence[int]) -> list[int]:
-    """A hash for each whole chunk of the prompt, each standing for all tokens up to its end."""
-    chunks = min(len(prompt_ids) // PREFIX_CHUNK_TOKENS, _MAX_PREFIX_CHUNKS)
-    hashes: list[int] = []
-    parent = 0
-    for start in range(0, chunks * PREFIX_CHUNK_TOKENS, PREFIX_CHUNK_TOKENS):
-        parent = hash((parent, *prompt_ids[start : start + PREFIX_CHUNK_TOKENS]))
-        hashes.append(parent)
-    return hashes
-
-
-class PrefixMemory:
-    """Which prompt prefixes went to one worker lately; the least recently used are forgotten."""
-
-    def __init__(self, capacity: int = _REMEMBERED_CHUNKS) -> None:
-        self._capacity = capacity
-        self._chunks: OrderedDict[int, None] = OrderedDict()
-
-    def remember(self, hashes: Iterable[int]) -> None:
-        """These chunks are (or will soon be) in the worker's pages."""
-        for chunk in hashes:
-            self._chunks[chunk] = None
-            self._chunks.move_to_end(chunk)
-        while len(self._chunks) > self._capacity:
-            self._chunks.popitem(last=False)
-
-    def match(self, hashes: Iterable[int]) -> int:
-        """How many leading chunks it holds."""
-        length = 0
-        for chunk in hashes:
-            if chunk not in self._chunks:
-                break
-            length += 1
-        return length
-
-
-def choose(slots: Sequence[Slot], matches: Sequence[int]) -> Slot | None:
-    """The slot that should take a request of which slot i holds `matches[i]` prefix chunks; None if all are full.
-
-    A worker more than a quarter of max_prompts busier than the least busy one is left out, however much it holds:
-    computing a prefix twice is cheaper than leaving a worker idle.
-    """
-    open_slots = [(slot, match) for slot, match in zip(slots, matches, strict=True) if slot.free > 0]
-    if not open_slots:
-        return None
-    least = min(slot.active for slot, _ in open_slots)
-    near = [(slot, match) for slot, match in open_slots if slot.active - least <= slot.max_prompts // _LOAD_SLACK]
-    return min(near, key=lambda pair: (-pair[1], pair[0].active))[0]
+    client: str
+    answer_tokens: int
 
 
 class Dispatcher:
-    """The queue with its decisions. `len()` is how many wait."""
+    """The queue with its decisions. `len()` is how many wait. Every operation is O(log n), amortised, and a step's
+    report O(requests in it); a prompt's pages are hashed once, when it goes to a worker.
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
-        self._waiting: set[int] = set()
-        self._memories: dict[str, PrefixMemory] = {}
+    ageing_s: waiting so long is worth one priority.  page_tokens, salt: how workers key the pages that they report
+    (LoadedModel.page_tokens, ModelSpec.prefix_salt); where they report none, any will do.
+    """
+
+    def __init__(self, *, ageing_s: float = 30.0, page_tokens: int = 16, salt: bytes = b"") -> None:
+        self._page_tokens = page_tokens
+        self._salt = salt
+        self._queue = FairQueue(ageing_s)
+        self._lost = Line(ageing_s)
+        self._suspects = Line(ageing_s)
+        self._running: dict[str, _Running] = {}
+        self._workers: dict[str, WorkerView] = {}
+        self._typical = StepCost()
+        self._answer_tokens = _FIRST_ANSWER_TOKENS
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._queue) + len(self._lost) + len(self._suspects)
+
+    def queued_by_client(self) -> dict[str, int]:
+        """How many requests of each client wait."""
+        lost = Counter(request.client for line in (self._lost, self._suspects) for request in line)
+        return dict(lost + Counter(self._queue.by_client()))
+
+    # -- in and out ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request at its place: by priority, then by arrival."""
-        heapq.heappush(self._heap, (-request.priority, request.order, request))
-        self._waiting.add(request.order)
+        """Queue a request. One that had a worker goes to the head."""
+        had_worker = self._release(request) or request.dispatched is not None
+        if request.suspect:
+            self._suspects.add(request)
+        elif had_worker:
+            self._lost.add(request)
+        else:
+            self._queue.add(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out of the queue, if it is in it."""
-        self._waiting.discard(request.order)
+        """A request has ended, or goes elsewhere: forget it, whether it waits or a worker works on it."""
+        if not self._release(request) and not self._queue.remove(request):
+            self._lost.remove(request)
+            self._suspects.remove(request)
 
-    def assign(self, slots: Sequence[Slot]) -> list[tuple[Request, str]]:
-        """Take the first requests out of the queue, each with the worker that is to have it, until all slots are
-        full or none waits. Counts them into `slots`."""
+    def take_all(self) -> list[Request]:
+        """Take out all that wait, in order."""
+        return [*self._suspects.take_all(), *self._lost.take_all(), *self._queue.take_all()]
+
+    # -- who goes where -----------------------------------------------------------------------------------------
+
+    def assign(self, slots: Sequence[Slot], now: float) -> list[tuple[Request, str]]:
+        """Take the next requests out of the queue, each with the worker that is to have it, until all slots are full
+        or none waits. Counts them into `slots`.
+
+        One whose time is up at `now` is taken out and goes nowhere: whoever keeps its deadline is about to end it.
+        """
         assigned: list[tuple[Request, str]] = []
-        while self._waiting and any(slot.free for slot in slots):
-            request = self._heap[0][2]
-            if request.order not in self._waiting:
-                heapq.heappop(self._heap)
-                continue
-            hashes = prefix_hashes(request.prompt_ids)
-            fit = [slot for slot in slots if slot.active == 0] if request.suspect else slots
-            slot = choose(fit, [self._memory(slot.worker).match(hashes) for slot in fit])
-            if slot is None:
-                break
-            heapq.heappop(self._heap)
-            self._waiting.remove(request.order)
-            slot.active = slot.max_prompts if request.suspect else slot.active + 1
-            self._memory(slot.worker).remember(hashes)
-            assigned.append((request, slot.worker))
-        if not self._waiting:
-            self._heap.clear()
+        others = self._place_suspects(slots, now, assigned)
+        while any(slot.free for slot in others) and (request := self._pop()) is not None:
+            if not _expired(request, now):
+                self._send(request, [slot for slot in others if slot.free], assigned)
         return assigned
 
-    def forget_worker(self, worker: str) -> None:
-        """The worker's pages are gone."""
-        self._memories.pop(worker, None)
+    def _place_suspects(self, slots: Sequence[Slot], now: float, assigned: list[tuple[Request, str]]) -> Sequence[Slot]:
+        """Give suspects empty workers. Where one finds none, the least busy worker gets nothing more until it is empty;
+        the slots of the others are returned."""
+        while (request := self._suspects.first()) is not None:
+            empty = [slot for slot in slots if slot.free and not slot.active]
+            if not empty and not _expired(request, now):
+                emptying = min(slots, key=lambda slot: slot.active, default=None)
+                return [slot for slot in slots if slot is not emptying]
+            self._suspects.remove(request)
+            if not _expired(request, now):
+                slot = self._send(request, empty, assigned)
+                slot.active = slot.max_prompts
+        return slots
 
-    def _memory(self, worker: str) -> PrefixMemory:
-        return self._memories.setdefault(worker, PrefixMemory())
+    def _pop(self) -> Request | None:
+        request = self._lost.first()
+        if request is None:
+            return self._queue.pop()
+        self._lost.remove(request)
+        return request
+
+    def _send(self, request: Request, slots: Sequence[Slot], assigned: list[tuple[Request, str]]) -> Slot:
+        """Choose among slots that are free, and count the request as running there."""
+        keys = page_keys(self._salt, request.prompt_ids, self._page_tokens, request.adapter)
+        tokens = len(request.prompt_ids) + len(request.generated)
+        answer_tokens = self._answer_tokens
+        if request.params.max_tokens is not None:
+            answer_tokens = min(answer_tokens, request.params.max_tokens - len(request.generated))
+        offers = [self._offer(slot, keys, tokens) for slot in slots]
+        best = choose(offers, tokens, answer_tokens)
+        slot = best.slot
+        slot.active += 1
+        self._workers[slot.worker].sent(request.wire_id, keys, tokens - best.cached_tokens)
+        self._running[request.wire_id] = _Running(slot.worker, request.client, len(request.generated))
+        self._queue.began(request.client)
+        assigned.append((request, slot.worker))
+        return slot
+
+    def _offer(self, slot: Slot, keys: Sequence[bytes], tokens: int) -> Offer:
+        view = self._workers.get(slot.worker)
+        if view is None:
+            view = self._workers[slot.worker] = WorkerView()
+        return Offer(
+            slot=slot,
+            cached_tokens=min(view.prefixes.match(keys) * self._page_tokens, tokens - 1),
+            pending_tokens=view.pending_tokens,
+            price=(view.cost if view.cost.known else self._typical).price,
+        )
+
+    def _release(self, request: Request) -> bool:
+        """Count a request as running no more; False where it did not run."""
+        running = self._running.pop(request.wire_id, None)
+        if running is None:
+            return False
+        self._queue.ended(running.client)
+        if running.worker in self._workers:
+            self._workers[running.worker].left(request.wire_id)
+        return True
+
+    # -- what workers report ------------------------------------------------------------------------------------
+
+    def stepped(self, worker: str, batch: StepBatch) -> None:
+        """A worker's report: its pages, how far its prompts are, what the step cost, and how long answers get."""
+        view = self._workers.get(worker)
+        if view is None:
+            return  # nothing was sent there yet
+        prompt_tokens = view.prompt_tokens(batch.stats)
+        if batch.step_s > 0:
+            answers = sum(map(goes_on, batch.outputs))
+            view.cost.observe(batch.step_s, prompt_tokens, answers)
+            self._typical.observe(batch.step_s, prompt_tokens, answers)
+        view.progressed(batch)
+        for output in batch.outputs:
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue
+            running.answer_tokens += len(output.token_ids)
+            if output.finish is not None:
+                self._answer_tokens += (running.answer_tokens - self._answer_tokens) * _ANSWER_SHARE
+
+    def forget_worker(self, worker: str) -> None:
+        """The worker is gone, and its pages with it."""
+        self._workers.pop(worker, None)
+
+
+def _expired(request: Request, now: float) -> bool:
+    return 0 < request.timeout_s <= now - request.created

@@ -60,9 +60,8 @@ class Lane:
 
     def take_waiting(self) -> list[Request]:
         """Take out all that wait, in order; they are in no lane then."""
-        waiting = [request for request in self._live.values() if request.worker is None]
+        waiting = self._queue.take_all()
         for request in waiting:
-            self._queue.remove(request)
             self._live.pop(request.id, None)
         if not self._live:
             self._idle.set()
@@ -70,11 +69,11 @@ class Lane:
 
     def assign(self, slots: Sequence[Slot], now: float) -> list[tuple[Request, str]]:
         """The requests that go to a worker now, each with its worker's id."""
-        return self._queue.assign(slots)
+        return self._queue.assign(slots, now)
 
     def stepped(self, worker: str, batch: StepBatch) -> None:
-        """A worker did a step: which prefixes it keeps may have changed."""
-        del worker, batch
+        """A worker reports a step."""
+        self._queue.stepped(worker, batch)
 
     def forget_workers(self, workers: Iterable[str]) -> None:
         """These workers' pages are gone."""

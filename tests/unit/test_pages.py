@@ -7,11 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from engine.backends.torch.pages import ROOT_KEY, PagePool
+from engine.backends.base import PrefixChanges
+from engine.backends.prefix import short
+from engine.backends.torch.pages import PagePool
 
 
 def chain(pool: PagePool, *pages_of_tokens: list[int]) -> list[bytes]:
-    keys = [ROOT_KEY]
+    keys = [pool.root("")]
     for tokens in pages_of_tokens:
         keys.append(pool.key(keys[-1], tokens))
     return keys[1:]
@@ -70,6 +72,10 @@ def test_keys_differ_between_pools_so_that_no_one_can_forge_them() -> None:
     assert chain(PagePool(1, 2), [1, 2]) != chain(PagePool(1, 2), [1, 2])
 
 
+def test_pools_with_the_same_salt_name_pages_alike() -> None:
+    assert chain(PagePool(1, 2, b"salt"), [1, 2]) == chain(PagePool(9, 2, b"salt"), [1, 2])
+
+
 def test_shared_pages_stay_held_until_the_last_holder_leaves() -> None:
     pool = PagePool(2, 2)
     pages, _ = filled(pool, [1, 2])
@@ -119,6 +125,33 @@ def test_a_second_page_with_the_same_tokens_does_not_replace_the_first() -> None
     pool.check([first])
 
 
+def test_pages_that_became_findable_are_told_once() -> None:
+    pool = PagePool(3, 2)
+    _, keys = filled(pool, [1, 2], [3, 4])
+    changes = pool.take_changes()
+    assert (changes.added, changes.dropped) == (tuple(map(short, keys)), ())
+    assert pool.take_changes() == PrefixChanges()
+
+
+def test_a_page_that_is_reused_is_told_as_dropped() -> None:
+    pool = PagePool(1, 2)
+    pages, keys = filled(pool, [1, 2])
+    pool.take_changes()
+    pool.release(pages)
+    pool.allocate(1)
+    assert pool.take_changes() == PrefixChanges(dropped=(short(keys[0]),))
+
+
+def test_a_page_that_came_and_went_between_two_reports_is_in_neither() -> None:
+    pool = PagePool(1, 2)
+    for prompt in range(100):
+        pages, _ = filled(pool, [prompt, prompt])
+        pool.release(pages)
+    assert pool.take_changes().dropped == ()
+    pool.allocate(1)
+    assert len(pool.take_changes().dropped) == 1
+
+
 def test_check_names_a_leaked_page() -> None:
     pool = PagePool(2, 2)
     pages = pool.allocate(1)
@@ -138,6 +171,15 @@ class PoolWalk(RuleBasedStateMachine):
         self.held: dict[int, list[int]] = {}
         self.content: dict[int, tuple[int, ...]] = {}
         self.next_table = 0
+        self.told: set[bytes] = set()
+
+    @rule()
+    def report(self) -> None:
+        changes = self.pool.take_changes()
+        assert self.told.isdisjoint(changes.added)
+        assert self.told.issuperset(changes.dropped)
+        self.told = (self.told | set(changes.added)) - set(changes.dropped)
+        assert self.told == {short(key) for key in self.pool._by_key}
 
     @rule(target=tables, prefix=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def start(self, prefix: list[int]) -> object:

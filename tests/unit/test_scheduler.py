@@ -249,6 +249,14 @@ def test_a_finished_answer_is_a_prefix_for_the_next_turn() -> None:
     assert turn.cached_tokens == 12
 
 
+def test_sequences_under_different_adapters_share_no_page() -> None:
+    s = scheduler(page_tokens=4)
+    for name, adapter in (("a", ""), ("b", "tuned"), ("c", "tuned")):
+        s.submit(Sequence(name, list(range(9)), 9, adapter=adapter))
+        step(s)
+    assert [seq.cached_tokens for seq in s.running] == [0, 0, 8]
+
+
 def test_tokens_not_computed_yet_are_no_prefix_for_others() -> None:
     s = scheduler(page_tokens=4)
     submit(s, "a", 9, first=1)
@@ -312,17 +320,35 @@ def test_a_step_that_failed_can_be_planned_again() -> None:
     s.check()
 
 
-def test_shrinking_halves_the_budget_and_preempts_until_nothing_is_left_to_give() -> None:
+def test_a_step_of_prompts_without_memory_gives_up_half_of_its_budget_first() -> None:
     s = scheduler(step_tokens=16, page_tokens=4)
-    submit(s, "a", 3)
-    submit(s, "b", 3)
+    submit(s, "a", 10)
+    submit(s, "b", 60)
+    s.plan()
+    assert [(s.shrink(), s.step_tokens, s.prompts_limit) for _ in range(2)] == [(True, 8, 0), (True, 4, 0)]
+    assert s.shrink()
+    assert (s.step_tokens, s.prompts_limit, [seq.id for seq in s.running]) == (16, 1, ["a"])
+    assert [s.shrink() for _ in range(3)] == [True, True, False]
+    s.check()
+
+
+def test_decodes_without_memory_give_up_the_youngest_quarter_which_waits_for_its_turn() -> None:
+    s = scheduler(max_prompts=8)
+    for number in range(8):
+        submit(s, str(number), 2)
     step(s)
     assert s.shrink()
-    assert (s.step_tokens, [seq.id for seq in s.running]) == (8, ["a"])
-    assert s.shrink()
-    assert s.step_tokens == 4
-    assert not s.shrink()
-    s.check()
+    assert (s.prompts_limit, s.step_tokens) == (6, 16)
+    assert [seq.id for seq in s.running] == list("012345")
+    assert [seq.id for seq in s.waiting] == list("67")
+    assert [seq.id for seq in step(s).sequences] == list("012345")
+    s.remove(s.running[0])
+    step(s)
+    assert [seq.id for seq in s.running] == list("123456")
+    s.set_max_prompts(8)
+    step(s)
+    assert s.prompts_limit == 0
+    assert len(s.running) == 7
 
 
 STREAMS = [[0, 1, 0, 0, 1] * 6, [1, 1, 0] * 10]
@@ -371,7 +397,7 @@ class SchedulerWalk(RuleBasedStateMachine):
 
     @rule(max_prompts=st.integers(1, 5))
     def set_max_prompts(self, max_prompts: int) -> None:
-        self.scheduler.max_prompts = max_prompts
+        self.scheduler.set_max_prompts(max_prompts)
 
     @rule()
     def run_out_of_memory(self) -> None:

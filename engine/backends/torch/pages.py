@@ -7,14 +7,12 @@ found by that key until it is reused for something else (after PagedAttention, K
 
 from __future__ import annotations
 
-import hashlib
 import os
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-PageKey = bytes
-ROOT_KEY: PageKey = b""
+from engine.backends.base import PrefixChanges
+from engine.backends.prefix import PageHash, PageKey, short
 
 
 class PagePool:
@@ -22,9 +20,10 @@ class PagePool:
 
     A page is blank (free, nothing worth keeping), cached (free, findable by its key) or held (by one sequence
     or by several that share a prefix). Blank pages are handed out first, then the least recently freed cached ones.
+    salt: what keys are hashed with; pools with the same give equal pages equal keys. b"" draws one.
     """
 
-    def __init__(self, num_pages: int, page_tokens: int) -> None:
+    def __init__(self, num_pages: int, page_tokens: int, salt: bytes = b"") -> None:
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self._references = [0] * num_pages
@@ -32,7 +31,8 @@ class PagePool:
         self._by_key: dict[PageKey, int] = {}
         self._blank = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._hash = hashlib.blake2b(key=os.urandom(32), digest_size=16)
+        self._hash = PageHash(salt or os.urandom(32))
+        self._changes: dict[bytes, bool] = {}
 
     @property
     def free_pages(self) -> int:
@@ -48,13 +48,13 @@ class PagePool:
         """How many pages `tokens` tokens take."""
         return -(-tokens // self.page_tokens)
 
+    def root(self, adapter: str) -> PageKey:
+        """What the first page of a sequence comes after."""
+        return self._hash.root(adapter)
+
     def key(self, parent: PageKey, token_ids: Sequence[int]) -> PageKey:
-        """Name of a full page: a 128-bit BLAKE2b over the page before it and its own tokens, so that equal keys
-        mean equal prefixes; keyed with a secret of this process, so that nobody can construct a collision."""
-        digest = self._hash.copy()
-        digest.update(parent)
-        digest.update(array("q", token_ids).tobytes())
-        return digest.digest()
+        """Name of a full page: equal keys mean equal prefixes."""
+        return self._hash.key(parent, token_ids)
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages to write to, each held once; None, and nothing taken, where fewer are free."""
@@ -99,6 +99,17 @@ class PagePool:
         if key not in self._by_key:
             self._by_key[key] = page
             self._keys[page] = key
+            self._note(key, findable=True)
+
+    def take_changes(self) -> PrefixChanges:
+        """Which pages became findable and which ceased to be, on balance, since the last call."""
+        if not self._changes:
+            return PrefixChanges()
+        changes, self._changes = self._changes, {}
+        return PrefixChanges(
+            added=tuple(key for key, findable in changes.items() if findable),
+            dropped=tuple(key for key, findable in changes.items() if not findable),
+        )
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Prove the accounts against the page tables of all holders; raises AssertionError with the numbers."""
@@ -122,7 +133,16 @@ class PagePool:
         assert key is not None
         del self._by_key[key]
         self._keys[page] = None
+        self._note(key, findable=False)
         return page
+
+    def _note(self, key: PageKey, *, findable: bool) -> None:
+        """What comes and goes between two reports is in neither, so there are never more changes than pages, twice."""
+        name = short(key)
+        if self._changes.get(name, findable) != findable:
+            del self._changes[name]
+        else:
+            self._changes[name] = findable
 
 
 def _require(truth: bool, message: str) -> None:

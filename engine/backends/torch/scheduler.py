@@ -11,8 +11,8 @@ import collections.abc as abc
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.backends.torch.batch import ChunkInput
 from engine.backends.prefix import PageKey
+from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.pages import PagePool
 from engine.errors import ContextLengthExceeded
 
@@ -26,7 +26,6 @@ class Sequence:
     keys: keys of the full pages of known tokens, as far as anyone asked; they outlive a preemption.
     remembered: leading pages that the pool knows by key.
     cached_tokens: prompt tokens found in the prefix cache when first admitted; None before that.
-    adapter: name of the adapter it is computed with; sequences share pages only under the same one.
     adapter: key of the LoRA adapter that it computes with, "" for none; pages are shared within one key alone.
     """
 

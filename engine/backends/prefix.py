@@ -1,0 +1,59 @@
+"""Names of KV pages, equal where the tokens in them and in all pages before them are equal, in every process that has
+the salt. A worker's pool finds its pages by them, and the dispatcher knows from them which worker holds a prefix."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+PageKey = bytes
+SHORT_BYTES = 8
+_KEY_BYTES = 16
+_TOKEN_BYTES = 8
+
+
+class PageHash:
+    """Keys of full pages: each a 128-bit BLAKE2b over the key of the page before it and its own tokens, keyed with
+    `salt` (up to 64 bytes), so that nobody who does not know it can construct a collision."""
+
+    def __init__(self, salt: bytes) -> None:
+        self._salt = salt
+        self._hash = hashlib.blake2b(key=salt, digest_size=_KEY_BYTES)
+
+    def root(self, adapter: str = "") -> PageKey:
+        """What stands before the first page: KV computed with an adapter is not the model's own."""
+        if not adapter:
+            return b""
+        return hashlib.blake2b(adapter.encode(), key=self._salt, digest_size=_KEY_BYTES, person=b"adapter").digest()
+
+    def key(self, parent: PageKey, token_ids: Sequence[int]) -> PageKey:
+        """Key of the page with these tokens that comes after the page `parent`, or after `root`."""
+        return self._chain(parent, array("q", token_ids))
+
+    def chain(self, token_ids: Sequence[int], page_tokens: int, adapter: str = "") -> list[PageKey]:
+        """Keys of all full pages of a sequence; each token is hashed once."""
+        tokens = memoryview(array("q", token_ids)).cast("B")
+        size = page_tokens * _TOKEN_BYTES
+        keys: list[PageKey] = []
+        parent = self.root(adapter)
+        for end in range(size, len(tokens) + 1, size):
+            parent = self._chain(parent, tokens[end - size : end])
+            keys.append(parent)
+        return keys
+
+    def _chain(self, parent: PageKey, tokens: array[int] | memoryview) -> PageKey:
+        digest = self._hash.copy()
+        digest.update(parent)
+        digest.update(tokens)
+        return digest.digest()
+
+
+def short(key: PageKey) -> bytes:
+    """What workers and dispatcher call a page among themselves: long enough for a hint, too short to be trusted."""
+    return key[:SHORT_BYTES]
+
+
+def page_keys(salt: bytes, token_ids: Sequence[int], page_tokens: int, adapter: str = "") -> list[bytes]:
+    """Short keys of a prompt's full pages, in order, as the workers with this salt and page size report them."""
+    return [short(key) for key in PageHash(salt).chain(token_ids, page_tokens, adapter)]

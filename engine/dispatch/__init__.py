@@ -1,0 +1,1 @@
+"""The parts that `engine.dispatcher` decides with. Pure: no clock, no loop, nothing sent."""

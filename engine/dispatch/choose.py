@@ -1,0 +1,61 @@
+"""Which worker a request goes to: where its prefix is cached, when that saves more than it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.dispatch.step_cost import StepPrice
+
+
+class Slot(msgspec.Struct, kw_only=True):
+    """A worker that takes requests: how many it works on and how many it may."""
+
+    worker: str
+    active: int
+    max_prompts: int
+
+    @property
+    def free(self) -> int:
+        """Requests it can take now; 0 if it has more than it may."""
+        return max(0, self.max_prompts - self.active)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a worker with a free place can do for a request. cached_tokens: of its prompt, in the worker's pages;
+    pending_tokens: of other prompts, which the worker computes first; price: what its steps cost."""
+
+    slot: Slot
+    cached_tokens: int
+    pending_tokens: int
+    price: StepPrice
+
+
+def cost_s(offer: Offer, tokens: int, answer_tokens: float) -> float:
+    """Seconds that a request of `tokens` tokens, of which an answer of `answer_tokens` is expected, costs there:
+
+        waits     (pending + tokens - cached) * prompt_token_s            until its prompt is computed
+        delays    (tokens - cached) * prompt_token_s                      by which others get theirs later
+        answers   answer_tokens * (fixed_s + (active + 1) * answer_s)     its share of a crowded batch
+
+    So of two equally fast workers the one that holds s tokens more of the prompt gets it as long as
+
+        2 * s * prompt_token_s > (pending there - pending here) * prompt_token_s
+                                 + answer_tokens * (active there - active here) * answer_s
+    """
+    price = offer.price
+    own = tokens - offer.cached_tokens
+    waits_and_delays_s = (offer.pending_tokens + 2 * own) * price.prompt_token_s
+    return waits_and_delays_s + answer_tokens * (price.fixed_s + (offer.slot.active + 1) * price.answer_s)
+
+
+def choose(offers: Sequence[Offer], tokens: int, answer_tokens: float) -> Offer:
+    """The cheapest of the offers, of which there is one at least; of equally cheap ones the least busy, then the first.
+
+    Only workers with a free place make offers. A place is never kept empty for the sake of a prefix elsewhere: whoever
+    is next takes it, and has its prefix there from then on.
+    """
+    return min(offers, key=lambda offer: (cost_s(offer, tokens, answer_tokens), offer.slot.active))
