@@ -234,7 +234,9 @@ class Fleet:
         target.detach(adapter)
 
     def tick(self, now: float) -> None:
-        """Once a second: put models to sleep that nobody has asked for long."""
+        """Once a second: replace workers that are hung, and put models to sleep that nobody has asked for long."""
+        for replica in self.replicas():
+            replica.check(now)
         for deployment in self:
             limit_s = deployment.config.idle_unload_s
             if limit_s and deployment.state == "ready" and deployment.idle_s(now) >= limit_s and not self._busy():

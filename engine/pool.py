@@ -149,13 +149,14 @@ class Pool:
             replica.set_max_prompts(max_prompts)
 
     def slots(self) -> list[Slot]:
-        """The replicas that take requests; one that works on a suspect is full."""
-        limit = self._max_prompts
-        return [
-            Slot(worker=replica.id, active=limit if replica.guarded else len(replica.active), max_prompts=limit)
-            for replica in self
-            if replica.state == "ready"
-        ]
+        """The replicas that take requests, each as many as its memory allows; one that works on a suspect is full."""
+        slots = []
+        for replica in self:
+            if replica.state == "ready":
+                places = replica.places(self._max_prompts)
+                active = places if replica.guarded else len(replica.active)
+                slots.append(Slot(worker=replica.id, active=active, max_prompts=places))
+        return slots
 
     def attach(self, adapter: AdapterSpec) -> None:
         """Give every replica the adapter, those to come included."""
@@ -175,11 +176,6 @@ class Pool:
             replica = self._replicas[request.worker or ""]
             replica.forget(request)
             self.settle(replica)
-
-    def check(self, now: float) -> None:
-        """Replace workers that are hung; to be called every `health.CHECK_S`, with the loop's clock."""
-        for replica in list(self):
-            replica.check(now)
 
     def settle(self, replica: Replica) -> None:
         """A place became free: a draining replica that is empty leaves."""

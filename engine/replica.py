@@ -109,6 +109,10 @@ class Replica:
         """Whether it works on a request that may kill it, and so must not get others."""
         return any(request.suspect for request in self.active.values())
 
+    def places(self, max_prompts: int) -> int:
+        """Requests it can work on at once: fewer than max_prompts where its memory has been found not to allow them."""
+        return min(max_prompts, self.stats.prompts_limit or max_prompts)
+
     @property
     def was_ready(self) -> bool:
         """Whether it has ever held the model."""

@@ -56,7 +56,8 @@ class Request:
     lane: of the model that is to answer it.
     order: arrival number, unique in the engine; a request that lost its worker keeps it and so returns to the head of
     the queue.  generated: every id that reached the engine so far.
-    deaths: workers that died while they worked on it.
+    deaths: workers that died in a row while they worked on it, without a token to show for it.
+    taken: how many it had generated when its worker began to work on it, None before that.
     """
 
     id: str

@@ -135,6 +135,7 @@ class WorkerLoop:
             self._replica = None
 
     def _submit(self, request: BackendRequest) -> None:
+        self._channel.send(protocol.Taken(request_id=request.id))
         try:
             if self._replica is None:
                 raise NoModelLoaded("the worker holds no model", state="unloaded")

@@ -117,6 +117,13 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
     error: ErrorInfo | None = None
 
 
+class Taken(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
+    """It begins to work on a request. Sent before anything of it happens, so that a request that brings its worker
+    down can be told from one that never reached it."""
+
+    request_id: str
+
+
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one step brought for one request.
 
@@ -157,7 +164,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True, tag="log"):
     message: str
 
 
-Event = Hello | Progress | Loaded | LoadFailed | Attached | StepBatch | WorkerError | LogLine
+Event = Hello | Progress | Loaded | LoadFailed | Attached | Taken | StepBatch | WorkerError | LogLine
 
 _LENGTH_BYTES = 4
 

@@ -18,7 +18,7 @@ from engine.backends.base import BackendRequest
 from engine.backends.exllama.backend import ExllamaBackend
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest, ModelLoadFailed, WorkerFailed
-from tests.contract.driving import GREEDY, TOKENS, Drive, ask, params, prompt
+from tests.contract.driving import GREEDY, SEEDED, TOKENS, Drive, ask, params, prompt
 from tests.fakes.exllama import FakeExllama, RealExllama
 from tests.fakes.exllama_generator import foretell, hash_logits
 from tests.fakes.exllama_job import HOLDING
@@ -328,6 +328,28 @@ def test_running_out_of_memory_is_told_as_that(make: Make) -> None:
     fakes.faults.add("iterate", torch.OutOfMemoryError("CUDA out of memory"))
     drive.to_end()
     assert "not enough memory" in drive.events["a"][-1].message
+
+
+@pytest.mark.parametrize("where", ["iterate", "prefilled", "decoded"])
+@pytest.mark.parametrize("knobs", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_step_that_runs_out_of_memory_goes_on_with_fewer_requests(
+    make: Make, where: str, knobs: SamplingParams
+) -> None:
+    if make is RealExllama and where != "iterate":
+        pytest.skip("the stubbed kernels fail whole steps alone")
+    requests = [ask(str(salt), prompt(salt, 3 + 90 * salt), knobs) for salt in range(8)]
+    expected = {request.id: answer(make(), request) for request in requests}
+    fakes = make()
+    drive = Drive(load(fakes), *requests)
+    for _ in range(4):
+        drive.step()
+    fakes.faults.add(where, *(torch.OutOfMemoryError("CUDA out of memory") for _ in range(2)))
+    assert drive.to_end() == expected
+    assert set(drive.finish.values()) == {"length"}
+    assert drive.backend.stats().prompts_limit == 5
+    assert len(fakes.generators) == 3
+    drive.backend.set_max_prompts(8)
+    assert drive.backend.stats().prompts_limit == 0
 
 
 def test_a_job_that_the_library_refuses_fails_alone(make: Make) -> None:

@@ -315,6 +315,35 @@ def test_a_step_that_runs_out_of_memory_is_made_smaller_and_done_again(llama: Pa
     assert not run.finish
 
 
+def crowded(room: int) -> type[ModelRunner]:
+    """A runner with memory for `room` sequences a step, after the first step, which is the warm-up."""
+
+    class Crowded(ModelRunner):
+        warm = False
+
+        def forward(self, chunks: Sequence[ChunkInput]) -> torch.Tensor:
+            if self.warm and len(chunks) > room:
+                raise torch.OutOfMemoryError("out of memory")
+            self.warm = True
+            return super().forward(chunks)
+
+    return Crowded
+
+
+def test_how_many_requests_memory_allows_is_found_kept_and_told(llama: Path) -> None:
+    requests = [ask(str(salt), prompt(salt)) for salt in range(8)]
+    backend = load(llama, runner_type=crowded(3))
+    run = Run(backend, *requests)
+    assert run.to_end() == {request.id: alone(llama, request) for request in requests}
+    assert not run.finish
+    assert backend.stats().prompts_limit == 3
+    preemptions = backend.stats().preemptions
+    Run(backend, *(ask(f"later {salt}", prompt(salt)) for salt in range(8))).to_end()
+    assert (backend.stats().prompts_limit, backend.stats().preemptions) == (3, preemptions)
+    backend.set_max_prompts(2)
+    assert backend.stats().prompts_limit == 0
+
+
 def test_a_request_that_no_step_has_memory_for_fails_with_the_reason(llama: Path) -> None:
     run = Run(load(llama, runner_type=narrow(0)), ask("a", prompt(0)))
     run.to_end()

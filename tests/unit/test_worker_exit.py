@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.replica import describe_exit
+from engine.health import describe_exit
 from engine.worker.hosts import WorkerExit
 
 _CRASH = """loading

@@ -16,7 +16,7 @@ from engine.backends.base import (
     TokenEvent,
 )
 from engine.backends.exllama.accounts import PageGauges, check_accounts, page_gauges
-from engine.backends.exllama.faults import device_is_lost, reason
+from engine.backends.exllama.faults import device_is_lost, is_out_of_memory, reason
 from engine.backends.exllama.jobs import Job
 from engine.backends.exllama.limits import LEASE_TOKENS, Limits, limits_of, sequence_lengths
 from engine.backends.exllama.line import Counters, Line, Live
@@ -34,7 +34,8 @@ class ExllamaBackend:
 
     At most max_prompts requests are the generator's at a time, each as a job that takes its pages for LEASE_TOKENS more
     tokens before it starts; the others wait here. A step that fails ends the requests that were in it and makes a new
-    generator; where that fails too, the backend is degraded and refuses everything until the next load.
+    generator; where that fails too, the backend is degraded and refuses everything until the next load. A step that
+    runs out of memory ends nobody as long as fewer can be tried: all go on, three quarters of them at once.
     """
 
     def __init__(self, import_library: ImportLibrary | None = None, load_parts: LoadParts | None = None) -> None:
@@ -44,6 +45,7 @@ class ExllamaBackend:
         self._generator: Any = None
         self._limits: Limits | None = None
         self._max_prompts = 1
+        self._prompts_limit = 0
         self._line = Line()
         self._counters = Counters()
         self._unsent: list[TokenEvent] = []
@@ -101,8 +103,9 @@ class ExllamaBackend:
             self._release(live)
 
     def set_max_prompts(self, max_prompts: int) -> None:
-        """Give the generator up to this many from the next step on."""
+        """Give the generator up to this many from the next step on, also where memory did not allow it before."""
         self._max_prompts = max_prompts
+        self._prompts_limit = 0
 
     def has_work(self) -> bool:
         """Whether any request is live, or an end of one was not told yet."""
@@ -116,7 +119,7 @@ class ExllamaBackend:
             try:
                 results = self._generator.iterate()
             except Exception as error:
-                self._mend(error)
+                self._mend(error, retry=is_out_of_memory(error))
             else:
                 self._counters.steps += 1
                 self._collect({result["identifier"] for result in results if result["eos"]})
@@ -146,6 +149,7 @@ class ExllamaBackend:
             draft_tokens=counters.draft_tokens,
             draft_accepted=counters.draft_accepted,
             degraded=self._degraded,
+            prompts_limit=self._prompts_limit,
             sequences=tuple(self._line.sequences()),
         )
 
@@ -178,6 +182,7 @@ class ExllamaBackend:
         self._line, self._counters = Line(), Counters()
         self._unsent.clear()
         self._degraded = ""
+        self._prompts_limit = 0
         if parts is not None:
             parts.free()
 
@@ -197,7 +202,8 @@ class ExllamaBackend:
     def _start(self) -> None:
         """Give the generator as many requests as there are places."""
         assert self._limits is not None
-        while self._line.waiting and len(self._line.running) < self._max_prompts:
+        places = min(self._max_prompts, self._prompts_limit or self._max_prompts)
+        while self._line.waiting and len(self._line.running) < places:
             lengths = sequence_lengths(next(iter(self._line.waiting.values())))
             if self._line.places + len(lengths) > self._limits.places:
                 return
@@ -256,20 +262,26 @@ class ExllamaBackend:
         except Exception as error:
             self._mend(error)
 
-    def _mend(self, error: Exception) -> None:
+    def _mend(self, error: Exception, *, retry: bool = False) -> None:
         """End the requests of a step that failed, and let those that held no pages yet go on in a new generator.
 
-        Where nobody held any, all jobs end: so every failure ends somebody, and none can go on for ever.
+        Where nobody held any, all jobs end. retry: fewer of them may do what all could not, so that all go on. Every
+        failure ends somebody or lowers how many run, and none can go on for ever.
         """
         if device_is_lost(error):
             raise error
         assert self._parts is not None
         running = list(self._line.running.values())
-        _logger.error("the generator failed with %d requests", len(running), exc_info=error)
         pending = {id(job) for job in self._generator.pending_jobs}
         failed = [live for live in running if id(live.job.handle) not in pending] or running
+        if retry and len(failed) > 1:
+            self._prompts_limit = len(failed) - max(1, len(failed) // 4)
+            _logger.warning("a step ran out of memory; now %d requests run at once", self._prompts_limit)
+            failed = []
+        else:
+            _logger.error("the generator failed with %d requests", len(running), exc_info=error)
         self._generator = None
-        self._line.give_back([live for live in running if live not in failed])
+        self._line.give_back([live for live in running if live not in failed], Live.as_told)
         for live in failed:
             self._line.drop(live.request.id)
             self._end(live.request.id, "error", reason(error))

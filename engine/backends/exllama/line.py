@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,11 +25,13 @@ class Counters:
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """A request with its job. begun: its first token was sent. The others are what the counters have of the job."""
+    """A request with its job. begun: its first token was sent; told: all that were, by this job. The others are what
+    the counters have of the job."""
 
     job: Job
     request: BackendRequest
     begun: bool
+    told: list[int] = field(default_factory=list)
     prompt_computed: int = 0
     draft_tokens: int = 0
     draft_accepted: int = 0
@@ -61,6 +63,7 @@ class Live:
                 counters.prefix_query_tokens += self.job.known_tokens
                 counters.prefix_hit_tokens += self.job.cached_tokens
             self.begun = True
+            self.told.append(token.token_id)
         return events
 
     def rest(self) -> BackendRequest:
@@ -69,6 +72,12 @@ class Live:
         if len(answer) == len(self.request.generated):
             return self.request
         return msgspec.structs.replace(self.request, generated=answer, banned_next=())
+
+    def as_told(self) -> BackendRequest:
+        """The request as it stands for whoever asked: what a failed step made of its job is forgotten."""
+        if not self.told:
+            return self.request
+        return msgspec.structs.replace(self.request, generated=[*self.request.generated, *self.told], banned_next=())
 
 
 @dataclass(slots=True)
@@ -105,13 +114,13 @@ class Line:
         self.begun.discard(request_id)
         return self.running.pop(request_id, None)
 
-    def give_back(self, lives: Sequence[Live]) -> None:
+    def give_back(self, lives: Sequence[Live], rest: Callable[[Live], BackendRequest] = Live.rest) -> None:
         """Let these wait again, at the head of the line, for what they still lack."""
         for live in lives:
             del self.running[live.request.id]
             if live.begun:
                 self.begun.add(live.request.id)
-        self.waiting = {live.request.id: live.rest() for live in lives} | self.waiting
+        self.waiting = {live.request.id: rest(live) for live in lives} | self.waiting
 
     def sequences(self) -> Iterator[SequenceStats]:
         """How far everybody is."""

@@ -1,0 +1,83 @@
+"""When a worker counts as hung."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from engine.backends.base import BackendStats, LoadPhase, LoadProgress
+from engine.health import PATIENCE, AwakeClock, describe_silence, patience_s
+from engine.vitals import Vitals
+from engine.worker.protocol import StepBatch
+
+
+def test_every_phase_of_a_load_has_its_patience() -> None:
+    assert PATIENCE.keys() == {"starting", "loading", "working", "idle", *get_args(LoadPhase)}
+
+
+def test_a_load_gets_more_time_than_a_step_and_compilers_get_most() -> None:
+    assert patience_s("working", 60) == 60
+    assert patience_s("idle", 60) == 120
+    assert patience_s("weights", 60) == 300
+    assert patience_s("kernels", 60) == 1800 == max(patience_s(each, 60) for each in PATIENCE)
+
+
+def test_a_worker_whose_steps_are_slow_gets_three_times_the_slowest() -> None:
+    assert patience_s("working", 60, slowest_step_s=30) == 90
+    assert patience_s("working", 60, slowest_step_s=10) == 60
+
+
+@pytest.mark.parametrize(
+    ("activity", "requests", "sentence"),
+    [
+        ("working", 8, "worker w0 reported nothing for 60 s while it worked on 8 requests: replaced"),
+        ("working", 1, "worker w0 reported nothing for 60 s while it worked on 1 request: replaced"),
+        ("idle", 0, "worker w0 reported nothing for 60 s while it had nothing to do: replaced"),
+        ("weights", 0, "worker w0 reported nothing for 60 s while it loaded weights: replaced"),
+    ],
+)
+def test_the_reason_says_how_long_it_was_silent_and_at_what(activity, requests, sentence) -> None:
+    assert describe_silence("w0", 60.2, activity, requests) == sentence
+
+
+def test_time_passes_while_the_loop_turns() -> None:
+    clock = AwakeClock(100.0)
+    for second in range(1, 61):
+        clock.turn(100.0 + second)
+    assert clock.read(160.0) == pytest.approx(60.0)
+    assert clock.read(160.5) == pytest.approx(60.5)
+
+
+def test_time_in_which_the_loop_stood_still_does_not_count() -> None:
+    clock = AwakeClock(100.0)
+    clock.turn(101.0)
+    before = clock.read(101.0)
+    assert clock.read(1000.0) - before == 2.0
+    clock.turn(1000.0)
+    assert clock.read(1001.0) - before == 3.0
+
+
+def test_a_worker_that_reports_is_well_however_long_it_works() -> None:
+    clock = AwakeClock(0.0)
+    vitals = Vitals(clock)
+    vitals.begin(0.0)
+    vitals.ready(0.0)
+    for second in range(1, 1000):
+        clock.turn(second)
+        assert vitals.hung_s(second, "working", 3.0) is None
+        if second % 2 == 0:
+            vitals.sign(StepBatch(outputs=[], stats=BackendStats()), second)
+    clock.turn(1000)
+    clock.turn(1002)
+    assert vitals.hung_s(1002, "working", 3.0) == 4.0
+    assert vitals.worked_s == 998
+
+
+def test_the_warm_up_counts_as_a_step() -> None:
+    vitals = Vitals(AwakeClock(0.0))
+    vitals.begin(0.0)
+    for done, now in ((0, 10.0), (1, 52.0)):
+        vitals.progressed(LoadProgress(phase="warm_up", done=done, total=1, unit="steps"), now)
+    vitals.ready(53.0)
+    assert vitals.slowest_step_s == 43.0
