@@ -76,6 +76,11 @@ class Answer:
         return self._request.id
 
     @property
+    def adapter(self) -> str:
+        """The adapter that it names, "" for none."""
+        return self._request.adapter
+
+    @property
     def finish(self) -> FinishReason | None:
         """Why the answer was over before it began: its replayed tokens end it."""
         return self._stage.finish

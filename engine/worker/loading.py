@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 
 from engine.backends.base import Backend, LoadedModel, LoadPhase, LoadProgress
-from engine.errors import EngineError, LoadCancelled, ModelLoadFailed
+from engine.config import AdapterSpec
+from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, NoModelLoaded
 from engine.text.tokenizer import Tokenizer
 from engine.worker.factory import BackendFactory
-from engine.worker.protocol import Load
+from engine.worker.protocol import Attached, Load
 
 PROGRESS_INTERVAL_S = 0.1
 
@@ -79,6 +80,21 @@ def load_replica(
             raise
         _logger.exception("loading %s failed", load.spec.name)
         raise ModelLoadFailed(f"{load.spec.name} could not be loaded: {reason(error)}") from error
+
+
+def attach_adapter(replica: Replica | None, adapter: AdapterSpec) -> Attached:
+    """Attach an adapter to what is loaded; what came of it as a value."""
+    error: EngineError
+    try:
+        if replica is None:
+            raise NoModelLoaded("the worker holds no model", state="unloaded")
+        return Attached(name=adapter.name, size_bytes=replica.backend.attach(adapter))
+    except EngineError as refusal:
+        error = refusal
+    except Exception as failure:
+        _logger.exception("attaching %s failed", adapter.name)
+        error = ModelLoadFailed(f"the adapter {adapter.name} could not be attached: {reason(failure)}")
+    return Attached(name=adapter.name, error=error.info)
 
 
 def reason(error: BaseException) -> str:

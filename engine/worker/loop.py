@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import psutil
 
-from engine.backends.base import Backend, BackendRequest, BackendStats, TokenEvent
+from engine.backends.base import Backend, BackendRequest, BackendStats, PrefixChanges, TokenEvent
 from engine.errors import EngineError, InvalidRequest, NoModelLoaded, WorkerFailed
 from engine.worker import protocol
 from engine.worker.answer import Answer, Output
 from engine.worker.channel import WorkerChannel
 from engine.worker.factory import BackendFactory
-from engine.worker.loading import Replica, limit_torch_threads, load_replica, reason
+from engine.worker.loading import Replica, attach_adapter, limit_torch_threads, load_replica, reason
 
 HEARTBEAT_S = 1.0
 MAX_FAILED_STEPS = 2
@@ -46,6 +46,7 @@ class WorkerLoop:
         self._replica: Replica | None = None
         self._answers: dict[str, Answer] = {}
         self._outputs: dict[str, Output] = {}
+        self._leaving: set[str] = set()
         self._failed_steps = 0
         self._unchecked = False
         self._stopping = False
@@ -70,6 +71,7 @@ class WorkerLoop:
 
     def _turn(self) -> None:
         """Obey what has come, then do one step; with nothing to do, wait up to a heartbeat and say how things are."""
+        self._detach_unused()
         busy = self._busy_backend() is not None
         if not busy:
             self._check()
@@ -102,6 +104,11 @@ class WorkerLoop:
                     self._replica.backend.set_max_prompts(max_prompts)
             case protocol.SetThreads(threads=threads):
                 limit_torch_threads(threads)
+            case protocol.Attach(adapter=adapter):
+                self._leaving.discard(adapter.name)
+                self._channel.send(attach_adapter(self._replica, adapter))
+            case protocol.Detach(name=name):
+                self._leaving.add(name)
             case protocol.Load():
                 self._load(command)
             case protocol.CancelLoad():
@@ -124,15 +131,29 @@ class WorkerLoop:
         except EngineError as error:
             self._channel.send(protocol.LoadFailed(error=error.info))
             return
+        attached = [attach_adapter(self._replica, adapter) for adapter in load.adapters]
         self._failed_steps = 0
         self._channel.send(protocol.Loaded(model=self._replica.model, load_s=time.monotonic() - started_s))
+        for answer in attached:
+            self._channel.send(answer)
 
     def _unload(self) -> None:
         self._answers.clear()
         self._outputs.clear()
+        self._leaving.clear()
         if self._replica is not None:
             self._replica.backend.unload()
             self._replica = None
+
+    def _detach_unused(self) -> None:
+        """Detach the adapters that are to go and that no live request names: any may have to begin anew somewhere."""
+        if not self._leaving:
+            return
+        unused = self._leaving - {answer.adapter for answer in self._answers.values()}
+        self._leaving -= unused
+        if self._replica is not None:
+            for name in unused:
+                self._replica.backend.detach(name)
 
     def _submit(self, request: BackendRequest) -> None:
         self._channel.send(protocol.Taken(request_id=request.id))
@@ -232,6 +253,13 @@ class WorkerLoop:
     def _send_batch(self, step_s: float = 0.0) -> None:
         outputs = [output.message(request_id) for request_id, output in self._outputs.items() if not output.empty]
         self._outputs.clear()
-        stats = self._replica.backend.stats() if self._replica is not None else BackendStats()
-        rss_bytes = self._process.memory_info().rss
-        self._channel.send(protocol.StepBatch(outputs=outputs, stats=stats, step_s=step_s, rss_bytes=rss_bytes))
+        backend = self._replica.backend if self._replica is not None else None
+        self._channel.send(
+            protocol.StepBatch(
+                outputs=outputs,
+                stats=backend.stats() if backend is not None else BackendStats(),
+                step_s=step_s,
+                rss_bytes=self._process.memory_info().rss,
+                prefix=backend.prefix_changes() if backend is not None else PrefixChanges(),
+            )
+        )

@@ -44,11 +44,13 @@ class Running:
     pages: list[int]
     computed: int = 0
     logits: list[Tensor] = field(default_factory=list)
+    adapter: str = ""
 
     def chunk(self, length: int | None = None) -> ChunkInput:
         """The next `length` known tokens (all that are left, if None); the last one's logits are wanted."""
         end = len(self.tokens) if length is None else self.computed + length
-        return ChunkInput(self.tokens[self.computed : end], self.computed, self.pages, sample=True)
+        tokens = self.tokens[self.computed : end]
+        return ChunkInput(tokens, self.computed, self.pages, sample=True, adapter=self.adapter)
 
 
 class Driver:
@@ -58,10 +60,10 @@ class Driver:
         self._runner = runner
         self._free = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(5)).tolist()
 
-    def add(self, prompt: Sequence[int], *, room: int = 64) -> Running:
-        """A sequence of `prompt` with pages for `room` further tokens."""
+    def add(self, prompt: Sequence[int], *, room: int = 64, adapter: str = "") -> Running:
+        """A sequence of `prompt` with pages for `room` further tokens, under an adapter that is attached."""
         count = -(-(len(prompt) + room) // PAGE_TOKENS)
-        return Running(list(prompt), [self._free.pop() for _ in range(count)])
+        return Running(list(prompt), [self._free.pop() for _ in range(count)], adapter=adapter)
 
     def feed(self, *parts: tuple[Running, int | None]) -> Tensor:
         """One step over (sequence, tokens to feed); returns logits [parts, vocab] and keeps each row."""

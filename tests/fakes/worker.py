@@ -23,7 +23,9 @@ def load_command(folder: Path, max_prompts: int = 4) -> Load:
     return Load(spec=spec, max_prompts=max_prompts, step_tokens=64, page_tokens=16, threads=1)
 
 
-def submit_command(request_id: str, prompt: str = "hello", generated: str = "", **params: object) -> Submit:
+def submit_command(
+    request_id: str, prompt: str = "hello", generated: str = "", *, adapter: str = "", **params: object
+) -> Submit:
     """Submit a prompt; params as in SamplingParams, max_tokens 8 unless told."""
     sampling = SamplingParams(**{"max_tokens": 8, "seed": 0, **params})  # type: ignore[arg-type]
     request = BackendRequest(
@@ -32,6 +34,7 @@ def submit_command(request_id: str, prompt: str = "hello", generated: str = "", 
         generated=list(generated.encode()),
         params=sampling,
         end_token_ids=() if sampling.ignore_eos else (EOS_ID,),
+        adapter=adapter,
     )
     return Submit(request=request)
 
