@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from engine.backends.base import PrefixChanges
@@ -20,7 +21,7 @@ class PrefixMemory:
 
     def __init__(self, capacity: int = _REMEMBERED_PAGES) -> None:
         self._capacity = capacity
-        self._pages: dict[bytes, None] = {}
+        self._pages: OrderedDict[bytes, None] = OrderedDict()
 
     def sent(self, keys: Sequence[bytes]) -> None:
         """A prompt with these pages is computed there. Its last page counts as the one used longest ago, so that what
@@ -39,9 +40,8 @@ class PrefixMemory:
         return next((index for index, key in enumerate(keys) if key not in pages), len(keys))
 
     def _remember(self, keys: Iterable[bytes]) -> None:
-        pages = self._pages
         for key in keys:
-            pages.pop(key, None)
-            pages[key] = None
-        while len(pages) > self._capacity:
-            del pages[next(iter(pages))]
+            self._pages[key] = None
+            self._pages.move_to_end(key)
+        while len(self._pages) > self._capacity:
+            self._pages.popitem(last=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-_KEEP = 0.98
-_PRIOR_STEPS = 0.05
 _ENOUGH_STEPS = 8
-_SHORTEST_STEP_S = 1e-5
+_NOISE = 0.3
+_DRIFT = 0.03
+_DOUBT = 10.0
 
 
 class StepPrice(msgspec.Struct, frozen=True):
@@ -18,18 +20,21 @@ class StepPrice(msgspec.Struct, frozen=True):
     answer_s: float = 0.001
 
 
-class StepCost:
-    """Least squares of a step's seconds on (1, prompt tokens, answers), by relative error, older steps counting less
-    (the last 50 or so matter). `prior` counts as a fraction of a step of each kind, so that what was never seen keeps
-    a sensible price, and steps that are all alike are no singular case."""
+_FIRST = msgspec.structs.astuple(StepPrice())
 
-    def __init__(self, prior: StepPrice = StepPrice()) -> None:  # noqa: B008 - frozen
+
+class StepCost:
+    """A Kalman filter over the three prices, each step being one measurement of their sum. What was never seen keeps
+    its price of `StepPrice()`, and what was seen long ago the one it had then.
+
+    Assumed: a step's time is off by 30%; prices drift by 3% a step; the first ones may be wrong by ten times.
+    """
+
+    def __init__(self) -> None:
         self.steps = 0
-        self._prior = (prior.fixed_s, prior.prompt_token_s, prior.answer_s)
-        self._squares = [[0.0] * 3 for _ in range(3)]
-        self._seconds = [0.0] * 3
-        self._add_prior(1.0)
-        self._price: StepPrice | None = None
+        self._prices = list(_FIRST)
+        self._doubt = [[0.0] * 3 for _ in range(3)]
+        self._grow_doubt(_DOUBT)
 
     @property
     def known(self) -> bool:
@@ -39,45 +44,27 @@ class StepCost:
     @property
     def price(self) -> StepPrice:
         """The prices now; none is negative."""
-        if self._price is None:
-            self._price = StepPrice(*(max(0.0, weight) for weight in _solved(self._squares, self._seconds)))
-        return self._price
+        return StepPrice(*(max(0.0, price) for price in self._prices))
 
     def observe(self, step_s: float, prompt_tokens: int, answers: int) -> None:
         """A step took `step_s` for so many prompt tokens and answers gone on with."""
+        features = (1.0, float(prompt_tokens), float(answers))
+        self._grow_doubt(_DRIFT)
+        expected_s = _dot(features, self._prices)
+        spread = [_dot(features, row) for row in self._doubt]
+        # between the two, so that neither a step that hung nor a worker that became slower counts for too much
+        typical_s2 = max(step_s, expected_s, 1e-6) * max(min(step_s, expected_s), 1e-6)
+        gain = [each / (_dot(features, spread) + _NOISE**2 * typical_s2) for each in spread]
         for row in range(3):
-            self._seconds[row] *= _KEEP
+            self._prices[row] += gain[row] * (step_s - expected_s)
             for column in range(3):
-                self._squares[row][column] *= _KEEP
-        self._add((1.0, float(prompt_tokens), float(answers)), max(step_s, _SHORTEST_STEP_S), 1.0)
-        self._add_prior(1.0 - _KEEP)
+                self._doubt[row][column] -= gain[row] * spread[column]
         self.steps += 1
-        self._price = None
 
-    def _add_prior(self, share: float) -> None:
-        for index, weight in enumerate(self._prior):
-            features = tuple(float(index == each) for each in range(3))
-            self._add(features, max(weight, 1e-9), share * _PRIOR_STEPS)
-
-    def _add(self, features: tuple[float, ...], seconds: float, weight: float) -> None:
-        weight /= seconds * seconds
-        for row in range(3):
-            self._seconds[row] += weight * features[row] * seconds
-            for column in range(3):
-                self._squares[row][column] += weight * features[row] * features[column]
+    def _grow_doubt(self, share: float) -> None:
+        for index, (price, first) in enumerate(zip(self._prices, _FIRST, strict=True)):
+            self._doubt[index][index] += (share * max(price, first / 10)) ** 2
 
 
-def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """x of matrix @ x = right, for a positive definite matrix, by Gaussian elimination on a copy."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    size = len(rows)
-    for pivot in range(size):
-        for row in rows[pivot + 1 :]:
-            factor = row[pivot] / rows[pivot][pivot]
-            for column in range(pivot, size + 1):
-                row[column] -= factor * rows[pivot][column]
-    solution = [0.0] * size
-    for index in reversed(range(size)):
-        known = sum(rows[index][column] * solution[column] for column in range(index + 1, size))
-        solution[index] = (rows[index][size] - known) / rows[index][index]
-    return solution
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(left, right, strict=True))

@@ -1,0 +1,134 @@
+"""What a worker's step costs, what it holds, and which worker is the cheapest."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.backends.base import PrefixChanges
+from engine.dispatch.choose import Offer, Slot, choose
+from engine.dispatch.prefixes import PrefixMemory
+from engine.dispatch.step_cost import StepCost, StepPrice
+
+PRICE = StepPrice(fixed_s=0.01, prompt_token_s=0.001, answer_s=0.002)
+
+
+def offer(active: int = 0, *, cached: int = 0, pending: int = 0, price: StepPrice = PRICE) -> Offer:
+    slot = Slot(worker=f"{active}/{cached}/{pending}", active=active, max_prompts=100)
+    return Offer(slot=slot, cached_tokens=cached, pending_tokens=pending, price=price)
+
+
+# --- the choice ----------------------------------------------------------------------------------------------------
+
+
+def test_of_equal_workers_the_first_is_chosen() -> None:
+    offers = [offer(1), offer(1)]
+    assert choose(offers, 10, 10) is offers[0]
+
+
+def test_a_worker_that_holds_more_of_the_prompt_is_cheaper() -> None:
+    assert choose([offer(), offer(cached=512)], 600, 100).cached_tokens == 512
+
+
+@pytest.mark.parametrize(("answer_tokens", "tolerated"), [(10, 51), (100, 5), (1000, 0)])
+def test_a_prefix_outweighs_a_crowd_as_long_as_it_saves_more_than_that_costs(
+    answer_tokens: int, tolerated: int
+) -> None:
+    """512 tokens of 1 ms, once for the request and once for whoever comes after it; 2 ms a step for each neighbour."""
+    holder = next(
+        active
+        for active in range(100)
+        if choose([offer(), offer(active + 1, cached=512)], 600, answer_tokens).cached_tokens == 0
+    )
+    assert holder == tolerated
+
+
+def test_prompts_that_wait_there_outweigh_a_short_prefix() -> None:
+    assert choose([offer(), offer(cached=64, pending=127)], 100, 10).cached_tokens == 64
+    assert choose([offer(), offer(cached=64, pending=129)], 100, 10).cached_tokens == 0
+
+
+def test_a_faster_worker_takes_more() -> None:
+    slow = StepPrice(fixed_s=0.05, prompt_token_s=0.01, answer_s=0.01)
+    fast = offer(3)
+    assert choose([offer(0, price=slow), fast], 100, 100) is fast
+
+
+# --- measured cost -------------------------------------------------------------------------------------------------
+
+prices = st.builds(StepPrice, st.floats(1e-3, 0.1), st.floats(1e-5, 1e-2), st.floats(1e-4, 1e-2))
+
+
+@given(prices, st.lists(st.tuples(st.integers(0, 512), st.integers(0, 16)), min_size=60, max_size=60))
+def test_prices_are_found_from_steps_that_differ(price: StepPrice, steps: list[tuple[int, int]]) -> None:
+    steps += [(0, 1), (512, 0), (0, 16), (256, 8)] * 5
+    cost = StepCost()
+    for prompt_tokens, answers in steps:
+        seconds = price.fixed_s + prompt_tokens * price.prompt_token_s + answers * price.answer_s
+        cost.observe(seconds, prompt_tokens, answers)
+    for prompt_tokens, answers in ((512, 0), (0, 16), (256, 4)):
+        expected_s = price.fixed_s + prompt_tokens * price.prompt_token_s + answers * price.answer_s
+        found = cost.price
+        found_s = found.fixed_s + prompt_tokens * found.prompt_token_s + answers * found.answer_s
+        assert found_s == pytest.approx(expected_s, rel=0.1)
+
+
+def test_what_was_never_seen_keeps_a_sensible_price() -> None:
+    cost = StepCost()
+    for _ in range(100):
+        cost.observe(0.02, 0, 1)
+    assert cost.price.prompt_token_s == pytest.approx(StepPrice().prompt_token_s, rel=0.01)
+    assert cost.price.fixed_s + cost.price.answer_s == pytest.approx(0.02, rel=0.01)
+
+
+def test_a_worker_that_became_slower_is_found_out() -> None:
+    cost = StepCost()
+    for _ in range(200):
+        cost.observe(0.02, 0, 1)
+    for _ in range(200):
+        cost.observe(0.2, 0, 1)
+    assert cost.price.fixed_s + cost.price.answer_s == pytest.approx(0.2, rel=0.1)
+
+
+def test_one_step_that_hung_changes_little() -> None:
+    cost = StepCost()
+    for step in range(100):
+        cost.observe(30.0 if step == 60 else 0.02, 0, 1)
+    assert cost.price.fixed_s + cost.price.answer_s == pytest.approx(0.02, rel=0.1)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 10**6), st.integers(0, 4096)), max_size=50))
+def test_prices_are_never_negative(steps: list[tuple[float, int, int]]) -> None:
+    cost = StepCost()
+    for seconds, prompt_tokens, answers in steps:
+        cost.observe(seconds, prompt_tokens, answers)
+    assert min(cost.price.fixed_s, cost.price.prompt_token_s, cost.price.answer_s) >= 0
+
+
+# --- what a worker holds -------------------------------------------------------------------------------------------
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [number.to_bytes(8, "big") for number in numbers]
+
+
+def test_a_prefix_is_held_up_to_the_first_missing_page() -> None:
+    memory = PrefixMemory()
+    memory.changed(PrefixChanges(added=tuple(keys(1, 2, 4))))
+    assert [memory.match(keys(*pages)) for pages in ([1, 2, 3, 4], [2], [3], [])] == [2, 1, 0, 0]
+
+
+def test_what_was_sent_counts_until_it_is_reported_as_dropped() -> None:
+    memory = PrefixMemory()
+    memory.sent(keys(1, 2, 3))
+    memory.changed(PrefixChanges(dropped=tuple(keys(3))))
+    assert memory.match(keys(1, 2, 3)) == 2
+
+
+def test_the_ends_of_prompts_sent_longest_ago_are_forgotten_first() -> None:
+    memory = PrefixMemory(capacity=4)
+    memory.sent(keys(1, 2, 3))
+    memory.sent(keys(1, 4))
+    memory.sent(keys(5))
+    assert [memory.match(keys(*pages)) for pages in ([1, 2, 3], [1, 4], [5])] == [2, 2, 1]
