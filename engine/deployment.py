@@ -18,7 +18,7 @@ import msgspec
 from engine.attachments import Attachments
 from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, EngineConfig, ModelSpec
-from engine.demand import MemoryDemand, read_demand
+from engine.costs import Workload
 from engine.desk import Desk
 from engine.devices import computable
 from engine.dispatcher import Dispatcher, Slot
@@ -31,6 +31,7 @@ from engine.errors import (
     NoModelLoaded,
     from_info,
 )
+from engine.facts import ModelFacts, read_facts
 from engine.lane import Lane
 from engine.metrics import Metrics
 from engine.placement import Placement, place
@@ -70,7 +71,7 @@ class Deployment:
         self.adapters = Attachments()
         self._around = around
         self._status = ModelStatus(since_s=time.time())
-        self._demand: MemoryDemand | None = None
+        self._facts: ModelFacts | None = None
         self._pool: Pool | None = None
         self._news = asyncio.Event()
 
@@ -212,13 +213,18 @@ class Deployment:
 
     async def read(self) -> None:
         """Read what the folder says of the model: what it needs, and its tokenizer. Raises ModelLoadFailed."""
-        self._demand = await asyncio.to_thread(read_demand, self.spec)
+        self._facts = await asyncio.to_thread(read_facts, self.spec)
         self.tokenizer = await asyncio.to_thread(Tokenizer.from_folder, self.spec.path)
 
     def place(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
         """Where so many new workers go; raises InsufficientMemory with the numbers."""
-        assert self._demand is not None
-        return place(workers, self._demand, computable(devices), self.spec)
+        assert self._facts is not None
+        workload = Workload(
+            max_prompts=self.config.max_prompts,
+            step_tokens=self.config.step_tokens,
+            page_tokens=self.config.page_tokens,
+        )
+        return place(workers, self._facts, computable(devices), self.spec, workload)
 
     # -- transitions --------------------------------------------------------------------------------------------
 
@@ -278,7 +284,7 @@ class Deployment:
 
     def place_more(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
         """Placements for the workers that are missing to `workers`, beyond those that drain and can be kept."""
-        if self._pool is None or self._demand is None:
+        if self._pool is None or self._facts is None:
             return []
         kept = sum(replica.state not in ("failed", "stopping") for replica in self._pool)
         missing = max(0, workers - kept)

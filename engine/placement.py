@@ -1,130 +1,272 @@
-"""Placement: where each worker goes, or why it cannot be. A pure function of devices, demand and settings."""
+"""Where workers go, how many KV pages each gets, and what is lacking where they do not fit.
+
+Pure decisions: devices, what a model costs and settings in; placements or a refusal with numbers out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from engine.config import ModelSpec
-from engine.demand import MemoryDemand
-from engine.errors import InsufficientMemory, InvalidRequest
+from engine.arrange import Ground, Worker, automatic, evenly, given, spread
+from engine.config import DeviceShare, ModelSpec
+from engine.costs import TYPICAL_TOKENS, Correction, DeviceKind, ModelCosts, Workload, costs_of
+from engine.errors import Detail, InsufficientMemory, InvalidRequest
+from engine.facts import ModelFacts
+from engine.processor import native_bfloat16
 from engine.snapshot import DeviceReading
 
 _MIB = 2**20
 
+KV_SHARE: dict[DeviceKind, float] = {"cpu": 0.5, "cuda": 0.9, "simulated": 0.9}
+"""Of what all workers leave of a device, how much KV pages may take beyond the least. RAM is everybody's."""
+
+_HEADROOM: dict[DeviceKind, tuple[float, int]] = {
+    "cpu": (0.02, 256 * _MIB),
+    "cuda": (0.01, 192 * _MIB),
+    "simulated": (0.01, 64 * _MIB),
+}
+"""What stays free: a share of the device, for what grows with it (fragments, page tables), and a floor."""
+
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one worker goes. device: as in ModelSpec.device; "auto" where it spans several GPUs."""
+    """Where one worker goes. shares: per device, in order of the layers.  kv_tokens: what its KV pages are to hold.
 
-    device: str
+    node: the machine, as in DeviceReading.node.
+    """
+
+    shares: tuple[DeviceShare, ...]
+    kv_tokens: int
+    node: str = ""
+
+    @property
+    def device(self) -> str:
+        """As in ModelSpec.device: "auto" where it spans several."""
+        return self.shares[0].device if len(self.shares) == 1 else "auto"
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """What is planned for one device. short_bytes: what it lacks of used_bytes + headroom_bytes; 0 where all fits.
+
+    free_bytes: what it had before.
+    """
+
+    device: DeviceReading
+    headroom_bytes: int = 0
+    used_bytes: int = 0
+    short_bytes: int = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the device, before anything planned."""
+        return self.device.free_bytes
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A placement per worker, whether it fits or not, and what that makes of each device that could be used."""
+
+    costs: ModelCosts
+    placements: tuple[Placement, ...]
+    seats: tuple[Seat, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device lacks anything."""
+        return not any(seat.short_bytes for seat in self.seats)
+
+    def refusal(self) -> InsufficientMemory:
+        """The error of a plan that does not fit: what each device lacks, the worst first in the details."""
+        lacking = sorted((seat for seat in self.seats if seat.short_bytes), key=lambda seat: -seat.short_bytes)
+        workers = len(self.placements)
+        whom = f"{workers} workers" if workers > 1 else "a worker"
+        needs = "; ".join(
+            f"{_name(seat)}: needed {_mib(seat.used_bytes)}, free {_mib(seat.free_bytes, up=False)} of which "
+            f"{_mib(seat.headroom_bytes)} stay free, short by {_mib(seat.short_bytes)}"
+            for seat in lacking
+        )
+        details: dict[str, Detail] = {}
+        for seat in lacking:
+            details |= {f"{_name(seat)}.{key}": value for key, value in _numbers(seat).items()}
+        return InsufficientMemory(
+            f"{whom} with {self.costs.name} do{'es' if workers == 1 else ''} not fit: {needs}",
+            device=_name(lacking[0]),
+            **_numbers(lacking[0]),
+            **details,
+        )
 
 
 def place(
     workers: int,
-    demand: MemoryDemand,
+    facts: ModelFacts,
     devices: Sequence[DeviceReading],
     spec: ModelSpec,
+    workload: Workload | None = None,
+    *,
+    correct: Callable[[str], Correction] = lambda identity: Correction(),
 ) -> list[Placement]:
-    """A placement for each of `workers` new workers: each on the device with most memory left, or on spec.device.
+    """A placement for each of `workers` new workers of a model; what other workers hold is in `devices` already.
 
-    A worker of exllamav2 spans the GPUs where its settings say so, and where it fits on all of them but on no one.
-
-    devices: those the backend can use, "cpu" among them; GPUs are preferred.
-    Raises InsufficientMemory with the numbers, InvalidRequest for a device that is not there.
+    Raises InsufficientMemory with the shortfall of each device, InvalidRequest for a device or split that cannot be.
     """
-    free = {device.id: device.free_bytes for device in _candidates(devices, spec.device)}
-    placements: list[Placement] = []
-    for number in range(1, workers + 1):
-        device = max(free, key=lambda name: free[name])
-        if _spans(spec, demand, free, device):
-            for name, share in _shares(spec, demand, free, number, workers).items():
-                free[name] -= share
-            placements.append(Placement(device="auto"))
-            continue
-        if free[device] < demand.total_bytes:
-            raise _short(spec, demand, device, free[device], number, workers)
-        free[device] -= demand.total_bytes
-        placements.append(Placement(device=device))
-    return placements
+    found = plan(workers, facts, devices, spec, workload or Workload(), correct=correct)
+    if not found.fits:
+        raise found.refusal()
+    return list(found.placements)
 
 
-def _spans(spec: ModelSpec, demand: MemoryDemand, free: Mapping[str, int], roomiest: str) -> bool:
-    if spec.backend != "exllamav2" or spec.device != "auto":
-        return False
-    if spec.gpu_split_gb or spec.tensor_parallel:
-        return True
-    return free[roomiest] < demand.total_bytes <= sum(free.values())
+def plan(
+    workers: int,
+    facts: ModelFacts,
+    devices: Sequence[DeviceReading],
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    correct: Callable[[str], Correction] = lambda identity: Correction(),
+) -> Plan:
+    """The same, whether it fits or not. Raises InvalidRequest alone."""
+    usable = candidates(devices, spec)
+    costs = costs_of(facts, spec, usable[0].kind, workload, bfloat16=native_bfloat16(), correct=correct)
+    return plan_costs(workers, costs, usable, spec, workload.max_prompts)
 
 
-def _shares(
-    spec: ModelSpec, demand: MemoryDemand, free: Mapping[str, int], number: int, workers: int
-) -> dict[str, int]:
-    """Bytes that a spanning worker takes of each GPU: as the split says, evenly when each layer is split, else the
-    GPUs are filled in order, as the library does."""
-    names = list(free)
-    if len(spec.gpu_split_gb) > len(names):
-        raise InvalidRequest(
-            f"gpu_split names {len(spec.gpu_split_gb)} GPUs; this machine has {len(names)}: {', '.join(names)}",
-            param="gpu_split",
-        )
-    if spec.gpu_split_gb:
-        shares = {name: int(gigabytes * 2**30) for name, gigabytes in zip(names, spec.gpu_split_gb, strict=False)}
-    elif spec.tensor_parallel:
-        shares = dict.fromkeys(names, -(-demand.total_bytes // len(names)))
+def plan_costs(
+    workers: int, costs: ModelCosts, devices: Sequence[DeviceReading], spec: ModelSpec, max_prompts: int
+) -> Plan:
+    """A plan over exactly these devices, all of one kind."""
+    headroom = [_headroom_bytes(device, position, spec) for position, device in enumerate(devices)]
+    least, wanted = _pages(costs, spec, max_prompts)
+    ground = Ground(
+        costs=costs,
+        room=tuple(device.free_bytes - kept for device, kept in zip(devices, headroom, strict=True)),
+        groups=_machines(devices),
+        pages=least,
+    )
+    arranged = _arrange(ground, workers, spec, devices)
+    short = ground.short(arranged)
+    pages = [least] * workers if any(short) else _grown(ground, arranged, wanted, KV_SHARE[costs.kind])
+    placements = tuple(_placement(costs, worker, held, devices) for worker, held in zip(arranged, pages, strict=True))
+    used = _used(arranged, placements, len(devices))
+    seats = (
+        Seat(device=device, headroom_bytes=kept, used_bytes=taken, short_bytes=lacking)
+        for device, kept, taken, lacking in zip(devices, headroom, used, short, strict=True)
+    )
+    return Plan(costs=costs, placements=placements, seats=tuple(seats))
+
+
+def candidates(devices: Sequence[DeviceReading], spec: ModelSpec) -> list[DeviceReading]:
+    """The devices that workers of `spec` may be put on: the one that it names, else every GPU or simulated one, else
+    the CPU. Raises InvalidRequest for one that is not there."""
+    if spec.device == "auto":
+        found = [device for device in devices if device.kind == "simulated"]
+        found = found or [device for device in devices if device.kind != "cpu"] or list(devices)
     else:
-        shares, left = {}, demand.total_bytes
-        for name in names:
-            shares[name] = min(free[name], left)
-            left -= shares[name]
-    for name, share in shares.items():
-        if share > free[name]:
-            raise _short(spec, demand, name, free[name], number, workers, share_bytes=share)
-    return shares
-
-
-def _candidates(devices: Sequence[DeviceReading], wanted: str) -> list[DeviceReading]:
-    if wanted == "auto":
-        return [device for device in devices if device.kind != "cpu"] or list(devices)
-    name = "cuda:0" if wanted == "cuda" else wanted
-    found = [device for device in devices if device.id == name]
+        name = "cuda:0" if spec.device == "cuda" else spec.device
+        found = [device for device in devices if device.id == name]
     if not found:
         raise InvalidRequest(
-            f"there is no device {wanted} here; there are {', '.join(device.id for device in devices)}",
+            f"there is no device {spec.device} here; there are {', '.join(device.id for device in devices)}",
             param="device",
-            value=wanted,
+            value=spec.device,
         )
     return found
 
 
-def _short(
-    spec: ModelSpec,
-    demand: MemoryDemand,
-    device: str,
-    free_bytes: int,
-    number: int,
-    workers: int,
-    share_bytes: int | None = None,
-) -> InsufficientMemory:
-    needed = demand.total_bytes if share_bytes is None else share_bytes
-    short = needed - free_bytes
-    which = f"worker {number} of {workers}" if workers > 1 else "a worker"
-    parts = (
-        f"weights {_mib(demand.weights_bytes)}, KV pages at least {_mib(demand.kv_bytes)}, "
-        f"working memory {_mib(demand.working_bytes)}"
-        if share_bytes is None
-        else f"its share of {_mib(demand.total_bytes)}"
+def _arrange(ground: Ground, workers: int, spec: ModelSpec, devices: Sequence[DeviceReading]) -> list[Worker]:
+    if len(devices) > 1:
+        if spec.tensor_parallel:
+            return spread(ground, workers)
+        if spec.gpu_split_gb:
+            return _as_given(ground, workers, spec, devices)
+        if spec.gpu_balance:
+            return evenly(ground, workers)
+    elif spec.gpu_split_gb and devices[0].kind != "cpu":
+        return _as_given(ground, workers, spec, devices)
+    return automatic(ground, workers)
+
+
+def _as_given(ground: Ground, workers: int, spec: ModelSpec, devices: Sequence[DeviceReading]) -> list[Worker]:
+    """Raises InvalidRequest where the split names more devices than there are, or cannot hold the weights."""
+    split, most = spec.gpu_split_gb, max(map(len, ground.groups))
+    if len(split) > most:
+        names = ", ".join(device.id for device in devices)
+        raise InvalidRequest(f"gpu_split names {len(split)} GPUs; there are {most}: {names}", param="gpu_split")
+    fitting = msgspec.structs.replace(
+        ground, groups=tuple(group for group in ground.groups if len(group) >= len(split))
     )
-    return InsufficientMemory(
-        f"{which} with {spec.name} needs {_mib(needed)} on {device} ({parts}) "
-        f"and {_mib(free_bytes)} are free: short by {_mib(short)}",
-        device=device,
-        needed_bytes=needed,
-        free_bytes=free_bytes,
-        short_bytes=short,
+    arranged = given(fitting, workers, [int(gigabytes * 2**30) for gigabytes in split])
+    if arranged is None:
+        raise InvalidRequest(
+            f"gpu_split gives {'+'.join(f'{gigabytes:g}' for gigabytes in split)} GB to the weights of {spec.name}, "
+            f"which take {ground.costs.weights_bytes / 2**30:.2f} GB in whole layers",
+            param="gpu_split",
+        )
+    return arranged
+
+
+def _pages(costs: ModelCosts, spec: ModelSpec, max_prompts: int) -> tuple[int, int]:
+    """KV pages that a worker has at the least, and that it should have: what was asked for; else one request of
+    TYPICAL_TOKENS, and max_prompts of them or one of the whole context."""
+    if spec.kv_cache_tokens is not None:
+        asked = max(1, costs.pages(spec.kv_cache_tokens))
+        return asked, asked
+    typical = min(costs.context_tokens, TYPICAL_TOKENS)
+    return costs.pages(typical), costs.pages(max(max_prompts * typical, costs.context_tokens))
+
+
+def _grown(ground: Ground, workers: Sequence[Worker], wanted: int, share: float) -> list[int]:
+    """KV pages of each worker: up to `wanted`, as far as its fair part goes of `share` of what all leave on each of its
+    devices."""
+    spare = [room - need for room, need in zip(ground.room, ground.needs(workers), strict=True)]
+    each_more = msgspec.structs.replace(ground, pages=ground.pages + 1).needs(workers)
+    page_bytes = [more - now for more, now in zip(each_more, ground.needs(workers), strict=True)]
+    possible = [int(left * share) // size if size else wanted for left, size in zip(spare, page_bytes, strict=True)]
+    return [min(wanted, ground.pages + min(possible[segment.device] for segment in worker)) for worker in workers]
+
+
+def _placement(costs: ModelCosts, worker: Worker, pages: int, devices: Sequence[DeviceReading]) -> Placement:
+    return Placement(
+        shares=tuple(costs.share(devices[segment.device].id, segment.start, segment.stop, pages) for segment in worker),
+        kv_tokens=pages * costs.page_tokens,
+        node=devices[worker[0].device].node,
     )
 
 
-def _mib(size_bytes: int) -> str:
-    """Whole MiB, rounded up."""
-    return f"{-(-size_bytes // _MIB)} MiB"
+def _used(arranged: Sequence[Worker], placements: Sequence[Placement], devices: int) -> list[int]:
+    used = [0] * devices
+    for worker, placement in zip(arranged, placements, strict=True):
+        for segment, share in zip(worker, placement.shares, strict=True):
+            used[segment.device] += share.total_bytes
+    return used
+
+
+def _machines(devices: Sequence[DeviceReading]) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the devices of each machine: no worker spans two."""
+    nodes = dict.fromkeys(device.node for device in devices)
+    return tuple(tuple(number for number, each in enumerate(devices) if each.node == node) for node in nodes)
+
+
+def _headroom_bytes(device: DeviceReading, position: int, spec: ModelSpec) -> int:
+    """As --gpu_reserve asks for this GPU, else the usual."""
+    if device.kind != "cpu" and position < len(spec.gpu_reserve_mib):
+        return spec.gpu_reserve_mib[position] * _MIB
+    share, floor = _HEADROOM[device.kind]
+    return int(device.total_bytes * share) + floor
+
+
+def _numbers(seat: Seat) -> dict[str, Detail]:
+    return {
+        "needed_bytes": seat.used_bytes,
+        "free_bytes": seat.free_bytes,
+        "headroom_bytes": seat.headroom_bytes,
+        "short_bytes": seat.short_bytes,
+    }
+
+
+def _name(seat: Seat) -> str:
+    return f"{seat.device.node}/{seat.device.id}" if seat.device.node else seat.device.id
+
+
+def _mib(size_bytes: int, *, up: bool = True) -> str:
+    """Whole MiB, rounded up, or down for what there is."""
+    return f"{-(-size_bytes // _MIB) if up else size_bytes // _MIB} MiB"

@@ -15,17 +15,12 @@ from engine.errors import EngineError, UnsupportedModel
 from engine.models.catalog import ModelEntry
 from engine.models.files import read_json_object
 from engine.models.headers import TensorHeader, read_header, weight_files
+from engine.models.parts import elements
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FLOATS |= {"F8_E4M3": "float8_e4m3", "F8_E5M2": "float8_e5m2"}
 _READABLE = ("bfloat16", "float16", "float32")
 _MARKS = {".q_weight": "exl2", ".qweight": "gptq"}
-_PACKED_HELPERS = (
-    *(".q_scale", ".q_scale_max", ".q_groups", ".q_group_map", ".q_perm", ".q_invperm"),  # exl2
-    *(".qzeros", ".scales", ".g_idx"),  # gptq, awq
-    *(".weight_scale", ".weight_scale_inv", ".input_scale"),  # fp8
-    *(".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"),  # bitsandbytes
-)
 
 
 class _Weights(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +46,7 @@ def inspect(path: Path, choose: ChooseBackend = lambda quantisation: "torch") ->
     problems: list[str] = []
     try:
         config = read_json_object(path / "config.json")
-        context_tokens = _context_tokens(config)
+        context_tokens = read_context(config)
     except EngineError as error:
         problems.append(error.message)
     try:
@@ -95,26 +90,10 @@ def _read_weights(path: Path, config: Mapping[str, object]) -> _Weights:
             plain_bytes[_FLOATS[tensor.dtype]] += tensor.stored_bytes
     return _Weights(
         file_bytes=sum(file.stat().st_size for file in files),
-        parameters=sum(_parameters(name, tensors, _bits(config)) for name in tensors),
+        parameters=sum(elements(name, tensors, quantised_bits(config)) for name in tensors),
         dtype=next((dtype for dtype, _ in plain_bytes.most_common(1)), ""),
         packing=next((method for mark, method in _MARKS.items() if any(name.endswith(mark) for name in tensors)), ""),
     )
-
-
-def _parameters(name: str, tensors: Mapping[str, TensorHeader], bits: float | None) -> int:
-    """How many weights of the model a stored tensor stands for; packed ones stand for more than their elements."""
-    tensor = tensors[name]
-    stem, _, kind = name.rpartition(".")
-    if kind == "q_weight":  # exl2: [packed rows, columns, padded to 32]; its permutation has one entry per row
-        rows = tensors.get(f"{stem}.q_invperm") or tensors.get(f"{stem}.q_perm")
-        return rows.elements * tensor.shape[-1] if rows and tensor.shape else 0
-    if kind == "qweight":  # gptq and awq: 32-bit words full of values
-        return int(tensor.elements * 32 / (bits or 4))
-    if name.endswith(_PACKED_HELPERS) or ".quant_state." in name:
-        return 0
-    if tensor.dtype == "U8":  # bitsandbytes: two 4-bit values a byte
-        return tensor.elements * 2
-    return tensor.elements if tensor.dtype in _FLOATS or tensor.dtype == "I8" else 0
 
 
 def _refuse_unreadable(path: Path, weights: _Weights) -> None:
@@ -130,7 +109,7 @@ def _architecture(config: Mapping[str, object]) -> str:
     return str(names[0] if isinstance(names, list) and names else config.get("model_type") or "")
 
 
-def _context_tokens(config: Mapping[str, object]) -> int:
+def read_context(config: Mapping[str, object]) -> int:
     """The length that config.json itself gives, for models whose config is not known any better."""
     text_config = config.get("text_config")
     for source in (config, text_config if isinstance(text_config, dict) else {}):
@@ -144,13 +123,14 @@ def _context_tokens(config: Mapping[str, object]) -> int:
 def _quantisation(config: Mapping[str, object], weights: _Weights) -> str:
     """ "exl2 5.0 bpw", "gptq 4-bit", "fp8", ..."""
     method = _quantisation_config(config).get("quant_method") or weights.packing
-    bits = _bits(config)
+    bits = quantised_bits(config)
     if not method or bits is None:
         return str(method)
     return f"{method} {bits:.1f} bpw" if method == "exl2" else f"{method} {bits:g}-bit"
 
 
-def _bits(config: Mapping[str, object]) -> float | None:
+def quantised_bits(config: Mapping[str, object]) -> float | None:
+    """Bits per quantised weight, where config.json says it."""
     quantisation = _quantisation_config(config)
     if quantisation.get("load_in_4bit") or quantisation.get("load_in_8bit"):
         return 4 if quantisation.get("load_in_4bit") else 8

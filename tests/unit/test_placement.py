@@ -1,141 +1,343 @@
-"""Where workers go, and why they cannot."""
+"""Where workers go, what they get there, and why they cannot."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.config import ModelSpec
-from engine.demand import MemoryDemand, kv_bytes_per_token, read_demand
-from engine.errors import InsufficientMemory, InvalidRequest, UnsafeWeights, UnsupportedModel
-from engine.placement import place
+from engine.costs import ModelCosts
+from engine.errors import InsufficientMemory, InvalidRequest
+from engine.placement import Placement, Plan, candidates, plan_costs
 from engine.snapshot import DeviceReading
 
 MIB = 2**20
-DEMAND = MemoryDemand(weights_bytes=1000 * MIB, kv_bytes=400 * MIB, working_bytes=100 * MIB)
+LAYERS = 8
+COSTS = ModelCosts(
+    name="m",
+    identity="",
+    backend="torch",
+    dtype="bfloat16",
+    kind="cuda",
+    cache_bits=16,
+    context_tokens=2048,
+    page_tokens=16,
+    layer_bytes=(100 * MIB,) * LAYERS,
+    first_bytes=50 * MIB,
+    last_bytes=50 * MIB,
+    page_bytes=16 * 2048,
+    working_bytes=44 * MIB,
+    head_working_bytes=44 * MIB,
+)
+LEAST_MIB = 900 + 44 + 32  # weights, working memory, and 128 KV pages of 32 KiB in 8 layers
 
 
-def device(name: str, free_mib: int) -> DeviceReading:
+def device(name: str, free_mib: float, node: str = "") -> DeviceReading:
     kind = "cpu" if name == "cpu" else "cuda"
     return DeviceReading(
-        id=name, name=name, kind=kind, utilisation=None, total_bytes=10**5 * MIB, free_bytes=free_mib * MIB
+        id=name, name=name, kind=kind, utilisation=None, total_bytes=0, free_bytes=int(free_mib * MIB), node=node
     )
+
+
+def cards(*free_mib: float) -> list[DeviceReading]:
+    """GPUs with so many MiB to take, beyond what stays free."""
+    return [device(f"cuda:{number}", 192 + free) for number, free in enumerate(free_mib)]
 
 
 def spec(**fields: object) -> ModelSpec:
     return ModelSpec(path=Path("/models/m"), name="m", **fields)  # type: ignore[arg-type]
 
 
-def devices_of(workers: int, *devices: DeviceReading, model: ModelSpec | None = None) -> list[str]:
-    return [each.device for each in place(workers, DEMAND, devices, model or spec())]
+def planned(
+    workers: int, devices: list[DeviceReading], *, costs: ModelCosts = COSTS, max_prompts: int = 1, **fields: object
+) -> Plan:
+    model = spec(**fields)
+    return plan_costs(workers, costs, candidates(devices, model), model, max_prompts)
 
 
-def test_each_worker_goes_where_most_memory_is_left() -> None:
-    assert devices_of(3, device("cuda:0", 4000), device("cuda:1", 5000)) == ["cuda:1", "cuda:0", "cuda:1"]
+def layers_of(found: Plan) -> list[dict[str, int]]:
+    return [{share.device: share.layers for share in placement.shares} for placement in found.placements]
 
 
-def test_gpus_are_preferred_to_the_cpu() -> None:
-    assert devices_of(1, device("cuda:0", 2000), device("cpu", 90000)) == ["cuda:0"]
+# -- automatic ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_worker_goes_whole_where_most_memory_is_left() -> None:
+    found = planned(3, cards(2500, 3000))
+    assert layers_of(found) == [{"cuda:1": LAYERS}, {"cuda:0": LAYERS}, {"cuda:1": LAYERS}]
+    assert [placement.device for placement in found.placements] == ["cuda:1", "cuda:0", "cuda:1"]
+
+
+def test_only_what_fits_on_no_device_is_split_and_over_as_few_as_can_be() -> None:
+    found = planned(2, cards(900, 1300, 600, 20))
+    assert layers_of(found) == [{"cuda:1": LAYERS}, {"cuda:0": 7, "cuda:2": 1}]
+    assert found.placements[1].device == "auto"
+    assert found.fits
+
+
+def test_the_embedding_goes_with_the_first_share_and_the_head_with_the_last() -> None:
+    costs = msgspec.structs.replace(COSTS, first_bytes=70 * MIB, last_bytes=90 * MIB, head_working_bytes=60 * MIB)
+    first, last = planned(1, cards(1000, 700), costs=costs).placements[0].shares
+    assert first.weights_bytes == (first.layers * 100 + 70) * MIB
+    assert last.weights_bytes == (last.layers * 100 + 90) * MIB
+    assert (first.working_bytes, last.working_bytes) == (44 * MIB, 60 * MIB)
+
+
+def test_a_tied_head_is_held_twice_only_where_the_embedding_lies_elsewhere() -> None:
+    costs = msgspec.structs.replace(COSTS, joined_bytes=50 * MIB)
+    assert sum(share.weights_bytes for share in planned(1, cards(5000), costs=costs).placements[0].shares) == 850 * MIB
+    split = planned(1, cards(800, 800), costs=costs).placements[0].shares
+    assert sum(share.weights_bytes for share in split) == 900 * MIB
+
+
+def test_gpus_and_simulated_devices_are_preferred_to_the_cpu() -> None:
+    gpu, cpu = device("cuda:0", 2000), device("cpu", 90000)
+    assert candidates([gpu, cpu], spec()) == [gpu]
+    assert candidates([cpu], spec()) == [cpu]
+    simulated = msgspec.structs.replace(gpu, id="sim:0", kind="simulated")
+    assert candidates([simulated, cpu], spec()) == [simulated]
 
 
 def test_a_named_device_is_used_alone() -> None:
-    every = (device("cuda:0", 9000), device("cuda:1", 4000), device("cpu", 9000))
-    assert devices_of(2, *every, model=spec(device="cuda:1")) == ["cuda:1", "cuda:1"]
-    assert devices_of(1, *every, model=spec(device="cpu")) == ["cpu"]
+    every = [device("cuda:0", 9000), device("cuda:1", 4000), device("cpu", 9000)]
+    assert layers_of(planned(2, every, device="cuda:1")) == [{"cuda:1": LAYERS}] * 2
+    assert layers_of(planned(1, every, device="cpu")) == [{"cpu": LAYERS}]
 
 
 def test_a_device_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(InvalidRequest, match="no device cuda:7 here; there are cuda:0, cpu"):
-        devices_of(1, device("cuda:0", 9000), device("cpu", 9000), model=spec(device="cuda:7"))
+        candidates([device("cuda:0", 9000), device("cpu", 9000)], spec(device="cuda:7"))
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
-    with pytest.raises(InsufficientMemory) as refused:
-        devices_of(2, device("cpu", 2000))
-    assert "worker 2 of 2 with m needs 1500 MiB on cpu" in refused.value.message
-    assert "short by 1000 MiB" in refused.value.message
-    assert refused.value.details == {
-        "device": "cpu",
-        "needed_bytes": 1500 * MIB,
-        "free_bytes": 500 * MIB,
-        "short_bytes": 1000 * MIB,
-    }
+def test_no_worker_spans_two_machines() -> None:
+    halves = [device("cuda:0", 192 + 700, "a"), device("cuda:0", 192 + 700, "b")]
+    assert not planned(1, halves).fits
+    together = [*halves, device("cuda:1", 192 + 700, "b")]
+    found = planned(1, together)
+    assert (found.fits, found.placements[0].node, len(found.placements[0].shares)) == (True, "b", 2)
 
 
-EXL2 = spec(backend="exllamav2")
+# -- as told -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_exllamav2_worker_spans_the_gpus_where_no_single_one_holds_it() -> None:
-    assert devices_of(1, device("cuda:0", 1000), device("cuda:1", 800), model=EXL2) == ["auto"]
-    assert devices_of(1, device("cuda:0", 1000), device("cuda:1", 1500), model=EXL2) == ["cuda:1"]
-    with pytest.raises(InsufficientMemory, match=r"on cuda:1 .* short by 1000 MiB"):
-        devices_of(2, device("cuda:0", 1000), device("cuda:1", 1000), model=EXL2)
+def test_gpu_balance_gives_each_card_a_whole_worker_and_splits_the_odd_one_over_all() -> None:
+    found = planned(3, cards(9000, 5000), gpu_balance=True)
+    assert layers_of(found) == [{"cuda:0": LAYERS}, {"cuda:1": LAYERS}, {"cuda:0": 4, "cuda:1": 4}]
 
 
-def test_a_torch_worker_spans_nothing() -> None:
-    with pytest.raises(InsufficientMemory):
-        devices_of(1, device("cuda:0", 1000), device("cuda:1", 800))
+def test_gpu_balance_puts_fewer_workers_than_cards_on_one_each() -> None:
+    found = planned(2, cards(3000, 9000, 4000), gpu_balance=True)
+    assert layers_of(found) == [{"cuda:1": LAYERS}, {"cuda:2": LAYERS}]
 
 
-def test_a_gpu_split_is_checked_card_by_card() -> None:
-    split = spec(backend="exllamav2", gpu_split_gb=(1.0, 0.5))
-    assert devices_of(1, device("cuda:0", 1024), device("cuda:1", 600), model=split) == ["auto"]
-    with pytest.raises(InsufficientMemory, match=r"512 MiB on cuda:1 \(its share of 1500 MiB\) and 500 MiB are free"):
-        devices_of(1, device("cuda:0", 1024), device("cuda:1", 500), model=split)
-    with pytest.raises(InvalidRequest, match="gpu_split names 2 GPUs; this machine has 1: cuda:0"):
-        devices_of(1, device("cuda:0", 9000), model=split)
+def test_gpu_split_gives_the_layers_in_order_as_far_as_each_size_goes() -> None:
+    found = planned(2, cards(9000, 9000), gpu_split_gb=(0.5, 1.0))
+    assert layers_of(found) == [{"cuda:0": 4, "cuda:1": 4}] * 2
 
 
-def test_tensor_parallelism_takes_an_equal_share_of_each_card() -> None:
-    parallel = spec(backend="exllamav2", tensor_parallel=True)
-    assert devices_of(1, device("cuda:0", 750), device("cuda:1", 750), model=parallel) == ["auto"]
-    with pytest.raises(InsufficientMemory, match="750 MiB on cuda:1"):
-        devices_of(1, device("cuda:0", 9000), device("cuda:1", 749), model=parallel)
+def test_a_gpu_split_that_cannot_hold_the_weights_or_names_too_many_cards_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"0\.2\+0\.3 GB to the weights of m, which take 0\.88 GB"):
+        planned(1, cards(9000, 9000), gpu_split_gb=(0.2, 0.3))
+    with pytest.raises(InvalidRequest, match="names 3 GPUs; there are 2: cuda:0, cuda:1"):
+        planned(1, cards(9000, 9000), gpu_split_gb=(1, 1, 1))
 
 
-def model_folder(folder: Path, weights_bytes: int, **config: object) -> Path:
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
-    (folder / "config.json").write_text(json.dumps({**shape, **config}))
-    (folder / "model.safetensors").write_bytes(bytes(weights_bytes))
-    return folder
+def test_tensor_parallelism_takes_every_card() -> None:
+    assert layers_of(planned(1, cards(9000, 9000), tensor_parallel=True)) == [{"cuda:0": 4, "cuda:1": 4}]
 
 
-def test_demand_comes_from_the_files_and_the_config(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path, 1000, torch_dtype="bfloat16")
-    demand = read_demand(ModelSpec(path=folder, name="m", kv_cache_tokens=10))
-    assert demand.weights_bytes == 1000
-    assert demand.kv_bytes == 10 * 2 * 2 * 2 * 16 * 2
+# -- headroom and refusals ---------------------------------------------------------------------------------------------
 
 
-def test_kv_pages_must_hold_one_request_but_no_more_than_the_context(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path, 1000, torch_dtype="bfloat16", max_position_embeddings=100)
-    per_token = 2 * 2 * 2 * 16 * 2
-    assert read_demand(ModelSpec(path=folder, name="m")).kv_bytes == 100 * per_token
-    assert read_demand(ModelSpec(path=folder, name="m", max_model_len=40)).kv_bytes == 40 * per_token
+def test_headroom_is_a_share_of_the_device_and_a_floor_or_what_was_asked_for() -> None:
+    large = msgspec.structs.replace(device("cuda:0", 9000), total_bytes=10000 * MIB)
+    assert planned(1, [large]).seats[0].headroom_bytes == (100 + 192) * MIB
+    assert planned(1, [large], gpu_reserve_mib=(1000,)).seats[0].headroom_bytes == 1000 * MIB
 
 
-def test_a_wider_dtype_needs_more(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path, 1000, torch_dtype="bfloat16")
-    assert read_demand(ModelSpec(path=folder, name="m", dtype="float32")).weights_bytes == 2000
+def test_a_refusal_says_what_each_device_lacks() -> None:
+    found = planned(4, cards(LEAST_MIB + 100, LEAST_MIB - 100))
+    error = found.refusal()
+    assert error.message.startswith("4 workers with m do not fit: cuda:")
+    assert error.message.count("short by") == 2
+    for name in ("cuda:0", "cuda:1"):
+        assert error.details[f"{name}.short_bytes"] == (
+            error.details[f"{name}.needed_bytes"]  # type: ignore[operator]
+            + error.details[f"{name}.headroom_bytes"]
+            - error.details[f"{name}.free_bytes"]
+        )
+    assert error.details["short_bytes"] == max(seat.short_bytes for seat in found.seats)
 
 
-def test_kv_bytes_count_every_layers_keys_and_values() -> None:
-    config = {"num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 32, "hidden_size": 64}
-    assert kv_bytes_per_token(config, 2) == 2 * 3 * 8 * 32 * 2
-    assert kv_bytes_per_token({}, 2) == 0
+def test_a_model_too_large_for_every_card_lacks_what_a_split_over_them_would_lack() -> None:
+    found = planned(1, cards(500, 500))
+    whole_short = LEAST_MIB - 500
+    assert sum(seat.short_bytes for seat in found.seats) < whole_short * MIB
+    assert len(found.placements[0].shares) == 2
 
 
-def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="not a folder"):
-        read_demand(ModelSpec(path=tmp_path / "missing", name="m"))
-    with pytest.raises(UnsupportedModel, match=r"has no config\.json"):
-        read_demand(ModelSpec(path=tmp_path, name="m"))
+# -- KV pages ----------------------------------------------------------------------------------------------------------
 
 
-def test_pickles_are_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UnsafeWeights, match=r"pytorch_model\.bin"):
-        read_demand(ModelSpec(path=tmp_path, name="m"))
+def test_kv_pages_hold_a_typical_length_of_each_request_or_one_whole_context() -> None:
+    assert planned(1, cards(90000), max_prompts=5).placements[0].kv_tokens == 5 * 2048
+    long = msgspec.structs.replace(COSTS, context_tokens=100_000)
+    assert planned(1, cards(90000), costs=long, max_prompts=5).placements[0].kv_tokens == 100_000
+
+
+def test_workers_on_one_device_get_equal_parts_of_what_all_of_them_leave() -> None:
+    found = planned(2, cards(2 * LEAST_MIB + 1000), max_prompts=100)
+    held = {placement.kv_tokens for placement in found.placements}
+    assert len(held) == 1
+    assert 2048 < held.pop() < 100 * 2048
+    assert found.seats[0].used_bytes <= (2 * LEAST_MIB + 900) * MIB
+
+
+def test_kv_cache_tokens_are_honoured_to_the_page_or_refused() -> None:
+    assert planned(1, cards(90000), max_prompts=100, kv_cache_tokens=100).placements[0].kv_tokens == 112
+    assert not planned(1, cards(LEAST_MIB), kv_cache_tokens=4096).fits
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+SIZES = st.integers(0, 40)
+WANTS = st.sampled_from(({}, {"gpu_balance": True}, {"tensor_parallel": True}, {"gpu_split_gb": (6 / 2**30, 1.0)}))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelCosts:
+    """Small numbers, where every rounding shows."""
+    first, last = draw(SIZES), draw(SIZES)
+    work = draw(SIZES)
+    return msgspec.structs.replace(
+        COSTS,
+        context_tokens=draw(st.sampled_from((16, 64))),
+        layer_bytes=tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=6))),
+        first_bytes=first,
+        last_bytes=last,
+        joined_bytes=draw(st.integers(0, min(first, last))),
+        page_bytes=draw(st.integers(0, 3)),
+        device_page_bytes=draw(st.integers(0, 3)),
+        first_page_bytes=draw(st.integers(0, 3)),
+        working_bytes=work,
+        head_working_bytes=work + draw(SIZES),
+    )
+
+
+ROOMS = st.lists(st.integers(-20, 300), min_size=1, max_size=4)
+
+
+def in_bytes(
+    workers: int, costs: ModelCosts, rooms: list[int], wants: dict[str, object], nodes: int = 1
+) -> Plan | None:
+    """A plan over cards with so many bytes beyond their headroom; None where the split that was given cannot be."""
+    devices = [
+        DeviceReading(
+            id=f"cuda:{number}",
+            name="",
+            kind="cuda",
+            utilisation=None,
+            total_bytes=0,
+            free_bytes=192 * MIB + room,
+            node=str(number % nodes),
+        )
+        for number, room in enumerate(rooms)
+    ]
+    try:
+        return plan_costs(workers, costs, devices, spec(**wants), max_prompts=4)
+    except InvalidRequest:
+        return None
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(1, 6), models(), ROOMS, WANTS, st.integers(1, 2))
+def test_no_device_gives_more_than_it_has_beyond_its_headroom_and_every_layer_has_a_place(
+    workers: int, costs: ModelCosts, rooms: list[int], wants: dict[str, object], nodes: int
+) -> None:
+    found = in_bytes(workers, costs, rooms, wants, nodes)
+    if found is None:
+        return
+    assert len(found.placements) == workers
+    for placement in found.placements:
+        assert sum(share.layers for share in placement.shares) == costs.layers
+        assert len({share.device for share in placement.shares}) == len(placement.shares)
+        assert placement.kv_tokens >= costs.context_tokens
+    if found.fits:
+        for number, room in enumerate(rooms):
+            taken = sum(
+                share.total_bytes
+                for placement in found.placements
+                for share in placement.shares
+                if share.device == f"cuda:{number}"
+            )
+            assert taken == found.seats[number].used_bytes <= max(room, 0)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.integers(1, 6), models(), ROOMS, WANTS, st.data())
+def test_more_memory_and_fewer_workers_never_turn_a_fit_into_a_refusal(
+    workers: int, costs: ModelCosts, rooms: list[int], wants: dict[str, object], data: st.DataObject
+) -> None:
+    found = in_bytes(workers, costs, rooms, wants)
+    if found is None or not found.fits:
+        return
+    more = [room + data.draw(st.integers(0, 150)) for room in rooms]
+    fewer = data.draw(st.integers(1, workers))
+    for again in (in_bytes(workers, costs, more, wants), in_bytes(fewer, costs, rooms, wants)):
+        assert again is not None
+        assert again.fits
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(1, 6), models(), ROOMS, WANTS, st.integers(1, 2))
+def test_granting_exactly_what_a_refusal_says_is_short_makes_it_fit(
+    workers: int, costs: ModelCosts, rooms: list[int], wants: dict[str, object], nodes: int
+) -> None:
+    found = in_bytes(workers, costs, rooms, wants, nodes)
+    if found is None or found.fits:
+        return
+    granted = [room + seat.short_bytes for room, seat in zip(rooms, found.seats, strict=True)]
+    again = in_bytes(workers, costs, granted, wants, nodes)
+    assert again is not None
+    assert again.fits
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 6), models(), ROOMS)
+def test_automatic_never_splits_what_fits_whole(workers: int, costs: ModelCosts, rooms: list[int]) -> None:
+    found = in_bytes(workers, costs, rooms, {})
+    assert found is not None
+    whole = costs.share("", 0, costs.layers, costs.pages(costs.context_tokens)).total_bytes
+    room_for = sum(max(0, room) // whole for room in rooms)
+    if found.fits:
+        assert sum(len(placement.shares) > 1 for placement in found.placements) >= workers - room_for
+    if workers <= room_for:
+        assert found.fits
+        assert all(len(placement.shares) == 1 for placement in found.placements)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 9), models(), st.lists(st.integers(0, 2000), min_size=2, max_size=4))
+def test_gpu_balance_counts_of_whole_workers_differ_by_one_at_most(
+    workers: int, costs: ModelCosts, rooms: list[int]
+) -> None:
+    found = in_bytes(workers, costs, rooms, {"gpu_balance": True})
+    assert found is not None
+    whole = [placement.device for placement in found.placements if len(placement.shares) == 1]
+    counts = [whole.count(f"cuda:{number}") for number in range(len(rooms))]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_a_refusal_is_raised_as_such() -> None:
+    with pytest.raises(InsufficientMemory, match="a worker with m does not fit"):
+        raise planned(1, cards(10)).refusal()
+
+
+def test_a_placement_names_its_device_only_where_there_is_one() -> None:
+    shares = planned(1, cards(800, 800)).placements[0].shares
+    assert Placement(shares=shares, kv_tokens=16).device == "auto"
+    assert Placement(shares=shares[:1], kv_tokens=16).device == "cuda:0"

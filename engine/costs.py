@@ -1,0 +1,254 @@
+"""What a model takes of each device that it is put on, as its backend will hold it. Pure: integers in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from engine.backends.exllama import sizes as exllama
+from engine.backends.exllama.parts import PAGE_TOKENS as EXLLAMA_PAGE_TOKENS
+from engine.backends.torch.step_memory import largest_step, step_bytes
+from engine.config import BackendKind, CacheBits, DeviceShare, ModelSpec
+from engine.facts import ModelFacts
+
+DeviceKind = Literal["cpu", "cuda", "simulated"]
+
+TYPICAL_TOKENS = 2048
+"""Tokens of KV that one running request gets on average where nobody says otherwise."""
+
+MAX_HEAD_COPY_BYTES = 256 << 20
+"""Up to this size the torch backend packs a tied head for the CPU as a copy of the embedding."""
+
+RUNTIME_BYTES: dict[DeviceKind, int] = {"cpu": 256 << 20, "cuda": 512 << 20, "simulated": 0}
+"""A worker's process besides its model. CPU: Python, torch and oneDNN, as measured on Linux. CUDA: the context, loaded
+kernels and cuBLAS's workspace. A simulated device holds what the worker allocates for its model alone."""
+
+_MIN_HEAD_COPY_ELEMENTS = 1 << 18
+_EXLLAMA_CHUNK_TOKENS = 2048
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is to do at once; the fields are EngineConfig's."""
+
+    max_prompts: int = 16
+    step_tokens: int = 512
+    page_tokens: int = 16
+
+
+class Correction(msgspec.Struct, frozen=True, kw_only=True):
+    """What earlier loads teach: weights are multiplied by a factor, working memory has bytes added."""
+
+    weights_factor: float = 1.0
+    working_bytes: int = 0
+
+
+class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that one worker takes. A worker is its layers in order, adjacent ones on a device.
+
+    identity: of what was counted; the same for the same files held in the same way.
+    first_bytes, last_bytes: what goes with the first and with the last layer.  joined_bytes: of these, what is held
+    once where both lie on the same device (a tied head).
+    page_bytes: a KV page of page_tokens, in one layer.  device_page_bytes: what it takes besides on each device, and
+    first_page_bytes on the first.
+    working_bytes: on each device, for steps and the runtime.  head_working_bytes: on the last instead.
+    """
+
+    name: str
+    identity: str
+    backend: BackendKind
+    dtype: str
+    kind: DeviceKind
+    cache_bits: CacheBits
+    context_tokens: int
+    page_tokens: int
+    layer_bytes: tuple[int, ...]
+    first_bytes: int = 0
+    last_bytes: int = 0
+    joined_bytes: int = 0
+    page_bytes: int = 0
+    device_page_bytes: int = 0
+    first_page_bytes: int = 0
+    working_bytes: int = 0
+    head_working_bytes: int = 0
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return len(self.layer_bytes)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of a worker that lies on one device."""
+        return self.weights_of(0, self.layers)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Keys and values of one token in all layers, rounded up."""
+        return -(-self.layers * self.page_bytes // self.page_tokens)
+
+    def pages(self, tokens: int) -> int:
+        """KV pages that hold so many tokens."""
+        return -(-tokens // self.page_tokens)
+
+    def weights_of(self, start: int, stop: int) -> int:
+        """Weights of layers [start, stop) and what goes with them."""
+        first, last = start == 0, stop == self.layers
+        ends = self.first_bytes * first + self.last_bytes * last - self.joined_bytes * (first and last)
+        return sum(self.layer_bytes[start:stop]) + ends
+
+    def share(self, device: str, start: int, stop: int, pages: int) -> DeviceShare:
+        """What layers [start, stop) take of `device`, with `pages` KV pages."""
+        first, last = start == 0, stop == self.layers
+        working = self.head_working_bytes if last else self.working_bytes
+        return DeviceShare(
+            device=device,
+            layers=stop - start,
+            weights_bytes=self.weights_of(start, stop),
+            kv_bytes=pages * ((stop - start) * self.page_bytes + self.first_page_bytes * first),
+            working_bytes=working + pages * self.device_page_bytes,
+        )
+
+
+def costs_of(
+    facts: ModelFacts,
+    spec: ModelSpec,
+    kind: DeviceKind,
+    workload: Workload,
+    *,
+    bfloat16: bool,
+    correct: Callable[[str], Correction] = lambda identity: Correction(),
+) -> ModelCosts:
+    """What `facts` cost on devices of `kind`. bfloat16: whether the CPU multiplies it natively.
+
+    correct: what earlier loads of that identity teach.
+    """
+    dtype = _dtype(facts, spec, kind, bfloat16)
+    identity = "|".join((str(facts.path), facts.stamp, facts.backend, dtype, str(spec.cache_bits), kind))
+    bill = _exllama if facts.backend == "exllamav2" else _torch
+    return corrected(bill(facts, spec, kind, workload, dtype, identity), correct(identity))
+
+
+def corrected(costs: ModelCosts, by: Correction) -> ModelCosts:
+    """The costs as earlier loads bear them out."""
+
+    def weigh(size_bytes: int) -> int:
+        return int(size_bytes * by.weights_factor)
+
+    return msgspec.structs.replace(
+        costs,
+        layer_bytes=tuple(map(weigh, costs.layer_bytes)),
+        first_bytes=weigh(costs.first_bytes),
+        last_bytes=weigh(costs.last_bytes),
+        joined_bytes=weigh(costs.joined_bytes),
+        working_bytes=max(0, costs.working_bytes + by.working_bytes),
+        head_working_bytes=max(0, costs.head_working_bytes + by.working_bytes),
+    )
+
+
+def _torch(
+    facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, workload: Workload, dtype: str, identity: str
+) -> ModelCosts:
+    """Weights are plain numbers of one dtype. On a CPU the pages are gathered, layer by layer, into a buffer."""
+    shape, parts, item = facts.shape, facts.parts, _ITEM_BYTES[dtype]
+    context = _context(facts, spec)
+    embedding = item * parts.embedding.elements
+    head = embedding if facts.tied else item * parts.head.elements
+    copied = (
+        kind == "cpu"
+        and embedding <= MAX_HEAD_COPY_BYTES
+        and (dtype != "float32" or parts.embedding.elements >= _MIN_HEAD_COPY_ELEMENTS)
+    )
+    steps = largest_step(step_tokens=workload.step_tokens, max_prompts=workload.max_prompts, context=context)
+    row_bytes = 2 * shape.kv_heads * shape.head_dim * item
+    gathers = kind != "cuda" or spec.attention == "gathered"
+    masks = workload.step_tokens * context * (item + 1) if gathers else 0
+    working, head_working = (
+        RUNTIME_BYTES[kind] + masks + step_bytes(shape, steps, item, layers=True, head=head) for head in (False, True)
+    )
+    return ModelCosts(
+        name=spec.name,
+        identity=identity,
+        backend="torch",
+        dtype=dtype,
+        kind=kind,
+        cache_bits=16,
+        context_tokens=context,
+        page_tokens=workload.page_tokens,
+        layer_bytes=tuple(item * layer.elements for layer in parts.layers),
+        first_bytes=embedding + facts.adapter_bytes,
+        last_bytes=head + item * parts.norm.elements,
+        joined_bytes=embedding if facts.tied and not copied else 0,
+        page_bytes=workload.page_tokens * row_bytes,
+        device_page_bytes=2 * workload.page_tokens * row_bytes if gathers else 0,
+        working_bytes=working,
+        head_working_bytes=head_working,
+    )
+
+
+def _exllama(
+    facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, workload: Workload, dtype: str, identity: str
+) -> ModelCosts:
+    """Weights stay as the files pack them; the embedding stays in RAM, and a tied head is a copy of it."""
+    context = _context(facts, spec)
+    main, draft = facts, facts.draft
+    cache = _exllama_cache(main, spec)
+    guessing = _exllama_cache(draft, spec) if draft is not None else None
+    draft_bytes = 0 if draft is None else sum(part.packed_bytes for part in draft.parts.layers) + _exllama_end(draft)
+    working = sum(_exllama_work(each, spec, context) for each in (main, draft) if each is not None)
+    return ModelCosts(
+        name=spec.name,
+        identity=identity,
+        backend="exllamav2",
+        dtype=dtype,
+        kind=kind,
+        cache_bits=spec.cache_bits,
+        context_tokens=context,
+        page_tokens=EXLLAMA_PAGE_TOKENS,
+        layer_bytes=tuple(layer.packed_bytes for layer in main.parts.layers),
+        first_bytes=draft_bytes + main.adapter_bytes,
+        last_bytes=_exllama_end(main),
+        page_bytes=cache.layer_page_bytes,
+        device_page_bytes=cache.unpacked_page_bytes,
+        first_page_bytes=guessing.page_bytes + guessing.unpacked_page_bytes if guessing is not None else 0,
+        working_bytes=working,
+        head_working_bytes=working,
+    )
+
+
+def _exllama_cache(facts: ModelFacts, spec: ModelSpec) -> exllama.CacheShape:
+    return exllama.CacheShape(facts.shape.layers, facts.shape.kv_heads, facts.shape.head_dim, spec.cache_bits)
+
+
+def _exllama_end(facts: ModelFacts) -> int:
+    """Final norm and head."""
+    head = 2 * facts.parts.embedding.elements if facts.tied else facts.parts.head.packed_bytes
+    return head + facts.parts.norm.packed_bytes
+
+
+def _exllama_work(facts: ModelFacts, spec: ModelSpec, context: int) -> int:
+    return exllama.work_bytes(
+        hidden_size=facts.shape.hidden_size,
+        intermediate_size=facts.shape.intermediate_size,
+        vocab_size=facts.shape.vocab_size,
+        chunk_tokens=min(context, spec.kv_cache_tokens or _EXLLAMA_CHUNK_TOKENS, _EXLLAMA_CHUNK_TOKENS),
+    )
+
+
+def _context(facts: ModelFacts, spec: ModelSpec) -> int:
+    """As asked for, else the model's own, stretched as asked."""
+    stretch = (spec.alpha_value or 1.0) * (spec.compress_pos_emb or 1.0)
+    return spec.max_model_len or int(facts.shape.max_model_len * stretch) or TYPICAL_TOKENS
+
+
+def _dtype(facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, bfloat16: bool) -> str:
+    """As the backend chooses it: what is stored on CUDA, on a CPU bfloat16 where that is native and float32 else."""
+    if facts.backend == "exllamav2":
+        return "float16"
+    if spec.dtype != "auto":
+        return spec.dtype
+    if kind == "cuda":
+        return facts.stored_dtype
+    return "bfloat16" if bfloat16 else "float32"

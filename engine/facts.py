@@ -1,0 +1,161 @@
+"""What a model folder says of the memory that it will take: its shape, and its weights by part. No tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from engine.backends.torch.archs.base import Traits, full_attention
+from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, RopeConfig, read_model_config
+from engine.config import BackendKind, ModelSpec
+from engine.errors import UnsafeWeights, UnsupportedModel
+from engine.models.files import read_json_object
+from engine.models.headers import TensorHeader, read_header, weight_files
+from engine.models.inspect import quantised_bits, read_context
+from engine.models.parts import ModelParts, Part, divide
+from engine.worker.factory import resolve_backend
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_DTYPES: tuple[CheckpointDtype, ...] = ("bfloat16", "float16", "float32")
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "multi_query_group_num"),
+    "head_dim": ("head_dim", "kv_channels"),
+    "inner": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim"),
+    "vocabulary": ("vocab_size", "padded_vocab_size"),
+}
+"""What config.json calls a size, by the model's maker."""
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A model folder and what else its spec loads.
+
+    shape: also of architectures that no backend here knows, as far as config.json tells.  tied: the head is the
+    embedding.  stamp: changes when the weight files do.  draft: the model that guesses ahead.
+    adapter_bytes: of the LoRA adapter that is loaded with it.
+    """
+
+    path: Path
+    backend: BackendKind
+    shape: ModelConfig
+    parts: ModelParts
+    stored_dtype: CheckpointDtype
+    tied: bool = False
+    stamp: str = ""
+    draft: ModelFacts | None = None
+    adapter_bytes: int = 0
+
+
+def read_facts(spec: ModelSpec) -> ModelFacts:
+    """The facts of the folders that `spec` names; blocks for some milliseconds.
+
+    A folder without weight files is taken as config.json describes it. Raises UnsupportedModel for one that is no
+    model, UnsafeWeights for pickles, ModelLoadFailed for damaged or missing files.
+    """
+    facts = _read_folder(spec.path, resolve_backend(spec))
+    draft = _read_folder(spec.draft_model, facts.backend) if spec.draft_model is not None else None
+    adapter = 0 if spec.lora is None else sum(file.stat().st_size for file in spec.lora.glob("*.safetensors"))
+    return msgspec.structs.replace(facts, draft=draft, adapter_bytes=adapter)
+
+
+def _read_folder(folder: Path, backend: BackendKind) -> ModelFacts:
+    config = _read_config(folder)
+    files = weight_files(folder) if any(folder.glob("*.safetensors*")) else []
+    tensors: dict[str, TensorHeader] = {}
+    for file in files:
+        tensors.update(read_header(file))
+    shape = _shape(folder, config, tensors)
+    parts = divide(tensors, shape.layers, quantised_bits(config)) if tensors else _expected_parts(shape)
+    packed = any(name.endswith((".q_weight", ".qweight")) for name in tensors)
+    return ModelFacts(
+        path=folder,
+        backend=backend,
+        shape=shape,
+        parts=parts,
+        stored_dtype="float16" if packed else shape.checkpoint_dtype,
+        tied=not parts.head.elements or (shape.tie_embeddings and not parts.packed_head),
+        stamp=_stamp(files),
+    )
+
+
+def _read_config(folder: Path) -> Mapping[str, object]:
+    """The folder's config.json, the part on text where it has one for each kind of input."""
+    if not folder.is_dir():
+        raise UnsupportedModel(f"{folder} is not a folder")
+    if not (folder / "config.json").is_file():
+        raise UnsupportedModel(f"{folder} has no config.json, so it is no Hugging Face model folder")
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise UnsafeWeights(
+            f"the weights in {folder} are pickles ({pickles[0]}), which can run code when read; "
+            "convert them to safetensors",
+            file=pickles[0],
+        )
+    config = read_json_object(folder / "config.json")
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _shape(folder: Path, config: Mapping[str, object], tensors: Mapping[str, TensorHeader]) -> ModelConfig:
+    try:
+        return read_model_config(folder)
+    except UnsupportedModel:
+        return _general_shape(folder, config, tensors)
+
+
+def _general_shape(folder: Path, config: Mapping[str, object], tensors: Mapping[str, TensorHeader]) -> ModelConfig:
+    """The shape of a model of any kind. Raises UnsupportedModel where config.json gives no number of layers."""
+    sizes = {name: _size(config, keys) for name, keys in _NAMES.items()}
+    layers, hidden, heads = sizes["layers"], sizes["hidden"], max(1, sizes["heads"])
+    if not layers:
+        raise UnsupportedModel(f"config.json in {folder} does not say how many layers the model has")
+    names = config.get("architectures")
+    dtype = config.get("torch_dtype") or config.get("dtype")
+    return ModelConfig(
+        architecture=str(names[0] if isinstance(names, list) and names else config.get("model_type") or ""),
+        traits=Traits(windows=full_attention(layers)),
+        vocab_size=sizes["vocabulary"],
+        hidden_size=hidden,
+        intermediate_size=sizes["inner"] or 4 * hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=sizes["kv_heads"] or heads,
+        head_dim=sizes["head_dim"] or hidden // heads,
+        norm_eps=1e-6,
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rope=RopeConfig(),
+        max_model_len=read_context(config),
+        eos_token_ids=(),
+        checkpoint_dtype=next((known for known in _DTYPES if known == dtype), "bfloat16" if dtype else "float32"),
+    )
+
+
+def _size(config: Mapping[str, object], keys: tuple[str, ...]) -> int:
+    found = (config.get(key) for key in keys)
+    return next((value for value in found if isinstance(value, int) and value > 0), 0)
+
+
+def _expected_parts(shape: ModelConfig) -> ModelParts:
+    """The parts that a Llama of this shape has."""
+    turned = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    layer = shape.hidden_size * (turned + 3 * shape.intermediate_size + 2)
+    embedding = shape.vocab_size * shape.hidden_size
+    return ModelParts(
+        embedding=_floats(embedding),
+        layers=(_floats(layer),) * shape.layers,
+        norm=_floats(shape.hidden_size),
+        head=_floats(0 if shape.tie_embeddings else embedding),
+    )
+
+
+def _floats(elements: int) -> Part:
+    return Part(elements=elements, packed_bytes=2 * elements)
+
+
+def _stamp(files: list[Path]) -> str:
+    found = [file.stat() for file in files]
+    return f"{sum(each.st_size for each in found)}@{max((each.st_mtime_ns for each in found), default=0)}"
