@@ -54,7 +54,11 @@ def new_probe(gib: Sequence[float] = ()) -> DeviceProbe:
 def computable(devices: Sequence[DeviceReading]) -> list[DeviceReading]:
     """Those that the installed torch can compute on: a build for CPUs sees no GPU, and a process no more than one MIG
     slice. Does not import torch."""
+    cuda = _torch_has_cuda()
+    return [device for device in devices if device.kind != "cuda" or (cuda and device.id.startswith("cuda:"))]
+
+
+def _torch_has_cuda() -> bool:
     spec = importlib.util.find_spec("torch")
     places = spec.submodule_search_locations if spec is not None else None
-    cuda = any(any(Path(place, "lib").glob("*torch_cuda*")) for place in places or ())
-    return [device for device in devices if device.kind != "cuda" or (cuda and device.id.startswith("cuda:"))]
+    return any(any(Path(place, "lib").glob("*torch_cuda*")) for place in places or ())

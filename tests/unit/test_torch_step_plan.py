@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.step_plan import SLACK_PAIRS, StepPlan, StepPlanner
+from engine.backends.torch.step_memory import SLACK_PAIRS
+from engine.backends.torch.step_plan import StepPlan, StepPlanner
 from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import make_tiny_model
 

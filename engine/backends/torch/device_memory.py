@@ -56,6 +56,10 @@ class DeviceMemory:
         self.weights_bytes += size_bytes
         weakref.finalize(owner, self._give_back, size_bytes).atexit = False
 
+    def forget_kv(self) -> None:
+        """The KV pages are gone, and with them what steps over them took."""
+        self.kv_bytes = self._largest_step_bytes = 0
+
     def free_bytes(self) -> int:
         """Bytes that the device can still give."""
         return memory.free_bytes(self.device)

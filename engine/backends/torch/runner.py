@@ -130,7 +130,7 @@ class ModelRunner:
         """
         self._kv = self._planner = None
         for each in self._layout.memories:
-            each.kv_bytes = 0
+            each.forget_kv()
         self.attention, paged = self.pick_attention(page_tokens)
         with torch.inference_mode():
             kv = KvPool(self.config, num_pages, page_tokens, dtype=self._dtype, layout=self._layout, report=report)
@@ -171,7 +171,7 @@ class ModelRunner:
         if self._decoder is None or self._kv is None or self._planner is None:
             raise RuntimeError("forward needs a loaded model with its KV pages allocated")
         plan = self._planner.plan(chunks)
-        self._begin_step(plan.sizes())
+        self._begin_step(plan.sizes(self._kv.page_tokens))
         return self._decoder.logits(plan, self._kv)
 
     def unload(self) -> None:

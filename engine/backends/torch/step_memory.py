@@ -13,7 +13,10 @@ from engine.backends.torch.model_config import ModelConfig
 
 _FLOAT32, _INT64 = 4, 8
 
-_SAMPLING_BYTES = 64
+SLACK_PAIRS = 2048
+"""Query-key pairs of padding that cost about as much as one more attention call."""
+
+_SAMPLING_BYTES = 72
 """Per logit: float32 logits, an edited copy, and what sorting and filtering make of it."""
 
 
@@ -22,7 +25,8 @@ class StepSizes:
     """What a step's memory depends on.
 
     rows: tokens fed.  sampled: rows whose logits are wanted.  padded: query rows of the largest attention call, padding
-    included.  gathered: tokens whose keys and values the largest call reads.  masked: elements of all masks.
+    included.  gathered: tokens whose keys and values the largest call copies out of pages that lie apart.  masked:
+    elements of all masks.
     """
 
     rows: int
@@ -32,15 +36,17 @@ class StepSizes:
     masked: int = 0
 
 
-def largest_step(*, step_tokens: int, max_prompts: int, context: int) -> StepSizes:
-    """The step that a load is tried with: `step_tokens` of prompt, and `max_prompts` answers over as many tokens each,
-    or over `context` where that is less."""
+def largest_step(*, step_tokens: int, max_prompts: int, context: int, page_tokens: int = 16) -> StepSizes:
+    """The step that a load is tried with, or one that takes more: `step_tokens` of prompt, and `max_prompts` answers,
+    each over as many tokens or over `context` where that is less."""
     longest = min(step_tokens, context)
+    prompts = max(1, step_tokens // longest)
+    rows = step_tokens + max_prompts
     return StepSizes(
-        rows=step_tokens + max_prompts,
-        sampled=max_prompts + step_tokens // longest,
-        padded=max(longest, max_prompts),
-        gathered=max_prompts * longest,
+        rows=rows,
+        sampled=max_prompts + prompts,
+        padded=3 * rows // 2 + SLACK_PAIRS // longest,
+        gathered=(max_prompts + prompts) * -(-longest // page_tokens) * page_tokens,
     )
 
 
@@ -71,16 +77,12 @@ def _attention_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> in
     if config.traits.qk_norm:
         before = max(before, _norm_bytes(sizes.rows * turned, itemsize))
     queries = max(sizes.padded, sizes.rows) * config.heads * config.head_dim * itemsize
-    attended = 5 * queries + sizes.gathered * keys_values * itemsize
-    return fused + max(before, sizes.rows * turned * itemsize, attended)
+    return fused + max(before, sizes.rows * turned * itemsize, 5 * queries)
 
 
 def _mlp_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
     inner = sizes.rows * config.intermediate_size * itemsize
-    return (
-        max(_norm_bytes(sizes.rows * config.hidden_size, itemsize), sizes.rows * config.hidden_size * itemsize)
-        + 4 * inner
-    )
+    return _norm_bytes(sizes.rows * config.hidden_size, itemsize) + 4 * inner
 
 
 def _head_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:

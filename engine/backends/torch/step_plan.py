@@ -15,13 +15,10 @@ from engine.backends.paged_attention.face import PagedAttention
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.lora import AdaptedRows, LoraAdapter, adapted_rows
 from engine.backends.torch.paged_plan import PagedGroup, PagedPlan, paged_groups
-from engine.backends.torch.step_memory import StepSizes
+from engine.backends.torch.step_memory import SLACK_PAIRS, StepSizes
 
 MAX_BATCHED_WIDTH = 32
 """Chunks longer than this attend by themselves; shorter ones are padded together."""
-
-SLACK_PAIRS = 2048
-"""Query-key pairs of padding that cost about as much as one more attention call."""
 
 _NONE: Mapping[str, LoraAdapter] = MappingProxyType({})
 
@@ -82,16 +79,15 @@ class StepPlan:
         """The same step on `device`; itself where it is there."""
         return self if self.ids.device == device else _moved(self, device)
 
-    def sizes(self) -> StepSizes:
-        """What the memory that it takes depends on."""
+    def sizes(self, page_tokens: int) -> StepSizes:
+        """What the memory that it takes over pages of `page_tokens` depends on."""
         views = [view for group in self.groups for view in group.views.values()]
         return StepSizes(
             rows=len(self.ids),
             sampled=len(self.sampled_rows),
             padded=max((group.sequences * group.width for group in self.groups), default=0),
-            gathered=max(
-                (group.sequences * view.tokens for group in self.groups for view in group.views.values()), default=0
-            ),
+            gathered=page_tokens
+            * max((len(view.pages) for view in views if isinstance(view.pages, Tensor)), default=0),
             masked=sum(view.mask.numel() for view in views if view.mask is not None),
         )
 

@@ -1,0 +1,136 @@
+"""NVIDIA GPUs as NVML tells of them, whole, divided, silent or gone: each reading that is missing is missing alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from engine.devices import NvmlProbe, computable
+from engine.ram import read_ram
+from engine.snapshot import ProcessMemory
+from tests.fakes.nvml import GIB, Card, FakeNvml, mig_slice
+
+Machine = Callable[..., NvmlProbe]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A probe of a machine with these cards."""
+
+    def build(*cards: Card, visible: str | None = None, without: frozenset[str] = frozenset()) -> NvmlProbe:
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(cards, without))  # type: ignore[arg-type]
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return NvmlProbe()
+
+    return build
+
+
+def test_a_card_that_reports_everything_is_read_whole(machine: Machine) -> None:
+    [gpu] = machine(Card(compute=[(7, 12 * GIB)])).read({7})
+    assert (gpu.id, gpu.kind, gpu.name, gpu.utilisation) == ("cuda:0", "cuda", "Imagined GPU", 0.4)
+    assert (gpu.temperature_c, gpu.power_w, gpu.power_limit_w) == (61, 250.0, 400.0)
+    assert (gpu.total_bytes, gpu.work_bytes, gpu.others_bytes) == (80 * GIB, 12 * GIB, 8 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("missing", "reading"),
+    [
+        ("utilisation", "utilisation"),
+        ("temperature", "temperature_c"),
+        ("power", "power_w"),
+        ("power_limit", "power_limit_w"),
+    ],
+)
+def test_a_reading_that_a_card_does_not_give_is_missing_alone(machine: Machine, missing: str, reading: str) -> None:
+    [gpu] = machine(Card(**{missing: None})).read()
+    readings = ("utilisation", "temperature_c", "power_w", "power_limit_w")
+    assert [name for name in readings if getattr(gpu, name) is None] == [reading]
+    assert gpu.free_bytes == 60 * GIB
+
+
+def test_an_old_librarys_missing_functions_are_missing_readings(machine: Machine) -> None:
+    lacks = frozenset({"nvmlDeviceGetMigMode", "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetUUID"})
+    [gpu] = machine(Card(), without=lacks).read()
+    assert (gpu.power_w, gpu.power_limit_w) == (250.0, None)
+
+
+def test_a_name_in_bytes_is_a_name(machine: Machine) -> None:
+    assert machine(Card(name=b"Imagined \xff")).read()[0].name == "Imagined \ufffd"
+
+
+def test_a_lost_card_is_left_out_told_once_and_read_again_when_it_is_back(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = Card("GPU-aa", lost=False)
+    probe = machine(lost, Card("GPU-bb"))
+    assert [gpu.id for gpu in probe.read()] == ["cuda:0", "cuda:1"]
+    lost.lost = True
+    assert [[gpu.id for gpu in probe.read()] for _ in range(3)] == [["cuda:1"]] * 3
+    assert [record.message for record in caplog.records] == ["cuda:0 does not answer: NVML error 15"]
+    lost.lost = False
+    assert [gpu.id for gpu in probe.read()] == ["cuda:0", "cuda:1"]
+
+
+def test_a_gpu_that_shares_the_hosts_memory_gives_that(machine: Machine) -> None:
+    [gpu] = machine(Card(total=None, compute=[(7, 1000)])).read({7})
+    ram = read_ram()
+    assert gpu.total_bytes == ram.total_bytes
+    assert gpu.work_bytes == 1000
+    assert gpu.weights_bytes + gpu.work_bytes + gpu.others_bytes + gpu.free_bytes == gpu.total_bytes
+
+
+def test_other_programs_on_a_card_are_named_with_what_they_hold_most_first(machine: Machine) -> None:
+    ours, gone = os.getpid(), 2**30
+    card = Card(compute=[(ours, 4 * GIB), (gone, 9 * GIB), (77, None)], graphics=[(gone, 9 * GIB), (1, GIB)])
+    [gpu] = machine(card).read({ours})
+    assert gpu.work_bytes == 4 * GIB
+    assert [(process.pid, process.used_bytes) for process in gpu.others] == [(gone, 9 * GIB), (1, GIB), (77, 0)]
+    assert gpu.others[0] == ProcessMemory(pid=gone, used_bytes=9 * GIB)
+    assert gpu.others[1].name == psutil.Process(1).name()
+
+
+# --- MIG ------------------------------------------------------------------------------------------------------------
+
+SLICES = (mig_slice("MIG-a", 10), None, mig_slice("MIG-b", 20, free=15 * GIB, compute=[(7, 2 * GIB), (8, 3 * GIB)]))
+DIVIDED = Card("GPU-aa", mig=True, slices=SLICES)
+WHOLE = Card("GPU-bb", mig=False)
+
+
+def test_a_divided_cards_slices_are_the_devices(machine: Machine) -> None:
+    readings = machine(DIVIDED, WHOLE).read({7})
+    assert [(gpu.id, gpu.name) for gpu in readings] == [
+        ("cuda:0", "Imagined GPU MIG 1g.10gb"),
+        ("mig:1", "Imagined GPU MIG 1g.20gb"),
+    ]
+    second = readings[1]
+    assert (second.utilisation, second.temperature_c, second.power_w) == (None, None, None)
+    assert (second.work_bytes, second.others_bytes, second.free_bytes) == (2 * GIB, 3 * GIB, 15 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("visible", "sizes"),
+    [("MIG-b", [20]), ("MIG-b,MIG-a", [20, 10]), ("MIG-b,MIG-x,MIG-a", [20]), ("0", [10, 20]), ("1", [80]), ("", [])],
+)
+def test_cuda_visible_devices_chooses_among_slices(machine: Machine, visible: str, sizes: list[int]) -> None:
+    readings = machine(DIVIDED, WHOLE, visible=visible).read()
+    assert [gpu.total_bytes // GIB for gpu in readings] == sizes
+    assert [gpu.id for gpu in readings][:1] == ["cuda:0"][: len(sizes)]
+
+
+def test_a_divided_card_without_slices_is_no_device(machine: Machine) -> None:
+    readings = machine(Card("GPU-aa", mig=True), WHOLE).read()
+    assert [(gpu.id, gpu.total_bytes) for gpu in readings] == [("cuda:0", 80 * GIB)]
+
+
+def test_a_worker_computes_on_the_first_slice_alone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = machine(DIVIDED).read()
+    monkeypatch.setattr("engine.devices._torch_has_cuda", lambda: True)
+    assert [device.id for device in computable(readings)] == ["cuda:0"]
+    monkeypatch.setattr("engine.devices._torch_has_cuda", lambda: False)
+    assert computable(readings) == []

@@ -1,0 +1,96 @@
+"""The bound on a step's working memory, held against what torch's allocator really gives out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.runner import ModelRunner
+from engine.backends.torch.sampler import SampleRow, sample
+from engine.backends.torch.step_memory import largest_step
+from engine.backends.torch.step_plan import StepPlanner
+from engine.config import ModelSpec, SamplingParams
+from tests.fakes.allocations import peak_bytes
+from tests.fakes.oracle import ignore_progress, never
+from tests.fakes.tiny_models import make_tiny_model
+
+PAGE_TOKENS, PAGES = 16, 1500
+PARAMS = SamplingParams(top_p=0.9, seed=0, logprobs=5, repetition_penalty=1.2, logit_bias={3: 1.0})
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 128},
+    "wide MLP, bfloat16": {"hidden_size": 256, "intermediate_size": 2048, "dtype": "bfloat16"},
+    "large vocabulary": {"vocab_size": 8000},
+    "all heads have keys": {"hidden_size": 512, "num_key_value_heads": 8, "dtype": "bfloat16"},
+    "qwen3": {"architecture": "Qwen3ForCausalLM", "hidden_size": 128},
+    "windows": {"architecture": "MistralForCausalLM", "sliding_window": 128},
+}
+STEPS: dict[str, list[tuple[int, int]]] = {
+    "a prompt": [(512, 0)],
+    "a late chunk": [(64, 2000)],
+    "a later chunk": [(300, 700)],
+    "decodes": [(1, 500)] * 32,
+    "one decode": [(1, 3000)],
+    "a mixture": [(1, 200), (1, 900), (30, 100), (17, 0), (400, 300), (3, 50)],
+    "many decodes": [(1, 20)] * 100,
+}
+"""(tokens fed, tokens before them) of each sequence."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    sizes = {"num_attention_heads": 8, "max_position_embeddings": 4096, "with_tokenizer": False}
+    settings = sizes | MODELS[request.param]
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), **settings)
+    spec = ModelSpec(path=folder, name="tiny", dtype=settings.get("dtype", "float32"), device="cpu")
+    return ModelRunner.load(folder, spec, report=ignore_progress, cancelled=never)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_takes_no_more_than_its_bound_and_about_that(runner: ModelRunner, step: str) -> None:
+    runner.allocate_kv(PAGES, PAGE_TOKENS, report=ignore_progress)
+    draw = random.Random(0)
+    chunks = [
+        ChunkInput([5] * count, start, [draw.randrange(PAGES) for _ in range(-(-(start + count) // PAGE_TOKENS))], True)
+        for count, start in STEPS[step]
+    ]
+    rows = [SampleRow(PARAMS, prompt_ids=[0] * 50) for _ in chunks]
+
+    @torch.inference_mode()
+    def work() -> None:
+        sample(runner.forward(chunks), rows)
+
+    taken = peak_bytes(work)
+    [share] = runner.shares
+    assert taken <= share.working_bytes <= 2.5 * taken
+
+
+@given(st.integers(16, 600), st.integers(1, 100), st.integers(1, 700), st.sampled_from([4, 16, 256]))
+def test_no_warm_up_is_larger_than_the_largest_step(
+    step_tokens: int, max_prompts: int, context: int, page_tokens: int
+) -> None:
+    longest = min(step_tokens, context)
+    pages = list(range(-(-longest // page_tokens)))
+    chunks = [ChunkInput([0] * longest, 0, pages, sample=True)] * max(1, step_tokens // longest)
+    chunks += [ChunkInput([0], longest - 1, pages, sample=True)] * max(0, max_prompts - len(chunks))
+    planner = StepPlanner(frozenset({None}), 2, page_tokens, dtype=torch.float32, device=torch.device("cpu"))
+    found = planner.plan(chunks).sizes(page_tokens)
+    bound = largest_step(step_tokens=step_tokens, max_prompts=max_prompts, context=context, page_tokens=page_tokens)
+    assert found.rows <= bound.rows
+    assert found.sampled <= bound.sampled
+    assert found.padded <= bound.padded
+    assert found.gathered <= bound.gathered
