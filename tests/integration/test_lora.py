@@ -13,8 +13,8 @@ import torch
 
 from engine.backends.base import BackendRequest
 from engine.backends.torch.backend import TorchBackend
-from engine.config import AdapterSpec, ModelSpec, SamplingParams
-from engine.errors import InvalidRequest, UnsupportedModel
+from engine.config import AdapterSpec, DeviceShare, ModelSpec, SamplingParams
+from engine.errors import InsufficientMemory, InvalidRequest, UnsupportedModel
 from tests.fakes.adapters import ATTENTION, MLP, MadeAdapter, make_adapter, merge_by_hand
 from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model
@@ -290,6 +290,42 @@ def test_an_adapter_that_does_not_fit_leaves_everything_as_it_was(
     request = ask("r", prompt(2), "it")
     expected = Run(with_adapters(llama, {"it": adapters["all"]}), request).to_end()
     assert Run(backend, request).to_end() == expected
+
+
+def test_an_adapters_layers_lie_where_the_models_do_and_are_counted_there(
+    llama: Path, adapters: dict[str, MadeAdapter]
+) -> None:
+    shares = tuple(DeviceShare(device=f"sim:{n}", layers=1, working_bytes=1 << 30) for n in range(2))
+    runner = load_runner(llama, device="auto", shares=shares)
+    before = [share.weights_bytes for share in runner.shares]
+    runner.adapters.attach(spec("all", adapters["all"]))
+    runner.adapters.attach(spec("few", adapters["few"]))
+    few_bytes = 8 * (64 + 128 + 64 + 256) * 4
+    assert [share.weights_bytes - held for share, held in zip(runner.shares, before, strict=True)] == [
+        49152 // 2,
+        49152 // 2 + few_bytes,
+    ]
+    split = Driver(runner)
+    runs = [split.add(prompt(1), adapter=name) for name in ("all", "", "few")]
+    split.greedy(runs, STEPS)
+    whole = load_runner(llama)
+    whole.adapters.attach(spec("all", adapters["all"]))
+    driver = Driver(whole)
+    expected = driver.add(prompt(1), adapter="all")
+    driver.greedy([expected], STEPS)
+    assert runs[0].tokens == expected.tokens
+    assert len({tuple(run.tokens) for run in runs}) == 3
+
+
+def test_an_adapter_that_a_device_has_no_room_for_is_refused_with_its_name(
+    llama: Path, tmp_path: Path, adapters: dict[str, MadeAdapter]
+) -> None:
+    runner = load_runner(llama, device="auto", shares=(DeviceShare(device="sim:0", weights_bytes=12 << 20),))
+    large = make_adapter(tmp_path / "large", llama, rank=4096)
+    before = runner.shares
+    with pytest.raises(InsufficientMemory, match=r"the adapter large need 48 MiB on sim:0, which has \d+ MiB free"):
+        runner.adapters.attach(spec("large", large))
+    assert runner.shares == before
 
 
 def test_what_is_loaded_says_that_requests_may_name_adapters(llama: Path) -> None:
