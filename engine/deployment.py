@@ -35,12 +35,11 @@ from engine.facts import ModelFacts, read_facts
 from engine.lane import Lane
 from engine.metrics import Metrics
 from engine.placement import Placement, place
-from engine.pool import Pool
+from engine.pool import NewHost, Pool
 from engine.replica import Replica
 from engine.request import Request
 from engine.snapshot import DeviceReading, ModelReading, ModelState, ModelStatus
 from engine.text.tokenizer import Tokenizer
-from engine.worker.hosts import WorkerHost
 
 _RETRY_AFTER_S = 5
 _log = logging.getLogger("engine")
@@ -48,11 +47,13 @@ _log = logging.getLogger("engine")
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What deployments share. new_id: a worker id that none uses; on_change: after every change."""
+    """What deployments share. devices: the last readings; new_id: a worker id that none uses; on_change: after every
+    change."""
 
     desk: Desk
     metrics: Metrics
-    new_host: Callable[[str], WorkerHost]
+    new_host: NewHost
+    devices: Callable[[], Sequence[DeviceReading]]
     new_id: Callable[[], str]
     on_change: Callable[[], None]
 
@@ -226,6 +227,18 @@ class Deployment:
         )
         return place(workers, self._facts, computable(devices), self.spec, workload)
 
+    def _place_anew(self, spec: ModelSpec) -> Placement | None:
+        """Where a worker goes whose devices are not there any more; None while they are, or where none has room."""
+        devices = self._around.devices()
+        there = {device.id for device in devices}
+        if not devices or all(share.device in there for share in spec.shares):
+            return None
+        try:
+            return self.place(1, devices)[0]
+        except EngineError as error:
+            _log.error("%s: a worker cannot be placed anew: %s", self.spec.name, error.message)
+            return None
+
     # -- transitions --------------------------------------------------------------------------------------------
 
     async def bring_up(self, placements: Sequence[Placement]) -> LoadedModel:
@@ -312,6 +325,7 @@ class Deployment:
             msgspec.structs.replace(self.spec, prefix_salt=self._salt),
             self.config,
             new_host=self._around.new_host,
+            place_anew=self._place_anew,
             new_id=self._around.new_id,
             lane=self.lane,
             desk=self._around.desk,

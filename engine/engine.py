@@ -20,6 +20,7 @@ from engine.errors import EngineClosed, EngineError, ModelNotFound, NoModelLoade
 from engine.fleet import Fleet, Serving
 from engine.log import LogRing
 from engine.metrics import Metrics
+from engine.pool import NewHost
 from engine.request import GenerateRequest, Request
 from engine.sampler import DeviceSampler
 from engine.snapshot import ModelStatus, Snapshot
@@ -38,7 +39,8 @@ class Engine:
     """Loads models, spreads requests over their workers, and says how they are doing.
 
     Every method but `snapshot` belongs to the loop that `start` ran on. `log` may be used from any thread.
-    backend_factory: makes the backends of thread workers, for tests.  probe: reads the devices, the machine's if None.
+    backend_factory: makes the backends of thread workers, for tests.  new_host: makes the hosts of workers, where they
+    do not run as `config` says (a cluster's).  probe: reads the devices, the machine's if None.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Engine:
         config: EngineConfig,
         *,
         backend_factory: BackendFactory | None = None,
+        new_host: NewHost | None = None,
         probe: DeviceProbe | None = None,
     ) -> None:
         self.log = LogRing()
@@ -55,6 +58,7 @@ class Engine:
         self._fleet = Fleet(
             config.validate(),
             backend_factory=backend_factory,
+            new_host=new_host,
             desk=self._desk,
             metrics=self._metrics,
             sampler=self._sampler,
@@ -64,6 +68,7 @@ class Engine:
         self._started = 0.0
         self._orders = count(1)
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._refusing = False
         self._closing: asyncio.Task[None] | None = None
         self._published = Snapshot(at=time.time(), target_workers=config.num_workers, max_prompts=config.max_prompts)
 
@@ -74,10 +79,20 @@ class Engine:
         self._tick()
         self._publish_and_repeat()
 
+    def refuse_new(self) -> None:
+        """Take no request and no command any more, as `close` does; what is under way goes on until then."""
+        self._refusing = True
+
     async def close(self, drain_s: float = 5.0) -> None:
-        """Refuse new requests, give running ones `drain_s`, then stop every worker. Idempotent."""
+        """Refuse new requests, give running ones `drain_s`, then stop every worker.
+
+        Idempotent; called again with no time to drain, it ends those that the first call waits for.
+        """
+        self.refuse_new()
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close(drain_s))
+        elif drain_s <= 0:
+            self._desk.end(tuple(self._desk.live.values()), _shut_down().info)
         await asyncio.shield(self._closing)
 
     # -- models -------------------------------------------------------------------------------------------------
@@ -161,6 +176,14 @@ class Engine:
         """
         self._refuse_if_closed()
         self._fleet.reconfigure(model, workers=workers, max_prompts=max_prompts, idle_unload_s=idle_unload_s)
+
+    async def restart_worker(self, worker_id: str) -> None:
+        """Start a worker again: one that was left dead, or one that works, whose requests go on elsewhere.
+
+        Raises InvalidRequest where there is none of that id, EngineClosed.
+        """
+        self._refuse_if_closed()
+        self._fleet.restart_worker(worker_id)
 
     async def attach(self, adapter: AdapterSpec, model: str = "") -> None:
         """Make a LoRA adapter usable by requests of a model; returns when every ready worker has it.
@@ -251,7 +274,7 @@ class Engine:
         self._fleet.dispatch()
 
     def _refuse_if_closed(self) -> None:
-        if self._closing is not None:
+        if self._refusing:
             raise EngineClosed("the engine is shutting down")
 
     # -- what is shown ------------------------------------------------------------------------------------------
@@ -302,11 +325,15 @@ class Engine:
         self._timers["tick"] = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     async def _close(self, drain_s: float) -> None:
-        await self._fleet.close(drain_s, EngineClosed("the engine was shut down before the answer was complete"))
+        await self._fleet.close(drain_s, _shut_down())
         for timer in self._timers.values():
             timer.cancel()
         await self._sampler.close()
         self._publish()
+
+
+def _shut_down() -> EngineClosed:
+    return EngineClosed("the engine was shut down before the answer was complete")
 
 
 def _now() -> float:

@@ -144,6 +144,25 @@ class WorkerFailed(EngineError):
     http_status = 500
 
 
+class NodeGone(WorkerFailed):
+    """The machine that a worker was to run on is not there: place the worker anew; details: node."""
+
+    code = "node_gone"
+
+
+class NodeFull(WorkerFailed):
+    """Others have reserved what a worker was to run on: place it anew, or wait; details: node."""
+
+    code = "node_full"
+
+
+class ClusterUnavailable(EngineError):
+    """The cluster cannot be joined, or is out of reach; the message says why; details: address."""
+
+    code = "cluster_unavailable"
+    http_status = 503
+
+
 def _family(base: type[EngineError]) -> dict[str, type[EngineError]]:
     found = {base.code: base}
     for child in base.__subclasses__():

@@ -31,7 +31,7 @@ from engine.errors import (
 from engine.handover import Handover
 from engine.metrics import Metrics
 from engine.placement import Placement
-from engine.pool import host_factory
+from engine.pool import NewHost, host_factory
 from engine.replica import Replica
 from engine.request import Request
 from engine.sampler import DeviceSampler
@@ -46,7 +46,8 @@ T = TypeVar("T")
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that answers now. key: its deployment; adapter: what a name meant that is an adapter's, else ""."""
+    """A model that answers now. key: its deployment; adapter: what a name meant that is an adapter's, else "".
+    adapters: those that a request of it may name."""
 
     key: str
     name: str
@@ -54,6 +55,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     model: LoadedModel
     tokenizer: Tokenizer
     adapter: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 class Fleet:
@@ -64,6 +66,7 @@ class Fleet:
         config: EngineConfig,
         *,
         backend_factory: BackendFactory | None,
+        new_host: NewHost | None = None,
         desk: Desk,
         metrics: Metrics,
         sampler: DeviceSampler,
@@ -78,7 +81,8 @@ class Fleet:
         self._around = Surroundings(
             desk=desk,
             metrics=metrics,
-            new_host=host_factory(config, backend_factory),
+            new_host=new_host or host_factory(config, backend_factory),
+            devices=lambda: sampler.latest,
             new_id=self._new_worker_id,
             on_change=on_change,
         )
@@ -221,6 +225,13 @@ class Fleet:
             self.config = msgspec.structs.replace(self.config, **changes)
         self._on_change()
 
+    def restart_worker(self, worker_id: str) -> None:
+        """See Engine.restart_worker."""
+        found = next((replica for replica in self.replicas() if replica.id == worker_id), None)
+        if found is None:
+            raise InvalidRequest(f"there is no worker {worker_id}", param="worker", value=worker_id)
+        found.restart()
+
     async def attach(self, adapter: AdapterSpec, name: str) -> None:
         """See Engine.attach."""
         target = self.named(name)[0]
@@ -341,6 +352,7 @@ class Fleet:
             model=model,
             tokenizer=tokenizer,
             adapter=adapter,
+            adapters=tuple(each.name for each in deployment.adapters.specs()),
         )
 
     async def _until_ready(self, deployment: Deployment) -> None:

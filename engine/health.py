@@ -85,6 +85,8 @@ class AwakeClock:
 def describe_exit(worker: str, exit_: WorkerExit) -> str:
     """Why a worker ended, in one sentence with the line of its output that says most: a crash's first, or the last."""
     how = f"was ended by {exit_.signal}" if exit_.signal else f"exited with code {exit_.code}"
+    if exit_.reason:
+        how = f"was lost: {exit_.reason}"
     if exit_.signal == signal.SIGKILL.name and os.name == "posix":
         how += " (out of memory, perhaps)"
     lines = exit_.log_tail.strip().splitlines()

@@ -24,15 +24,18 @@ from engine.restarts import Backoff
 from engine.worker.hosts import BackendFactory, ProcessHost, ThreadHost, WorkerHost
 from engine.worker.protocol import Load, StepBatch
 
+NewHost = Callable[[str, ModelSpec], WorkerHost]
+"""Makes the host of a worker, by its id and what it is going to load, devices included."""
+
 _log = logging.getLogger("engine")
 
 
-def host_factory(config: EngineConfig, backend_factory: BackendFactory | None) -> Callable[[str], WorkerHost]:
+def host_factory(config: EngineConfig, backend_factory: BackendFactory | None) -> NewHost:
     """How `config` wants worker hosts made."""
     if config.worker_host == "thread":
-        return lambda worker_id: ThreadHost(worker_id, backend_factory=backend_factory)
+        return lambda worker_id, spec: ThreadHost(worker_id, backend_factory=backend_factory)
 
-    def process(worker_id: str) -> WorkerHost:
+    def process(worker_id: str, spec: ModelSpec) -> WorkerHost:
         folder = config.log_dir
         return ProcessHost(worker_id, log_path=None if folder is None else folder / f"worker-{worker_id}.log")
 
@@ -42,6 +45,7 @@ def host_factory(config: EngineConfig, backend_factory: BackendFactory | None) -
 class Pool:
     """Replicas by worker id, oldest first. It is the owner that each replica reports to.
 
+    place_anew: where a worker goes whose devices are not there any more; None while they are, or where none has room.
     new_id: a worker id that no model uses.  on_change: called after every change of a replica's state or progress, and
     when requests came back to the queue.  on_dead: with the last reason, when no worker is left that could answer.
     """
@@ -51,7 +55,8 @@ class Pool:
         spec: ModelSpec,
         config: EngineConfig,
         *,
-        new_host: Callable[[str], WorkerHost],
+        new_host: NewHost,
+        place_anew: Callable[[ModelSpec], Placement | None],
         new_id: Callable[[], str],
         lane: Lane,
         desk: Desk,
@@ -63,6 +68,7 @@ class Pool:
         self._config = config
         self._max_prompts = config.max_prompts
         self._new_host = new_host
+        self._place_anew = place_anew
         self._new_id = new_id
         self._lane = lane
         self._desk = desk
@@ -194,6 +200,14 @@ class Pool:
 
     # -- what replicas report -----------------------------------------------------------------------------------
 
+    def placed(self, replica: Replica, spec: ModelSpec) -> ModelSpec:
+        """ReplicaOwner: a worker whose devices went away with their machine starts on others."""
+        placement = self._place_anew(spec)
+        if placement is None:
+            return spec
+        _log.warning("%s is placed anew", replica.id, extra={"source": replica.id})
+        return self._placed_spec(placement)
+
     def replica_changed(self, replica: Replica) -> None:
         """ReplicaOwner: the first one ready ends `first_ready`; so does the last one's failure."""
         if not self._first.done():
@@ -247,12 +261,20 @@ class Pool:
 
     def _load_command(self, placement: Placement, workers: int) -> Load:
         return Load(
-            spec=msgspec.structs.replace(self.spec, device=placement.device),
+            spec=self._placed_spec(placement),
             max_prompts=self._max_prompts,
             step_tokens=self._config.step_tokens,
             page_tokens=self._config.page_tokens,
             threads=self._threads(workers),
             adapters=tuple(self._adapters.values()),
+        )
+
+    def _placed_spec(self, placement: Placement) -> ModelSpec:
+        return msgspec.structs.replace(
+            self.spec,
+            device=placement.device,
+            shares=placement.shares,
+            kv_cache_tokens=self.spec.kv_cache_tokens or placement.kv_tokens,
         )
 
     def _leave(self, replica: Replica) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
-from engine.config import AdapterSpec, DeviceShare
+from engine.config import AdapterSpec, DeviceShare, ModelSpec
 from engine.errors import EngineError, ErrorInfo, WorkerFailed
 from engine.health import Activity, AwakeClock, describe_exit, describe_silence
 from engine.metrics import Rate
@@ -28,6 +28,9 @@ _log = logging.getLogger("engine")
 
 class ReplicaOwner(Protocol):
     """Who is told what happens to a replica; called on the loop, from no deeper than an event."""
+
+    def placed(self, replica: Replica, spec: ModelSpec) -> ModelSpec:
+        """It is about to start with `spec`: that, or the same placed anew where its devices are not there any more."""
 
     def replica_changed(self, replica: Replica) -> None:
         """Its state or progress is another one now."""
@@ -53,7 +56,7 @@ class Replica:
         load: protocol.Load,
         *,
         device: str,
-        new_host: Callable[[str], WorkerHost],
+        new_host: Callable[[str, ModelSpec], WorkerHost],
         owner: ReplicaOwner,
         backoff: Backoff,
         max_deaths: int = 5,
@@ -121,7 +124,9 @@ class Replica:
     def start(self) -> None:
         """Start the worker in the background."""
         self._retry = None
-        self._host = self._new_host(self.id)
+        spec = self._owner.placed(self, self._load.spec)
+        self._load, self.device = msgspec.structs.replace(self._load, spec=spec), spec.device
+        self._host = self._new_host(self.id, spec)
         self._set_state("starting")
         self._starting = self._loop.create_task(self._start(self._host))
 

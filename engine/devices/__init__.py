@@ -53,9 +53,11 @@ def new_probe(gib: Sequence[float] = ()) -> DeviceProbe:
 
 def computable(devices: Sequence[DeviceReading]) -> list[DeviceReading]:
     """Those that the installed torch can compute on: a build for CPUs sees no GPU, and a process no more than one MIG
-    slice. Does not import torch."""
+    slice. Other machines' have been looked at there. Does not import torch."""
     cuda = _torch_has_cuda()
-    return [device for device in devices if device.kind != "cuda" or (cuda and device.id.startswith("cuda:"))]
+    return [
+        device for device in devices if device.node or device.kind != "cuda" or (cuda and device.id.startswith("cuda:"))
+    ]
 
 
 def _torch_has_cuda() -> bool:

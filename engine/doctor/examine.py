@@ -91,5 +91,5 @@ def _backend_findings(facts: Facts, lacks: Mapping[BackendKind, str], chosen: Ba
 def _ray_finding(facts: Facts) -> Finding:
     if facts.ray.installed:
         return Finding("Cluster", "ray", "ok", facts.ray.version)
-    advice = "For workers on several machines, install it: `pip install 'ericllm[cluster]'`."
+    advice = "For workers on several machines, install it: `pip install 'ericllm[ray]'`."
     return Finding("Cluster", "ray", "note", "not installed, and not needed on one machine", advice)

@@ -121,9 +121,9 @@ class EngineChannel(asyncio.Protocol):
     async def connect(
         cls, sock: socket.socket, on_event: Callable[[Event], None], on_closed: Callable[[], None]
     ) -> EngineChannel:
-        """Take over this end of a socket pair."""
+        """Take over this end of a connection."""
         channel = cls(on_event, on_closed)
-        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=sock)
+        await asyncio.get_running_loop().create_connection(lambda: channel, sock=sock)
         return channel
 
     def send(self, command: Command) -> None:

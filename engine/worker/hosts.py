@@ -27,17 +27,21 @@ from engine.worker.protocol import Command, Event, Shutdown
 TERMINATE_PATIENCE_S = 2.0
 KILL_PATIENCE_S = 10.0
 
-__all__ = ["BackendFactory", "ProcessHost", "ThreadHost", "WorkerExit", "WorkerHost"]
+__all__ = ["BackendFactory", "ChannelHost", "ProcessHost", "ThreadHost", "WorkerExit", "WorkerHost"]
 
 _logger = logging.getLogger(__name__)
 
 
 class WorkerExit(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a worker ended: its exit code, or the name of the signal that ended it; log_tail: its last native output."""
+    """Why a worker ended: its exit code, or the name of the signal that ended it; log_tail: its last native output.
+
+    reason: for a worker that was lost rather than ended, what it was lost with.
+    """
 
     code: int | None = None
     signal: str | None = None
     log_tail: str = ""
+    reason: str = ""
 
 
 class WorkerHost(Protocol):
@@ -61,8 +65,8 @@ class WorkerHost(Protocol):
         """End it at once: SIGKILL for a process; a thread is abandoned. on_exit follows."""
 
 
-class _Host:
-    """What both hosts share: the engine's end of the channel, and an end that is told once.
+class ChannelHost:
+    """What all hosts share: the engine's end of the channel, and an end that is told once.
 
     The end is told when two things have happened, in any order: the channel has closed (so every event has been
     handed out), and the worker has ended (so the reason is known).
@@ -115,7 +119,7 @@ class _Host:
         return self._told.is_set()
 
 
-class ProcessHost(_Host):
+class ProcessHost(ChannelHost):
     """A worker in a child process: a crash, an out-of-memory or a hung kernel takes it down and nothing else.
 
     log_path: a file that its stdout and stderr are appended to as well.
@@ -199,7 +203,7 @@ class ProcessHost(_Host):
         self._ended(WorkerExit(signal="SIGKILL", log_tail=self._output.tail))
 
 
-class ThreadHost(_Host):
+class ThreadHost(ChannelHost):
     """The same loop in a daemon thread of this process, over the same kind of channel. For tests and debugging:
     a failed self-check of the backend ends the worker, and nothing can kill it."""
 

@@ -33,6 +33,10 @@ class Owner:
     def __init__(self) -> None:
         self.lost: list[tuple[str, list[Request], ErrorInfo]] = []
 
+    def placed(self, replica: Replica, spec: ModelSpec) -> ModelSpec:
+        """It stays where it is."""
+        return spec
+
     def replica_changed(self, replica: Replica) -> None:
         """Nothing to do."""
 
@@ -66,7 +70,7 @@ class Stage:
             hang_s=hang_s,
         )
 
-    def _new_host(self, worker_id: str) -> PlayedHost:
+    def _new_host(self, worker_id: str, spec: ModelSpec) -> PlayedHost:
         self.hosts.append(PlayedHost())
         return self.hosts[-1]
 

@@ -1,0 +1,27 @@
+"""`python -m engine.cluster --fd N`: the process that holds Ray; see `driver`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import socket
+import sys
+
+from engine.cluster.driver import Driver
+
+
+def main() -> int:
+    """Serve the engine until it goes away."""
+    parser = argparse.ArgumentParser(prog="engine.cluster")
+    parser.add_argument("--fd", type=int, required=True)
+    sock = socket.socket(fileno=parser.parse_args().fd)
+    sock.set_inheritable(False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    Driver(sock).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""Cluster: the nodes as the engine knows them, and the workers on them."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from engine.cluster import messages
+from engine.cluster.client import DriverClient
+from engine.cluster.host import RayHost, gpus_of
+from engine.cluster.names import name_nodes, named_reading, translation
+from engine.cluster.probe import RayProbe
+from engine.config import ModelSpec
+from engine.errors import ClusterUnavailable, EngineError, InvalidRequest, NodeGone
+from engine.snapshot import DeviceReading
+
+JOIN_S = 90.0
+START_S = 90.0
+LOOK_S = 10.0
+_REJOIN_S = 5.0
+_CLIENT = re.compile(r"ray://[^\s/:]+:\d{1,5}|ray://\[[0-9a-fA-F:]+\]:\d{1,5}")
+
+_log = logging.getLogger("engine")
+
+
+def check_address(address: str) -> str:
+    """`address`, if it may be a cluster's. Raises InvalidRequest."""
+    if address == "auto" or _CLIENT.fullmatch(address):
+        return address
+    raise InvalidRequest(
+        f"cluster is {address!r}; it must be local, auto or ray://HOST:PORT", param="cluster", value=address
+    )
+
+
+def open_cluster(address: str, gib: Sequence[float] = ()) -> Cluster:
+    """Join a Ray cluster. Blocks for seconds: call it off the loop.
+
+    "auto": the cluster at RAY_ADDRESS, which must answer; else the one that runs on this machine; else one is started
+    on this machine, which ends with the engine. This machine is a node then, and its devices go by their plain names.
+    "ray://HOST:PORT": through the Ray Client server of a cluster's head. This machine is no node of it and computes
+    nothing; it must be able to reach every node.
+    gib: simulated devices that every node has in place of its own.
+    Raises ClusterUnavailable, InvalidRequest.
+    """
+    return Cluster(check_address(address), tuple(gib))
+
+
+class Cluster:
+    """Made by `open_cluster`. May be used from any thread; what blocks says so."""
+
+    def __init__(self, address: str, gib: tuple[float, ...]) -> None:
+        self.address = address
+        self._gib = gib
+        self._lock = threading.Lock()
+        self._nodes: dict[str, messages.NodeSight] = {}
+        self._names: dict[str, str] = {}
+        self._hosts: dict[str, RayHost] = {}
+        self._closed = False
+        self._rejoining = False
+        self._driver = self._join()
+
+    # -- what the engine asks for -------------------------------------------------------------------------------
+
+    def new_host(self, worker_id: str, spec: ModelSpec) -> RayHost:
+        """A host for a worker where placement put it: on the devices of spec.shares, else on spec.device.
+
+        It fails to start with NodeGone when their node is not there, and with NodeFull when other jobs of the cluster
+        have reserved it: the worker must be placed anew then.
+        """
+        devices = [share.device for share in spec.shares] or [spec.device]
+        names = translation(devices)
+        with self._lock:
+            node_id = next((id_ for id_, name in self._names.items() if name == names.node), "")
+            node = self._nodes.get(node_id)
+            totals = {reading.id: reading.total_bytes for reading in node.devices} if node is not None else {}
+        local = {device: totals.get(names.local[device], 0) for device in names.local}
+        return RayHost(worker_id, spec, self, node_id=node_id, translation=names, gpus=gpus_of(spec, names, local))
+
+    def probe(self) -> RayProbe:
+        """A probe of all its devices."""
+        return RayProbe(self, self._gib)
+
+    def cores(self, node: str) -> int:
+        """CPU cores of the node of that name; 1 where it is unknown."""
+        with self._lock:
+            return next((sight.cores for id_, sight in self._nodes.items() if self._names[id_] == node), 1)
+
+    def close(self) -> None:
+        """Leave the cluster; what still runs of the workers ends. Blocks. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._driver.close()
+
+    # -- for RayProbe -------------------------------------------------------------------------------------------
+
+    @property
+    def has_this_machine(self) -> bool:
+        """Whether this machine is a node."""
+        with self._lock:
+            return any(sight.here for sight in self._nodes.values())
+
+    def pids_here(self) -> set[int]:
+        """The workers' processes on this machine."""
+        with self._lock:
+            return {host.pid for host in self._hosts.values() if host.pid is not None and not host.node}
+
+    def look(self) -> tuple[DeviceReading, ...]:
+        """The devices of every other node, read now. A cluster out of reach has none, and is joined again."""
+        if self._driver.lost:
+            self._rejoin_soon()
+            return ()
+        with self._lock:
+            pids: dict[str, list[int]] = {}
+            for host in self._hosts.values():
+                if host.pid is not None:
+                    pids.setdefault(host.node_id, []).append(host.pid)
+        try:
+            sight = self._driver.call(messages.Look(pids=pids), LOOK_S)
+        except EngineError as error:
+            _log.warning("the cluster's nodes cannot be read: %s", error.message)
+            return self._readings()
+        assert isinstance(sight, messages.Sight)
+        self._see(sight)
+        return self._readings()
+
+    # -- for RayHost --------------------------------------------------------------------------------------------
+
+    def start_worker(self, host: RayHost, start: messages.Start) -> messages.Started:
+        """Start the actor; `host` hears of it from now on. Blocks; raises WorkerFailed and its children."""
+        with self._lock:
+            sight = self._nodes.get(start.node)
+            self._hosts[start.key] = host
+        try:
+            if sight is None:
+                raise NodeGone(
+                    f"worker {start.worker_id} cannot run on {start.node_name}: it is not in the cluster",
+                    worker=start.worker_id,
+                    node=start.node_name,
+                )
+            if sight.problem:
+                raise NodeGone(f"no worker can run on {start.node_name}: {sight.problem}", node=start.node_name)
+            started = self._driver.call(start, START_S)
+        except ClusterUnavailable as error:
+            self.forget_worker(start.key)
+            raise NodeGone(f"worker {start.worker_id}: {error.message}", worker=start.worker_id) from error
+        except EngineError:
+            self.forget_worker(start.key)
+            raise
+        assert isinstance(started, messages.Started)
+        return started
+
+    def signal_worker(self, key: str, number: int) -> None:
+        """Send a signal to the worker."""
+        self._driver.call_soon(messages.Signal(key=key, number=number))
+
+    def forget_worker(self, key: str) -> None:
+        """It has ended: give back what was reserved."""
+        with self._lock:
+            self._hosts.pop(key, None)
+        self._driver.call_soon(messages.Discard(key=key))
+
+    def lives(self, node_id: str) -> bool:
+        """Whether the node is there, as far as is known."""
+        with self._lock:
+            return node_id in self._nodes
+
+    def threads(self, node_id: str) -> int:
+        """CPU threads for each worker of a node: its cores, shared out."""
+        with self._lock:
+            workers = Counter(host.node_id for host in self._hosts.values())[node_id]
+            cores = self._nodes[node_id].cores if node_id in self._nodes else 1
+            return max(1, cores // max(1, workers))
+
+    # -- the driver ---------------------------------------------------------------------------------------------
+
+    def _join(self) -> DriverClient:
+        driver = DriverClient(self._heard, self._lost)
+        try:
+            sight = driver.call(messages.Join(address=self.address, gib=self._gib), JOIN_S)
+        except EngineError:
+            driver.close()
+            raise
+        assert isinstance(sight, messages.Sight)
+        self._see(sight)
+        return driver
+
+    def _see(self, sight: messages.Sight) -> None:
+        """Take in which nodes there are; workers on those that are gone hear of it."""
+        with self._lock:
+            before = dict(self._names)
+            self._nodes = {node.id: node for node in sight.nodes}
+            known = {node_id: name for node_id, name in before.items() if node_id in self._nodes}
+            self._names = name_nodes(sight.nodes, known)
+            names = dict(self._names)
+            bereft = [host for host in self._hosts.values() if host.node_id not in self._nodes]
+        for node_id in before.keys() - names.keys():
+            _log.error("%s has left the cluster", before[node_id] or "this machine", extra={"source": "ray"})
+        for node in sight.nodes:
+            if node.id not in before:
+                self._welcome(names[node.id], node)
+        for host in bereft:
+            host.call_soon(host.node_gone)
+
+    def _welcome(self, name: str, node: messages.NodeSight) -> None:
+        if node.problem:
+            _log.error("no worker can run on %s: %s", name or "this machine", node.problem, extra={"source": "ray"})
+        else:
+            _log.info("%s (%s) is in the cluster", name or "this machine", node.address, extra={"source": "ray"})
+
+    def _readings(self) -> tuple[DeviceReading, ...]:
+        with self._lock:
+            return tuple(
+                named_reading(self._names[node.id], reading)
+                for node in self._nodes.values()
+                if not node.here and not node.problem
+                for reading in node.devices
+            )
+
+    def _heard(self, news: messages.Said | messages.Ended) -> None:
+        with self._lock:
+            host = self._hosts.get(news.key)
+        if host is None:
+            return
+        if isinstance(news, messages.Said):
+            host.call_soon(host.said, news.lines)
+        else:
+            host.call_soon(host.over, news)
+
+    def _lost(self, reason: str) -> None:
+        """The driver is gone, and every actor ends with it."""
+        _log.error("%s; it is joined again when it answers", reason, extra={"source": "ray"})
+        with self._lock:
+            hosts = list(self._hosts.values())
+            self._nodes, self._names = {}, {}
+        for host in hosts:
+            host.call_soon(host.over, messages.Ended(key=host.key, reason=reason))
+
+    def _rejoin_soon(self) -> None:
+        with self._lock:
+            if self._closed or self._rejoining:
+                return
+            self._rejoining = True
+        threading.Thread(target=self._rejoin, name="rejoin", daemon=True).start()
+
+    def _rejoin(self) -> None:
+        try:
+            driver = self._join()
+        except EngineError as error:
+            _log.debug("%s", error.message)
+            time.sleep(_REJOIN_S)
+        else:
+            self._driver = driver
+        with self._lock:
+            self._rejoining = False
+            closed = self._closed
+        if closed:
+            self._driver.close()

@@ -1,0 +1,94 @@
+"""The model on a node: at the same path as on the engine's machine, in the installation, or fetched from the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from engine.backends.base import LoadProgress
+from engine.cluster.messages import ModelPlace
+from engine.config import ModelSpec
+from engine.errors import ModelLoadFailed
+from engine.models.discover import DEMO, demo_path
+from engine.models.hub_cache import is_commit, is_complete, repo_folder, repo_of
+
+
+def place_of(spec: ModelSpec) -> ModelPlace:
+    """What a node must have to load `spec`, as this machine has it. Raises ModelLoadFailed."""
+    others = [spec.draft_model, spec.lora]
+    return ModelPlace(
+        path=str(spec.path),
+        name=spec.name,
+        sizes=_sizes(spec.path),
+        others=tuple(str(folder) for folder in others if folder is not None),
+    )
+
+
+def path_on_node(model: ModelPlace) -> Path:
+    """Where this node has the model, or will have it once it is fetched."""
+    path = Path(model.path)
+    if model.name == DEMO:
+        return demo_path() or path
+    if not path.is_dir() and (found := _hub_commit(path)) is not None:
+        repo_id, commit = found
+        return repo_folder(repo_id) / "snapshots" / commit
+    return path
+
+
+def lacks(model: ModelPlace) -> bool:
+    """Whether the model must be fetched from the hub first."""
+    path = path_on_node(model)
+    return _hub_commit(path) is not None and not is_complete(path)
+
+
+def fetch(model: ModelPlace, *, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> None:
+    """Fetch the very commit that the engine has. Raises ModelLoadFailed and its children."""
+    found = _hub_commit(path_on_node(model))
+    if found is not None:
+        from engine.models.hub import download
+
+        download(*found, report=report, cancelled=cancelled)
+
+
+def require(model: ModelPlace, node: str) -> None:
+    """Raise ModelLoadFailed, naming `node` and what it lacks, unless it has the model that the engine has."""
+    path = path_on_node(model)
+    for folder in (path, *map(Path, model.others)):
+        if not folder.is_dir():
+            raise ModelLoadFailed(
+                f"{node} has no folder {folder}: put it there as it is here, or load the model by its hub id",
+                node=node,
+                path=str(folder),
+            )
+    difference = _difference(model.sizes, _sizes(path))
+    if difference:
+        raise ModelLoadFailed(
+            f"{path} on {node} is not the model that is here: {difference}", node=node, path=str(path)
+        )
+
+
+def _hub_commit(path: Path) -> tuple[str, str] | None:
+    """The hub id and the commit whose snapshot `path` is in a hub cache; None for any other folder."""
+    repo_id = repo_of(path.parent.parent) if path.parent.name == "snapshots" else None
+    return (repo_id, path.name) if repo_id is not None and is_commit(path.name) else None
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of the files that decide what a model answers, by name."""
+    try:
+        files = [*folder.glob("*.safetensors"), folder / "config.json", folder / "tokenizer.json"]
+        return {file.name: file.stat().st_size for file in sorted(files) if file.is_file()}
+    except OSError as error:
+        raise ModelLoadFailed(f"{folder} cannot be read: {error}", path=str(folder)) from error
+
+
+def _difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
+    for name in sorted({*ours, *theirs}):
+        here, there = ours.get(name), theirs.get(name)
+        if here != there:
+            return f"{name} is {_shown(there)} there and {_shown(here)} here"
+    return ""
+
+
+def _shown(size: int | None) -> str:
+    return "missing" if size is None else f"{size} bytes"

@@ -1,0 +1,200 @@
+"""Workers on three nodes of a real Ray cluster, which all are processes of this machine. Backends are fake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray.cluster_utils import Cluster as RayNodes
+
+from engine.cluster import Cluster, open_cluster
+from engine.engine import Engine
+from engine.errors import NodeGone
+from engine.worker.hosts import WorkerExit
+from engine.worker.protocol import Loaded, LogLine
+from tests.fakes.backend import expected_text
+from tests.fakes.engines import all_ready, ask, config, read, until
+from tests.fakes.model import fake_spec
+from tests.fakes.worker import Probe, load_command, submit_command
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+PATIENCE_S = 40.0
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """A head without a name and a node "left"; nothing of it is left at the end, and nobody is told of it."""
+    before = ray_processes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend:make_noisy")
+        cluster = RayNodes(initialize_head=True, head_node_args={**NODE, "ray_client_server_port": free_port()})
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        cluster.add_node(node_name="left", num_gpus=2, **NODE)
+        try:
+            yield cluster
+        finally:
+            cluster.shutdown()
+    psutil.wait_procs([psutil.Process(pid) for pid in ray_processes() - before if psutil.pid_exists(pid)], timeout=10)
+    assert ray_processes() <= before
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes: RayNodes) -> Iterator[Cluster]:
+    """The cluster as an engine on its head joins it."""
+    joined = open_cluster("auto")
+    yield joined
+    joined.close()
+
+
+def ray_processes() -> set[int]:
+    """What runs of Ray on this machine."""
+    found = psutil.process_iter(["cmdline"])
+    return {each.pid for each in found if any("raylet" in part for part in each.info["cmdline"] or ())}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@asynccontextmanager
+async def serving(cluster: Cluster, folder: Path, workers: int) -> AsyncIterator[Engine]:
+    """An engine with so many workers on the cluster, all of them ready."""
+    engine = Engine(
+        config(worker_host="process", num_workers=workers), new_host=cluster.new_host, probe=cluster.probe()
+    )
+    await engine.start()
+    try:
+        await engine.load(fake_spec(folder, kv_cache_tokens=10**6))
+        await all_ready(engine)
+        yield engine
+    finally:
+        await engine.close(drain_s=0.0)
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Like `until`, with the patience that Ray asks for."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - many things change it, some in other processes
+            await asyncio.sleep(0.01)
+
+
+def places(engine: Engine) -> list[str]:
+    """The node of each worker, the engine's own as ""."""
+    return sorted(worker.devices[0].rpartition("/")[0] for worker in engine.snapshot().workers)
+
+
+async def test_a_node_killed_under_load_changes_nothing_in_the_answers(
+    nodes: RayNodes, cluster: Cluster, tmp_path: Path
+) -> None:
+    doomed: Any = nodes.add_node(node_name="right", **NODE)
+    await eventually(lambda: any(each.node == "right" for each in cluster.probe().read()))
+    async with serving(cluster, tmp_path, workers=3) as engine:
+        assert places(engine) == ["", "left", "right"]
+        prompts = [f"marker {number}" for number in range(12)]
+        length = 3000
+        reading = [asyncio.create_task(read(engine.submit(ask(prompt, max_tokens=length)))) for prompt in prompts]
+        await until(lambda: all(row.output_tokens > 20 for row in engine.snapshot().requests))
+        await asyncio.to_thread(nodes.remove_node, doomed, allow_graceful=False)
+        answers = await asyncio.gather(*reading)
+        assert [answer.text for answer in answers] == [expected_text(prompt.encode(), length) for prompt in prompts]
+        await eventually(lambda: engine.snapshot().totals.worker_restarts)
+        assert engine.snapshot().totals.requeued > 0
+        await eventually(lambda: all(worker.state == "ready" for worker in engine.snapshot().workers))
+        assert len(places(engine)) == 3
+        assert "right" not in places(engine)
+        assert not any(device.node == "right" for device in engine.snapshot().devices)
+
+
+async def test_every_nodes_devices_are_read_under_names_of_their_own(cluster: Cluster) -> None:
+    readings = {reading.id: reading for reading in cluster.probe().read()}
+    assert {"cpu", "left/cpu"} <= readings.keys()
+    assert (readings["cpu"].node, readings["left/cpu"].node) == ("", "left")
+    assert readings["left/cpu"].total_bytes > 0
+
+
+async def test_a_worker_on_a_node_says_what_a_local_one_would(cluster: Cluster, tmp_path: Path) -> None:
+    spec = fake_spec(tmp_path, device="left/cpu")
+    probe = await Probe(cluster.new_host("w0", spec)).start()
+    loaded = await probe.load(tmp_path)
+    assert loaded.model.devices == ("left/cpu",)
+    probe.send(submit_command("r", "hello", max_tokens=40))
+    assert (await probe.answer("r"))[0] == expected_text(b"hello", 40)
+    assert probe.host.pid is not None
+    os.kill(probe.host.pid, signal.SIGKILL)
+    exit_ = await probe.wait_for(WorkerExit)
+    assert exit_.signal == "SIGKILL"
+    assert "native out" in exit_.log_tail.splitlines()
+    assert "native out" in [event.message for event in probe.events if isinstance(event, LogLine)]
+
+
+async def test_a_stopped_worker_leaves_by_itself(cluster: Cluster, tmp_path: Path) -> None:
+    probe = await Probe(cluster.new_host("w0", fake_spec(tmp_path, device="left/cpu"))).start()
+    await probe.host.stop(10.0)
+    assert [exit_.code for exit_ in probe.exits] == [0]
+
+
+async def test_an_actor_that_is_killed_takes_its_worker_with_it(cluster: Cluster, tmp_path: Path) -> None:
+    probe = await Probe(cluster.new_host("w0", fake_spec(tmp_path, device="left/cpu"))).start()
+    assert probe.host.pid is not None
+    worker = psutil.Process(probe.host.pid)
+    worker.parent().kill()
+    async with asyncio.timeout(PATIENCE_S):
+        exit_ = await probe.wait_for(WorkerExit)
+    assert exit_.reason
+    await eventually(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_a_worker_sees_no_gpu_but_those_that_placement_gave_it(cluster: Cluster, tmp_path: Path) -> None:
+    probe = await Probe(cluster.new_host("w0", fake_spec(tmp_path, device="left/cuda:1"))).start()
+    assert probe.host.pid is not None
+    assert psutil.Process(probe.host.pid).environ()["CUDA_VISIBLE_DEVICES"] == "1"
+    await probe.host.stop(10.0)
+
+
+async def test_a_worker_whose_node_is_not_there_says_so_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    host = cluster.new_host("w0", fake_spec(tmp_path, device="nowhere/cpu"))
+    with pytest.raises(NodeGone, match="w0 cannot run on nowhere: it is not in the cluster"):
+        await host.start(print, print)
+
+
+async def test_a_ray_client_computes_on_the_nodes_and_not_on_its_own_machine(nodes: RayNodes, tmp_path: Path) -> None:
+    head: Any = nodes.head_node
+    address = f"ray://{head.node_ip_address}:{head._ray_params.ray_client_server_port}"
+    cluster = await asyncio.to_thread(open_cluster, address)
+    try:
+        ids = [reading.id for reading in cluster.probe().read()]
+        assert "cpu" not in ids
+        assert "left/cpu" in ids
+        probe = await Probe(cluster.new_host("w0", fake_spec(tmp_path, device="left/cpu"))).start()
+        probe.send(load_command(tmp_path))
+        assert (await probe.wait_for(Loaded)).model.devices == ("left/cpu",)
+        await probe.host.stop(10.0)
+        assert [exit_.code for exit_ in probe.exits] == [0]
+    finally:
+        await asyncio.to_thread(cluster.close)
+
+
+async def test_an_engine_outlives_its_connection_to_ray_and_joins_again(cluster: Cluster, tmp_path: Path) -> None:
+    async with serving(cluster, tmp_path, workers=2) as engine:
+        workers = [psutil.Process(worker.pid) for worker in engine.snapshot().workers if worker.pid is not None]
+        reading = asyncio.create_task(read(engine.submit(ask("on and on", max_tokens=3000))))
+        await until(lambda: engine.snapshot().requests[0].output_tokens > 20)
+        driver = next(each for each in psutil.Process().children() if "engine.cluster" in each.cmdline())
+        driver.kill()
+        answer = await reading
+        assert answer.text == expected_text(b"on and on", 3000)
+        assert not any(worker.is_running() for worker in workers)
+        await eventually(lambda: all(worker.state == "ready" for worker in engine.snapshot().workers))
