@@ -75,6 +75,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     attention, attention_reason: which attention computes, and why that one, in a few words.
     shares: what was really allocated on each device, working memory as the warm-up measured it.
     adapters_per_request: whether each request may name a LoRA adapter of its own.
+    shared_bytes: how much of weights_bytes all workers of this machine have once, in one mapping.
     """
 
     backend: str
@@ -92,6 +93,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     attention_reason: str = ""
     shares: tuple[DeviceShare, ...] = ()
     adapters_per_request: bool = False
+    shared_bytes: int = 0
 
 
 class SequenceStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,6 +54,11 @@ class Checkpoint:
         """The tensors' names."""
         return iter(self._tensors)
 
+    @property
+    def files(self) -> frozenset[Path]:
+        """The files that hold them."""
+        return frozenset(tensor.file for tensor in self._tensors.values())
+
     def info(self, name: str) -> TensorInfo:
         """Header of a tensor. Raises ModelLoadFailed where there is none of that name."""
         if name not in self._tensors:

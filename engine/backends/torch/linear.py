@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from engine.backends.torch.opaque import pack_weight
+
 Linear = Callable[[Tensor], Tensor]
 """x [T, in] -> [T, out]."""
 
@@ -22,22 +24,21 @@ class PlainLinear:
     """x @ weight.T + bias, with the weight as the checkpoint has it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class PackedLinear:
-    """The same product over a weight that oneDNN laid out for this machine: it is not re-laid out on every call."""
+    """The same product over a weight that `pack_weight` laid out for this machine, once and not on every call."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self._bias = bias
+        self.weight, self.bias = weight, bias
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
+        product: Tensor = self._multiply(x, self.weight, self.bias, "none", [], "")
         return product
 
 
@@ -58,7 +59,7 @@ class LinearFactory:
         if not (pack and self._may_pack and large_enough):
             return PlainLinear(weight, bias)
         try:
-            packed = PackedLinear(weight, bias)
+            packed = PackedLinear(pack_weight(weight), bias)
             key = (weight.shape, bias is not None)
             if key not in self._trusted:
                 self._trusted[key] = _agree(packed, PlainLinear(weight, bias), weight)

@@ -19,6 +19,7 @@ from engine.backends.torch.model import Block, Decoder, Stage
 from engine.backends.torch.model_config import ModelConfig
 from engine.backends.torch.quant.weight import is_quantised, method_of
 from engine.backends.torch.rope import RotaryEmbedding
+from engine.backends.torch.shared_weights import WeightStore
 from engine.backends.torch.weights import WeightReader
 
 MAX_HEAD_COPY_BYTES = 256 << 20
@@ -93,12 +94,14 @@ def _block_shapes(config: ModelConfig, names: TensorNames) -> dict[str, tuple[in
 
 @dataclass(frozen=True, slots=True)
 class DecoderLoader:
-    """Builds a decoder of `config` from what `reader` reads, its weights of `dtype` laid out as `layout` says."""
+    """Builds a decoder of `config`, its weights of `dtype` laid out as `layout` says, from what `store` has; `reader`
+    reads what it has not."""
 
     config: ModelConfig
     reader: WeightReader
     layout: Layout
     dtype: torch.dtype
+    store: WeightStore
 
     def load(self) -> Decoder:
         """Read everything, and enter it into the devices' accounts.
@@ -108,7 +111,8 @@ class DecoderLoader:
         needed = weights_bytes(self.config, self.layout, self.dtype)
         with ExitStack() as rooms:
             for memory, size_bytes in needed.items():
-                rooms.enter_context(memory.room_for(size_bytes, "the weights"))
+                taken = 0 if self.store.complete and not memory.simulated else size_bytes
+                rooms.enter_context(memory.room_for(taken, "the weights"))
             decoder = self._read()
         for memory, size_bytes in needed.items():
             memory.weights_bytes += size_bytes
@@ -117,9 +121,9 @@ class DecoderLoader:
     def _read(self) -> Decoder:
         names = ARCHITECTURES[self.config.architecture].names
         linears = {memory: LinearFactory(memory.device, self.dtype) for memory in self.layout.memories}
-        embedding = self.reader.read(f"{names.embedding}.weight", device=self.layout.first.device)
+        embedding = self._tensor(f"{names.embedding}.weight", self.layout.first.device)
         stages = tuple(self._stage(span, names, linears[span.memory]) for span in self.layout.spans)
-        final_norm = self.reader.read(f"{names.final_norm}.weight", device=self.layout.last.device)
+        final_norm = self._tensor(f"{names.final_norm}.weight", self.layout.last.device)
         head = self._head(embedding, names, linears[self.layout.last])
         return Decoder(config=self.config, embedding=embedding, stages=stages, final_norm=final_norm, head=head)
 
@@ -138,19 +142,25 @@ class DecoderLoader:
             return self.reader.read(*(f"{prefix}.{part}" for part in parts), device=device)
 
         def linear(*parts: str, bias: bool) -> Linear:
-            weight = read(*(f"{part}.weight" for part in parts))
-            return linears.make(weight, read(*(f"{part}.bias" for part in parts)) if bias else None)
+            def make() -> Linear:
+                weight = read(*(f"{part}.weight" for part in parts))
+                return linears.make(weight, read(*(f"{part}.bias" for part in parts)) if bias else None)
+
+            return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
+
+        def norm(part: str) -> Tensor:
+            return self._tensor(f"{prefix}.{part}.weight", device)
 
         qk_norm = None
         if traits.qk_norm:
-            q_norm, k_norm = (read(f"{name}.weight") for name in (names.q_norm, names.k_norm))
+            q_norm, k_norm = (norm(name) for name in (names.q_norm, names.k_norm))
             qk_norm = torch.cat((q_norm.expand(self.config.heads, -1), k_norm.expand(self.config.kv_heads, -1)))
         return Block(
-            input_norm=read(f"{names.input_norm}.weight"),
+            input_norm=norm(names.input_norm),
             qkv=linear(names.q, names.k, names.v, bias=traits.qkv_bias),
             qk_norm=qk_norm,
             o=linear(names.o, bias=traits.o_bias),
-            mlp_norm=read(f"{names.mlp_norm}.weight"),
+            mlp_norm=norm(names.mlp_norm),
             gate_up=linear(names.gate, names.up, bias=traits.mlp_bias),
             down=linear(names.down, bias=traits.mlp_bias),
             window=traits.windows[layer],
@@ -160,11 +170,18 @@ class DecoderLoader:
         """The head; a tied one is the embedding itself, or a copy of it where it lies elsewhere or is packed."""
         memory = self.layout.last
         if not self.config.tie_embeddings:
-            return linears.make(self.reader.read(f"{names.head}.weight", device=memory.device))
-        if memory is not self.layout.first:
-            embedding = embedding.to(memory.device, copy=True)
+            return self.store.linear(
+                names.head, lambda: linears.make(self.reader.read(f"{names.head}.weight", device=memory.device))
+            )
+        elsewhere = memory is not self.layout.first
         may_pack = not memory.simulated and embedding.nbytes <= MAX_HEAD_COPY_BYTES
-        head = linears.make(embedding, pack=may_pack)
-        if isinstance(head, PackedLinear) and memory is self.layout.first:
+        head = self.store.linear(
+            f"{names.head} of the embedding{' packed' if may_pack else ''}",
+            lambda: linears.make(embedding.to(memory.device, copy=True) if elsewhere else embedding, pack=may_pack),
+        )
+        if isinstance(head, PackedLinear) and not elsewhere:
             memory.weights_bytes += embedding.nbytes
         return head
+
+    def _tensor(self, name: str, device: torch.device) -> Tensor:
+        return self.store.tensor(name, lambda: self.reader.read(name, device=device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from engine.backends.torch.lora_names import AttachedAdapters
 from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, read_model_config
 from engine.backends.torch.settings import apply_settings, refuse_settings
+from engine.backends.torch.shared_weights import weight_store
 from engine.backends.torch.step_memory import StepSizes, step_bytes
 from engine.backends.torch.step_plan import StepPlanner
 from engine.backends.torch.weights import WeightReader, locate
@@ -38,6 +40,7 @@ class ModelRunner:
     """A loaded model. `allocate_kv` comes before the first `forward`; torch's thread count is the caller's.
 
     attention: how rows attend, and why; known after `allocate_kv`.  adapters: what chunks may name.
+    shared_bytes: how much of the weights all workers of this machine have once.
     """
 
     def __init__(
@@ -47,10 +50,11 @@ class ModelRunner:
         dtype: torch.dtype,
         layout: Layout,
         parameters: int,
+        shared_bytes: int = 0,
         attention: AttentionName = "auto",
     ) -> None:
         self.config = decoder.config
-        self.parameters = parameters
+        self.parameters, self.shared_bytes = parameters, shared_bytes
         self.attention: Choice | None = None
         self._dtype, self._layout, self._wanted_attention = dtype, layout, attention
         self.adapters = AttachedAdapters(AdapterLoader(decoder.config, dtype, layout.by_layer))
@@ -85,9 +89,19 @@ class ModelRunner:
             weights = merged(weights, locate_factors(spec.lora, config))
         report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
         reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
-        with torch.inference_mode():
-            decoder = DecoderLoader(config, reader, layout, dtype).load()
-        return cls(decoder, dtype=dtype, layout=layout, parameters=reader.elements, attention=spec.attention)
+        files = {*checkpoint.files, path / "config.json", *(spec.lora.iterdir() if spec.lora else ())}
+        places = [memory.device for memory in layout.memories]
+        with weight_store(path, files, dtype, places, cancelled) as store, torch.inference_mode():
+            decoder = DecoderLoader(config, reader, layout, dtype, store).load()
+        reader.finish()
+        return cls(
+            decoder,
+            dtype=dtype,
+            layout=layout,
+            parameters=sum(map(math.prod, tensor_shapes(config).values())),
+            shared_bytes=store.shared_bytes,
+            attention=spec.attention,
+        )
 
     @property
     def dtype_name(self) -> str:

@@ -111,7 +111,6 @@ class WeightReader:
         self._total_bytes = sum(weight.stored_bytes for weight in weights.values())
         self._dtype = dtype
         self._report, self._cancelled = report, cancelled
-        self.elements = 0
 
     def read(self, *names: str, device: torch.device) -> Tensor:
         """The named tensors, joined along their first dimension into one new tensor on `device`."""
@@ -127,5 +126,9 @@ class WeightReader:
             raise LoadCancelled("loading was cancelled while reading the weights")
         target.copy_(weight.read(target.device))
         self._done_bytes += weight.stored_bytes
-        self.elements += target.numel()
         self._report(LoadProgress(phase="weights", done=self._done_bytes, total=self._total_bytes))
+
+    def finish(self) -> None:
+        """Say that all is there, where not everything had to be read."""
+        if self._done_bytes < self._total_bytes:
+            self._report(LoadProgress(phase="weights", done=self._total_bytes, total=self._total_bytes))

@@ -1,0 +1,145 @@
+"""Memory that one process fills and others map: nameless files in RAM, found through /proc, sealed once complete.
+
+Nothing of it is on any disk, so nothing is left behind however its users end: the kernel frees such a file with the
+last process that has it open or mapped. A seal makes it unchangeable for everybody, its writer included, and is what
+tells a complete file from one whose writer is still at it or was killed. Linux alone has them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PROCESSES = Path("/proc")
+_WINDOW_BYTES = 1 << 30
+_ALIGNMENT = 64
+_POLL_S = 0.02
+
+
+class SealedFile:
+    """A file of RAM, open for reading, that nobody can change any more."""
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+
+    @classmethod
+    def find(cls, name: str) -> SealedFile | None:
+        """The complete file of that name that some process of this user holds, or None."""
+        for path in _open_files(f"/memfd:{name} (deleted)"):
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:  # its holder has just ended
+                continue
+            try:
+                if os.fstat(fd).st_uid == os.geteuid() and _is_sealed(fd):
+                    return cls(fd)
+            finally:
+                os.close(fd)
+        return None
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """All of it, mapped read-only. It stays mapped, and can be found by others, while this object is alive."""
+        return self._memory
+
+
+class UnsealedFile:
+    """A file of RAM that is being written, piece by piece, each of which can be read at once.
+
+    Raises OSError where the system has no such files or no memory.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._window: mmap.mmap | None = None
+        self._window_start = self._window_end = self._end = 0
+
+    def append(self, piece: memoryview) -> tuple[mmap.mmap, int, int]:
+        """Add a piece. Returns a read-only mapping in which it lies, where in that, and where in the file."""
+        start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
+        if self._window is None or start + piece.nbytes > self._window_end:
+            start = -(-start // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            self._open_window(start, max(_WINDOW_BYTES, piece.nbytes))
+        assert self._window is not None
+        written = 0
+        while written < piece.nbytes:
+            written += os.pwrite(self._fd, piece[written:], start + written)
+        self._end = start + piece.nbytes
+        return self._window, start - self._window_start, start
+
+    def seal(self) -> None:
+        """Let nothing be changed from now on, and others find it."""
+        os.truncate(self._fd, self._end)
+        fcntl.fcntl(
+            self._fd,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL,
+        )
+
+    def close(self) -> None:
+        """Write no more. What was mapped stays, and can be found if it was sealed. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open_window(self, start: int, size_bytes: int) -> None:
+        """Map ahead of the end, which costs nothing, so that many pieces share a mapping.
+
+        Through a descriptor that cannot write: a mapping that could would forbid the seal.
+        """
+        reader = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.truncate(self._fd, max(start + size_bytes, os.fstat(self._fd).st_size))
+            self._window = mmap.mmap(reader, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
+        finally:
+            os.close(reader)
+        self._window_start, self._window_end = start, start + size_bytes
+
+
+@contextmanager
+def alone(folder: Path, cancelled: Callable[[], bool]) -> Iterator[None]:
+    """Be the only process inside this for that folder; returns early, not alone, once `cancelled()` is true.
+
+    The kernel lets go of the lock when its holder dies. On a file system without locks, all are let in.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while not cancelled():
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL_S)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_sealed(fd: int) -> bool:
+    wanted = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
+
+
+def _open_files(target: str) -> Iterator[Path]:
+    """Every descriptor of this user's processes that leads to `target`, as a path that opens the same file."""
+    for process in _PROCESSES.iterdir():
+        try:
+            if not process.name.isdecimal() or process.stat().st_uid != os.geteuid():
+                continue
+            descriptors = list((process / "fd").iterdir())
+        except OSError:  # it has just ended, or is none of ours
+            continue
+        for descriptor in descriptors:
+            try:
+                found = str(descriptor.readlink()) == target
+            except OSError:
+                continue
+            if found:
+                yield descriptor

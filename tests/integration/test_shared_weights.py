@@ -1,0 +1,242 @@
+"""Workers that compute on one CPU have one copy of their model's weights, however they come and go."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.backends.base import LoadProgress
+from engine.backends.torch import runner as runners
+from engine.backends.torch import shared_weights
+from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.runner import ModelRunner
+from engine.backends.torch.sealed import SealedFile, UnsealedFile, alone
+from engine.backends.torch.shared_weights import OwnWeights, WeightStore, identity
+from engine.backends.torch.weights import WeightReader
+from engine.config import DtypeName, ModelSpec, SamplingParams
+from engine.engine import Engine
+from engine.errors import LoadCancelled
+from tests.fakes.engines import all_ready, ask, config, read, row
+from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sealed files of RAM are Linux's")
+
+PROMPT = [3 + 7 * number for number in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model", dtype="bfloat16", with_tokenizer=False)
+
+
+def load(
+    folder: Path,
+    *,
+    dtype: DtypeName = "bfloat16",
+    report: Callable[[LoadProgress], None] = lambda progress: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> ModelRunner:
+    spec = ModelSpec(path=folder, name="tiny", dtype=dtype, device="cpu")
+    return ModelRunner.load(folder, spec, report=report, cancelled=cancelled)
+
+
+def logits(runner: ModelRunner) -> torch.Tensor:
+    runner.allocate_kv(8, 8, report=lambda progress: None)
+    return runner.forward([ChunkInput(PROMPT, 0, [0, 1, 2], sample=True)])
+
+
+def find(folder: Path, dtype: torch.dtype = torch.bfloat16) -> SealedFile | None:
+    """The complete file of a tiny model, once nothing that was dropped is in memory any more."""
+    gc.collect()
+    return SealedFile.find(identity([folder / "config.json", *folder.glob("*.safetensors")], dtype))
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tensors that are read from checkpoints meanwhile."""
+    names: list[str] = []
+    plainly = WeightReader.read
+
+    def noted(self: WeightReader, *parts: str, device: torch.device) -> torch.Tensor:
+        names.extend(parts)
+        return plainly(self, *parts, device=device)
+
+    monkeypatch.setattr(WeightReader, "read", noted)
+    return names
+
+
+@contextmanager
+def unshared(*_: object) -> Iterator[WeightStore]:
+    yield OwnWeights()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_shared_weights_compute_what_own_ones_do_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str], architecture: str, tie: bool, dtype: DtypeName
+) -> None:
+    folder = make_tiny_model(
+        tmp_path, architecture, tie=tie, hidden_size=256, intermediate_size=1088, with_tokenizer=False
+    )
+    first = load(folder, dtype=dtype)
+    read_once = list(reads)
+    second = load(folder, dtype=dtype)
+    assert reads == read_once, "the second read again what the first had read"
+    monkeypatch.setattr(runners, "weight_store", unshared)
+    alone_ = load(folder, dtype=dtype)
+    assert (alone_.shared_bytes, first.shared_bytes) == (0, second.shared_bytes)
+    assert second.shared_bytes >= second.weights_bytes == alone_.weights_bytes
+    assert torch.equal(logits(first), logits(alone_))
+    assert torch.equal(logits(second), logits(alone_))
+
+
+async def test_worker_processes_map_the_same_weights_and_answer_the_same(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    engine = Engine(config(worker_host="process", num_workers=2, max_prompts=1))
+    await engine.start()
+    try:
+        await engine.load(ModelSpec(path=folder, name="tiny", threads=1, kv_cache_tokens=4096, dtype="float32"))
+        await all_ready(engine)
+        pids = [worker.pid for worker in engine.snapshot().workers]
+        first, second = ({line for line in _maps(pid) if "/memfd:ericllm-" in line} for pid in pids)
+        assert first
+        assert first == second
+        greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        streams = [engine.submit(ask("the same for both", params=greedy)) for _ in pids]
+        assert len({row(engine, stream.request_id).worker for stream in streams}) == 2
+        one, other = [await read(stream) for stream in streams]
+        assert one.token_ids == other.token_ids
+    finally:
+        await engine.close(drain_s=0.0)
+
+
+def test_the_memory_is_given_back_with_its_last_user(folder: Path) -> None:
+    first, second = load(folder), load(folder)
+    expected = logits(first)
+    first.unload()
+    third = load(folder)
+    assert torch.equal(logits(second), expected)
+    assert torch.equal(logits(third), expected)
+    second.unload()
+    assert find(folder) is not None
+    third.unload()
+    assert find(folder) is None
+    assert not [line for line in _maps("self") if "/memfd:ericllm-" in line]
+
+
+def test_another_dtype_and_changed_files_are_other_weights(folder: Path) -> None:
+    bfloat16, float32 = load(folder), load(folder, dtype="float32")
+    assert (bfloat16.dtype_name, float32.dtype_name) == ("bfloat16", "float32")
+    expected = logits(bfloat16)
+    make_tiny_model(folder, dtype="bfloat16", seed=1, with_tokenizer=False)
+    assert not torch.equal(logits(load(folder)), expected)
+    assert torch.equal(logits(bfloat16), expected), "rewriting the files changed what was loaded"
+
+
+_DYING_WRITER = """
+import sys, time, torch
+from pathlib import Path
+from engine.backends.torch.shared_weights import weight_store
+folder = Path(sys.argv[1])
+files = [folder / "config.json", *folder.glob("*.safetensors")]
+with weight_store(folder, files, torch.bfloat16, [torch.device("cpu")], lambda: False) as store:
+    store.tensor("model.embed_tokens.weight", lambda: torch.zeros(4, 4))
+    print("half done", flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_a_writer_that_is_killed_half_way_leaves_the_writing_to_who_waits(folder: Path) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", _DYING_WRITER, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "half done\n"
+        assert find(folder) is None, "unfinished weights can be found"
+        polls, waits = iter(range(3)), threading.Event()
+
+        def polled() -> bool:
+            if next(polls, None) is None:
+                waits.set()
+            return False
+
+        loaded: list[ModelRunner] = []
+        waiting = threading.Thread(target=lambda: loaded.append(load(folder, cancelled=polled)))
+        waiting.start()
+        assert waits.wait(20), "nobody waited for the writer"
+        assert not loaded
+        writer.send_signal(signal.SIGKILL)
+        waiting.join(20)
+    finally:
+        writer.kill()
+        writer.communicate()
+    assert loaded[0].shared_bytes > 0
+    assert find(folder) is not None
+
+
+def test_a_load_that_waits_for_another_one_can_be_cancelled(folder: Path) -> None:
+    answers = iter([False, False])
+    with alone(folder, lambda: False), pytest.raises(LoadCancelled):
+        load(folder, cancelled=lambda: next(answers, True))
+
+
+def test_a_load_that_fails_publishes_nothing(folder: Path) -> None:
+    seen: list[LoadProgress] = []
+    with pytest.raises(LoadCancelled):
+        load(folder, report=seen.append, cancelled=lambda: len(seen) > 6)
+    assert find(folder) is None
+    assert not [line for line in _maps("self") if "/memfd:ericllm-" in line]
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 5])
+def test_weights_that_cannot_be_shared_are_the_workers_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_at: int
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(runners, "weight_store", unshared)
+        expected = logits(load(folder))
+    plainly, calls = UnsealedFile.append, iter(range(fails_at))
+
+    def append(self: UnsealedFile, piece: memoryview) -> tuple[object, int, int]:
+        if next(calls, None) is None:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return plainly(self, piece)
+
+    monkeypatch.setattr(UnsealedFile, "append", append)
+    runner = load(folder)
+    assert runner.shared_bytes == 0
+    assert torch.equal(logits(runner), expected)
+    assert "no space left" in caplog.text
+    assert find(folder) is None
+
+
+def test_packed_weights_that_cannot_be_mapped_are_packed_by_each_worker(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_weights, "can_put_together", lambda dtype: False)
+    first, second = load(folder), load(folder)
+    assert 0 < second.shared_bytes == first.shared_bytes
+    assert torch.equal(logits(first), logits(second))
+
+
+def _maps(pid: object) -> list[str]:
+    """Lines of /proc/PID/maps without the addresses: permissions, offset, device, inode, path."""
+    return [line.partition(" ")[2] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
