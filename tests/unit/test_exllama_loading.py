@@ -331,6 +331,27 @@ def test_a_given_split_is_in_gigabytes_and_the_cache_fits_the_fullest_gpu(tmp_pa
     assert parts.pages == 4 * 2048 // PAGE_TOKENS
 
 
+def test_each_gpus_share_of_a_load_is_what_it_has_less_of_since(tmp_path: Path) -> None:
+    wide = make_tiny_model(tmp_path / "wide", dtype="float16", max_position_embeddings=4096, num_hidden_layers=4)
+    gpus = FakeGpus(8 * GIB, 8 * GIB, 8 * GIB)
+    parts = load(wide, gpus, gpu_split_gb=(100_000 / GIB, 1.0))
+    first, second = parts.info.shares
+    assert (first.device, second.device) == parts.info.devices
+    assert first.layers + second.layers == 4
+    assert first.kv_bytes + second.kv_bytes == parts.info.kv_bytes
+    assert first.weights_bytes + second.weights_bytes == parts.info.weights_bytes
+    for number, share in enumerate(parts.info.shares):
+        assert share.kv_bytes == parts.info.kv_bytes * share.layers // 4
+        assert share.total_bytes >= 8 * GIB - gpus.free_bytes(number)
+
+
+def test_a_load_on_one_gpu_has_one_share_whose_parts_are_exact(folder: Path) -> None:
+    gpus = FakeGpus(8 * GIB, 8 * GIB)
+    info = load(folder, gpus, device="cuda:1").info
+    [share] = info.shares
+    assert (share.device, share.weights_bytes, share.kv_bytes) == ("cuda:1", info.weights_bytes, info.kv_bytes)
+
+
 def test_a_given_split_that_is_too_small_is_refused_with_numbers(folder: Path, gpus: FakeGpus) -> None:
     with pytest.raises(InsufficientMemory, match="gpu_split has to leave room") as failure:
         load(folder, gpus, gpu_split_gb=(1 / MIB,))

@@ -15,9 +15,10 @@ from engine.backends.exllama.memory import CudaGpus, Gpus
 from engine.backends.exllama.parts import MAX_Q_SIZE, PAGE_TOKENS, Library, LoadedParts
 from engine.backends.exllama.plan import LoadPlan, ModelSource, plan_load
 from engine.backends.exllama.progress import WeightsProgress
+from engine.backends.exllama.shares import device_shares
 from engine.backends.exllama.sizes import cache_pages, page_bytes_by_device, parameters
 from engine.backends.exllama.split import whole
-from engine.config import ModelSpec
+from engine.config import DeviceShare, ModelSpec
 
 _GIB = 1 << 30
 
@@ -204,6 +205,7 @@ class _Loader:
             parameters=parameters(plan.sources[0].folder.tensors),
             attention=plan.library.attention,
             attention_reason=plan.library.attention_reason,
+            shares=self._shares(models, sorted(set().union(*devices))),
         )
         return LoadedParts(
             library=plan.library,
@@ -215,6 +217,22 @@ class _Loader:
             make_generator=_GeneratorMaker(plan, tokenizer, self.holdings),
             free=self.holdings.free,
         )
+
+    def _shares(self, models: list[Held], numbers: list[int]) -> tuple[DeviceShare, ...]:
+        plan, main = self._plan, models[0].model
+        layers, kv_bytes = Counter[int](), Counter[int]()
+        for held, source in zip(models, plan.sources, strict=True):
+            on = _layers_by_device(held.model, source.cache.layers)
+            layers.update(on if held.model is main else {})
+            if held.model.tp_context is None:
+                kv_bytes.update(page_bytes_by_device(source.cache, on))
+            else:
+                kv_bytes.update(
+                    dict.fromkeys(on, source.cache.page_bytes // len(on) + source.cache.unpacked_page_bytes)
+                )
+        taken = {number: self._free_bytes[number] - self._gpus.free_bytes(number) for number in numbers}
+        held_bytes = {number: self._pages * each for number, each in kv_bytes.items()}
+        return device_shares(taken, layers, held_bytes, plan.weights_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +283,13 @@ def _devices(model: Any) -> set[int]:
     if model.tp_context is not None:
         return set(model.tp_context.all_devices())
     return {_number(device) for device in model.cache_map.values()}
+
+
+def _layers_by_device(model: Any, layers: int) -> Counter[int]:
+    """How many of the layers each GPU holds, or has a part of."""
+    if model.tp_context is not None:
+        return Counter(dict.fromkeys(model.tp_context.all_devices(), layers))
+    return Counter(map(_number, model.cache_map.values()))
 
 
 def _number(device: str) -> int:
