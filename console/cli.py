@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _doctor(argv[1:])
         if argv[:1] == ["quantize"]:
             return _quantize(argv[1:])
+        if argv[:1] == ["estimate"]:
+            return _estimate(argv[1:])
         return _run(load_settings(_parse(argv, _parser(APP_NAME, ABOUT))))
     except EngineError as error:
         print(f"{APP_NAME}: {error.message}", file=sys.stderr)
@@ -72,6 +74,22 @@ def _quantize(argv: Sequence[str]) -> int:
     from console.quantize import quantize
 
     return quantize(_dashed(argv), _Parser(prog=f"{APP_NAME} quantize", allow_abbrev=False))
+
+
+def _estimate(argv: Sequence[str]) -> int:
+    """Say what a model would take of each device with these flags; 0 where it could be loaded, else 1."""
+    parser = _parser(f"{APP_NAME} estimate", "Say what a model would take of each device, and whether it fits.")
+    parser.add_argument("name", metavar="MODEL", nargs="?", help="the model, as --model takes it")
+    parser.add_argument("--workers", dest="num_workers", metavar="N", default=argparse.SUPPRESS, help="--num-workers")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print the estimate for programs")
+    flags = _parse(argv, parser)
+    name, wanted_json = flags.pop("name"), flags.pop("as_json")
+    settings = load_settings(flags | ({"model": name} if name is not None else {}))
+    from console.estimate import as_json, as_text, estimate_for
+
+    found = estimate_for(settings)
+    print(as_json(found) if wanted_json else as_text(found))
+    return 0 if found.can_load else FAILURE
 
 
 def _run(settings: Settings) -> int:
@@ -124,7 +142,8 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
         description=description,
         epilog="Every flag may be written with dashes or underscores, and set as ERICLLM_<NAME> or in config.toml. "
         "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs; "
-        "'ericllm doctor' says what this machine has and lacks; 'ericllm quantize' makes a smaller EXL2 model.",
+        "'ericllm doctor' says what this machine has and lacks; 'ericllm estimate' what a model would take; "
+        "'ericllm quantize' makes a smaller EXL2 model.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
     )

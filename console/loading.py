@@ -12,7 +12,9 @@ from engine.backends.base import LoadProgress
 from engine.backends.torch.model_config import read_model_config
 from engine.backends.torch.settings import apply_settings
 from engine.config import BackendKind, EngineConfig, ModelSpec
+from engine.devices import parse_devices
 from engine.errors import InvalidRequest, UnsupportedModel
+from engine.models.catalog import ModelEntry
 from engine.models.files import home_expanded
 from engine.models.inspect import inspect
 from engine.models.resolve import is_hub_id, resolve, resolve_local
@@ -55,9 +57,14 @@ def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
     Raises InvalidRequest for a flag that its backend cannot honour, UnsupportedModel for a folder that none can load.
     """
     entry = inspect(path, partial(backend_for, settings))
-    backend = entry.backend
-    refuse_unhonoured(settings, backend)
-    spec = ModelSpec(
+    spec = requested_spec(settings, name, path, entry.backend)
+    refuse_unloadable(settings, spec, entry)
+    return spec
+
+
+def requested_spec(settings: Settings, name: str, path: Path, backend: BackendKind) -> ModelSpec:
+    """What the settings ask for, whether it can be honoured or not."""
+    return ModelSpec(
         path=path,
         name=(Path(name).name or name) if "/" in name and path == home_expanded(name) else name,
         backend=backend,
@@ -78,12 +85,17 @@ def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
         draft_tokens=settings.draft_tokens,
         attention=settings.attention,
     )
-    refuse_unavailable(backend)
+
+
+def refuse_unloadable(settings: Settings, spec: ModelSpec, entry: ModelEntry) -> None:
+    """Raise InvalidRequest for a flag that the backend cannot honour, UnsupportedModel for a folder that none can
+    load, BackendUnavailable."""
+    refuse_unhonoured(settings, entry.backend)
+    refuse_unavailable(entry.backend)
     if entry.problem:
         raise UnsupportedModel(f"{spec.name} cannot be loaded: {entry.problem}", model=spec.name)
-    if backend == "torch":
-        apply_settings(read_model_config(path), spec)
-    return spec
+    if entry.backend == "torch":
+        apply_settings(read_model_config(spec.path), spec)
 
 
 def backend_for(settings: Settings, quantisation: str) -> BackendKind:
@@ -101,8 +113,9 @@ def refuse_unhonoured(settings: Settings, backend: BackendKind) -> None:
             raise InvalidRequest(
                 f"--{name} means nothing to the {backend} backend; it needs --backend {flag.backends[0]}", param=name
             )
-    if settings.gpu_balance and not _has_gpu():
-        raise InvalidRequest("--gpu_balance spreads workers over GPUs, and none was found", param="gpu_balance")
+    for name in ("gpu_balance", "gpu_split"):
+        if getattr(settings, name) and not settings.devices and not _has_gpu():
+            raise InvalidRequest(f"--{name} spreads workers over GPUs, and none was found", param=name)
 
 
 def _has_gpu() -> bool:
@@ -117,6 +130,10 @@ def engine_config(settings: Settings, log_dir: Path | None) -> EngineConfig:
         num_workers=settings.num_workers,
         max_prompts=settings.max_prompts,
         timeout_s=settings.timeout,
+        hang_s=settings.hang_seconds,
+        idle_unload_s=settings.idle_unload,
+        devices=parse_devices(settings.devices) if settings.devices else (),
+        cluster=settings.cluster,
         worker_host=settings.worker_host,
         log_dir=log_dir,
     ).validate()

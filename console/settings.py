@@ -18,6 +18,9 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from engine.backends.torch.settings import MAX_STRETCH
 from engine.config import MAX_TIMEOUT_S, AttentionName, BackendKind, CacheBits
+from engine.devices import parse_devices
+from engine.errors import InvalidRequest
+from engine.models.adapters import CONFIG as ADAPTER_CONFIG
 from engine.models.files import home_expanded
 
 APP_NAME = "ericllm"
@@ -55,6 +58,11 @@ def data_dir() -> Path:
 def log_dir() -> Path:
     """Where logs and workers' native output go (XDG state folder)."""
     return Path(platformdirs.user_log_dir(APP_NAME))
+
+
+def state_dir() -> Path:
+    """Where what was learned of earlier loads is kept (XDG state folder)."""
+    return Path(platformdirs.user_state_dir(APP_NAME))
 
 
 def _split_list(value: object) -> object:
@@ -147,9 +155,34 @@ class Settings(BaseSettings):
         Flag("Engine", "SECONDS"),
         Field(ge=0, le=MAX_TIMEOUT_S, description="Time a request may take, waiting included; 0: any"),
     ] = 600.0
+    drain_seconds: Annotated[
+        float,
+        Flag("Engine", "SECONDS"),
+        Field(ge=0, le=MAX_TIMEOUT_S, description="Time that running requests get to end when the program is stopped"),
+    ] = 30.0
+    hang_seconds: Annotated[
+        float,
+        Flag("Engine", "SECONDS"),
+        Field(ge=0, le=MAX_TIMEOUT_S, description="A worker that reports nothing for so long is replaced; 0: never"),
+    ] = 60.0
+    idle_unload: Annotated[
+        float,
+        Flag("Engine", "SECONDS"),
+        Field(ge=0, le=MAX_TIMEOUT_S, description="Unload a model that nobody asks for so long, until asked; 0: never"),
+    ] = 0.0
+    devices: Annotated[
+        str,
+        Flag("Engine", "sim:GIB,GIB", example="sim:24,24"),
+        Field(description="Simulated cards with that many GiB, computed on the CPU; the machine's own if not given"),
+    ] = ""
+    cluster: Annotated[
+        str,
+        Flag("Engine", "ADDRESS"),
+        Field(pattern=r"^(local|auto|ray://.+)$", description="Where workers run: local, auto or ray://HOST:PORT"),
+    ] = "local"
     gpu_split: Annotated[
         GigabyteList,
-        Flag("Engine", "GB,GB", ("exllamav2",)),
+        Flag("Engine", "GB,GB"),
         Field(description="GB of weights per GPU, for example 16,24"),
     ] = ()
     gpu_reserve: Annotated[
@@ -238,11 +271,28 @@ class Settings(BaseSettings):
                 raise ValueError(f"there is no folder {path}")
         return folders
 
+    @field_validator("devices")
+    @classmethod
+    def _simulated_devices(cls, value: str) -> str:
+        if value:
+            try:
+                parse_devices(value)
+            except InvalidRequest as error:
+                raise ValueError(error.message) from None
+        return value
+
     @field_validator("lora", "draft_model")
     @classmethod
-    def _existing_adapter(cls, value: Path | None) -> Path | None:
+    def _existing_folder(cls, value: Path | None) -> Path | None:
         if value is not None and not home_expanded(value).is_dir():
             raise ValueError(f"there is no folder {value}")
+        return value
+
+    @field_validator("lora")
+    @classmethod
+    def _folder_of_an_adapter(cls, value: Path | None) -> Path | None:
+        if value is not None and not (home_expanded(value) / ADAPTER_CONFIG).is_file():
+            raise ValueError(f"there is no {ADAPTER_CONFIG} in {value}")
         return value
 
     @property

@@ -39,10 +39,14 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Correction(msgspec.Struct, frozen=True, kw_only=True):
-    """What earlier loads teach: weights are multiplied by a factor, working memory has bytes added."""
+    """What earlier loads teach: weights are multiplied by a factor, working memory on each device has bytes added.
+
+    loads: how many they were.
+    """
 
     weights_factor: float = 1.0
     working_bytes: int = 0
+    loads: int = 0
 
 
 class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +58,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: a KV page of page_tokens, in one layer.  device_page_bytes: what it takes besides on each device, and
     first_page_bytes on the first.
     working_bytes: on each device, for steps and the runtime.  head_working_bytes: on the last instead.
+    correction: by which all of these are corrected already.
     """
 
     name: str
@@ -73,6 +78,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     first_page_bytes: int = 0
     working_bytes: int = 0
     head_working_bytes: int = 0
+    correction: Correction = Correction()
 
     @property
     def layers(self) -> int:
@@ -112,6 +118,11 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def device_kind(device: str) -> DeviceKind:
+    """The kind of the device of that name, as in DeviceShare.device."""
+    return "cpu" if device == "cpu" else "simulated" if device.startswith("sim") else "cuda"
+
+
 def costs_of(
     facts: ModelFacts,
     spec: ModelSpec,
@@ -145,6 +156,7 @@ def corrected(costs: ModelCosts, by: Correction) -> ModelCosts:
         joined_bytes=weigh(costs.joined_bytes),
         working_bytes=max(0, costs.working_bytes + by.working_bytes),
         head_working_bytes=max(0, costs.head_working_bytes + by.working_bytes),
+        correction=by,
     )
 
 

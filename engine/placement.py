@@ -33,12 +33,14 @@ _HEADROOM: dict[DeviceKind, tuple[float, int]] = {
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Where one worker goes. shares: per device, in order of the layers.  kv_tokens: what its KV pages are to hold.
 
-    node: the machine, as in DeviceReading.node.
+    node: the machine, as in DeviceReading.node.  identity, correction: of its ModelCosts, for the ledger.
     """
 
     shares: tuple[DeviceShare, ...]
     kv_tokens: int
     node: str = ""
+    identity: str = ""
+    correction: Correction = Correction()
 
     @property
     def device(self) -> str:
@@ -75,25 +77,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Whether no device lacks anything."""
         return not any(seat.short_bytes for seat in self.seats)
 
-    def refusal(self) -> InsufficientMemory:
-        """The error of a plan that does not fit: what each device lacks, the worst first in the details."""
-        lacking = sorted((seat for seat in self.seats if seat.short_bytes), key=lambda seat: -seat.short_bytes)
-        workers = len(self.placements)
-        whom = f"{workers} workers" if workers > 1 else "a worker"
-        needs = "; ".join(
+    @property
+    def shortage(self) -> str:
+        """What each device lacks, the worst first; "" where all fits."""
+        return "; ".join(
             f"{_name(seat)}: needed {_mib(seat.used_bytes)}, free {_mib(seat.free_bytes, up=False)} of which "
-            f"{_mib(seat.headroom_bytes)} stay free, short by {_mib(seat.short_bytes)}"
-            for seat in lacking
+            f"{_mib(seat.headroom_bytes)} are kept free, short by {_mib(seat.short_bytes)}"
+            for seat in self._lacking
         )
+
+    def refusal(self) -> InsufficientMemory:
+        """The error of a plan that does not fit; in its details the numbers of the worst device and of each."""
+        worst, number = self._lacking[0], len(self.placements)
         details: dict[str, Detail] = {}
-        for seat in lacking:
+        for seat in self._lacking:
             details |= {f"{_name(seat)}.{key}": value for key, value in _numbers(seat).items()}
-        return InsufficientMemory(
-            f"{whom} with {self.costs.name} do{'es' if workers == 1 else ''} not fit: {needs}",
-            device=_name(lacking[0]),
-            **_numbers(lacking[0]),
-            **details,
-        )
+        whom = f"{number} workers with {self.costs.name} do" if number > 1 else f"a worker with {self.costs.name} does"
+        return InsufficientMemory(f"{whom} not fit: {self.shortage}", device=_name(worst), **_numbers(worst), **details)
+
+    @property
+    def _lacking(self) -> list[Seat]:
+        return sorted((seat for seat in self.seats if seat.short_bytes), key=lambda seat: -seat.short_bytes)
 
 
 def place(
@@ -229,6 +233,8 @@ def _placement(costs: ModelCosts, worker: Worker, pages: int, devices: Sequence[
         shares=tuple(costs.share(devices[segment.device].id, segment.start, segment.stop, pages) for segment in worker),
         kv_tokens=pages * costs.page_tokens,
         node=devices[worker[0].device].node,
+        identity=costs.identity,
+        correction=costs.correction,
     )
 
 

@@ -1,0 +1,153 @@
+"""`ericllm estimate MODEL`: what a load with these settings would take of each device, before anything is loaded."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from console.loading import backend_for, engine_config, refuse_unloadable, requested_spec
+from console.settings import APP_NAME, Settings, state_dir
+from engine.backends.torch.settings import refuse_settings
+from engine.config import BackendKind, ModelSpec
+from engine.costs import Workload
+from engine.devices import computable, new_probe
+from engine.errors import EngineError, ModelNotFound
+from engine.estimate import DeviceEstimate, Estimate, estimate
+from engine.facts import read_facts
+from engine.ledger import LedgerFile
+from engine.models.catalog import ModelEntry
+from engine.models.inspect import inspect
+from engine.models.resolve import is_hub_id, resolve, resolve_local
+from engine.placement import candidates
+from engine.snapshot import DeviceReading
+
+WIDEST = 110
+_MIB = 2**20
+_COLUMNS = (
+    ("device", ""),
+    ("total", "total_bytes"),
+    ("in use", "others_bytes"),
+    ("weights", "weights_bytes"),
+    ("KV", "kv_bytes"),
+    ("working", "working_bytes"),
+    ("kept free", "headroom_bytes"),
+    ("left", "free_bytes"),
+    ("short by", "short_bytes"),
+)
+
+
+def estimate_for(settings: Settings) -> Estimate:
+    """The estimate for what `settings` ask for. Raises ModelNotFound, or a ModelLoadFailed for a folder of which
+    nothing can be told."""
+    path = _folder(settings)
+    entry = inspect(path, partial(backend_for, settings))
+    spec = requested_spec(settings, settings.model, path, entry.backend)
+    config = engine_config(settings, None)
+    devices = _usable(new_probe(config.devices).read(), entry.backend)
+    return estimate(
+        read_facts(spec),
+        devices,
+        spec,
+        workers=config.num_workers,
+        workload=Workload(
+            max_prompts=config.max_prompts, step_tokens=config.step_tokens, page_tokens=config.page_tokens
+        ),
+        correct=LedgerFile(state_dir()).read().correction,
+        problem=_problem(settings, spec, entry, candidates(devices, spec)[0]),
+    )
+
+
+def as_text(found: Estimate, width: int | None = None) -> str:
+    """A table for a terminal of `width` columns, or for a file; nothing but plain characters."""
+    wide = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns) if width is None else width
+    workers = f"{found.workers} worker{'s' if found.workers > 1 else ''} of {found.max_prompts} prompts"
+    head = (
+        f"{found.model}: {found.backend}, {found.dtype}, context {found.context_tokens:,} tokens, {workers}",
+        f"A worker's weights take {_mib(found.weights_bytes)} MiB, a token of the {found.cache_bits}-bit KV cache "
+        f"{found.kv_token_bytes / 1024:,.1f} KiB.",
+    )
+    notes = [_learned(found)] if found.learned.loads else []
+    if found.simulated:
+        notes.append("The devices are simulated: their workers would compute on the CPU.")
+    paragraphs = [line for text in (*notes, found.verdict) for line in textwrap.wrap(text, wide)]
+    return "\n".join([*head, "", *_table(found.devices), "", *_placements(found), "", *paragraphs])
+
+
+def as_json(found: Estimate) -> str:
+    """The estimate for programs, with its verdict."""
+    value = {"can_load": found.can_load, **msgspec.to_builtins(found)}
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+def _folder(settings: Settings) -> Path:
+    path = resolve_local(settings.model, settings.models_dir)
+    if path is not None:
+        return path
+    if is_hub_id(settings.model):
+        raise ModelNotFound(
+            f"{settings.model} is not on this machine; '{APP_NAME} --model {settings.model}' downloads it",
+            model=settings.model,
+        )
+    return resolve(settings.model, settings.models_dir)
+
+
+def _problem(settings: Settings, spec: ModelSpec, entry: ModelEntry, device: DeviceReading) -> str:
+    """Why it cannot be loaded on a device of that kind, however much memory there is."""
+    try:
+        refuse_unloadable(settings, spec, entry)
+        if entry.backend == "torch":
+            refuse_settings(spec, on_cpu=device.kind != "cuda", simulated=device.kind == "simulated")
+    except EngineError as error:
+        return error.message.removeprefix(f"{spec.name} cannot be loaded: ")
+    return ""
+
+
+def _usable(devices: Sequence[DeviceReading], backend: BackendKind) -> Sequence[DeviceReading]:
+    """What the installed torch can compute on; for exllamav2 the GPUs whatever torch is installed."""
+    return devices if backend == "exllamav2" else computable(devices)
+
+
+def _table(devices: Sequence[DeviceEstimate]) -> list[str]:
+    """In MiB; the last column only where something is lacking."""
+    short = any(device.short_bytes for device in devices)
+    columns = _COLUMNS if short else _COLUMNS[:-1]
+    rows = [[title for title, _ in columns]]
+    for device in devices:
+        numbers = [_mib(getattr(device, field)) for _, field in columns[1:]]
+        rows.append([f"{device.node}/{device.id}" if device.node else device.id, *numbers])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+    return [f"{lines[0]}  (MiB)", *lines[1:]]
+
+
+def _placements(found: Estimate) -> list[str]:
+    lines = []
+    for number, placement in enumerate(found.placements):
+        where = " + ".join(
+            f"{share.layers} layer{'s' if share.layers > 1 else ''} on {share.device}" for share in placement.shares
+        )
+        lines.append(f"w{number}  {where}, KV pages for {placement.kv_tokens:,} tokens")
+    return lines
+
+
+def _learned(found: Estimate) -> str:
+    by = found.learned
+    loads = f"{by.loads} earlier load{'s' if by.loads > 1 else ''}"
+    return (
+        f"Corrected by {loads} of this model: weights times {by.weights_factor:.2f}, "
+        f"working memory {_mib(by.working_bytes)} MiB more per device."
+    )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{-(-size_bytes // _MIB):,}"

@@ -1,0 +1,126 @@
+"""What loads really used against what was planned, per model: it corrects the next plan.
+
+Weights are corrected both ways. Working memory only upwards: the warm-up after a load does not see the long contexts
+that the plan leaves room for.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine.config import DeviceShare
+from engine.costs import RUNTIME_BYTES, Correction, device_kind
+from engine.placement import Placement
+
+MAX_MODELS = 64
+MAX_LOADS = 4
+_FACTORS = (0.5, 2.0)
+_MAX_WORKING_BYTES = 8 << 30
+_FILE = "loads.json"
+_log = logging.getLogger("engine")
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """One load: bytes over all of its devices, planned as the files have them and really used.
+
+    devices: how many there were; each has working memory of its own.
+    """
+
+    planned_weights_bytes: int
+    used_weights_bytes: int
+    planned_working_bytes: int
+    used_working_bytes: int
+    devices: int = 1
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """The last loads of each model, the model that was loaded last at the end."""
+
+    loads: dict[str, tuple[Load, ...]] = {}
+
+    def with_load(self, identity: str, load: Load) -> Ledger:
+        """With one more; models beyond MAX_MODELS that were not loaded for longest are forgotten."""
+        kept = {key: loads for key, loads in self.loads.items() if key != identity}
+        kept[identity] = (*self.loads.get(identity, ()), load)[-MAX_LOADS:]
+        return Ledger(loads=dict(list(kept.items())[-MAX_MODELS:]))
+
+    def correction(self, identity: str) -> Correction:
+        """What the loads of that model teach: the most that any of the last ones took."""
+        loads = self.loads.get(identity, ())
+        factors = [
+            load.used_weights_bytes / load.planned_weights_bytes
+            for load in loads
+            if load.planned_weights_bytes and load.used_weights_bytes
+        ]
+        more = [(load.used_working_bytes - load.planned_working_bytes) // load.devices for load in loads]
+        low, high = _FACTORS
+        return Correction(
+            weights_factor=min(high, max(low, max(factors, default=1.0))),
+            working_bytes=min(_MAX_WORKING_BYTES, max(0, *more, 0)),
+            loads=len(loads),
+        )
+
+
+def load_of(placement: Placement, used: Sequence[DeviceShare], resident_bytes: int = 0) -> Load:
+    """A load as the ledger keeps it. used: LoadedModel.shares.  resident_bytes: of the worker's process, which on a CPU
+    is all that it took; 0 where that is not known."""
+    by = placement.correction
+    weights = sum(share.weights_bytes for share in used)
+    model = weights + sum(share.kv_bytes for share in used)
+    working = sum(share.working_bytes + RUNTIME_BYTES[device_kind(share.device)] for share in used)
+    if resident_bytes and all(device_kind(share.device) == "cpu" for share in used):
+        working = resident_bytes - model
+    planned = placement.shares
+    return Load(
+        planned_weights_bytes=round(sum(share.weights_bytes for share in planned) / by.weights_factor),
+        used_weights_bytes=weights,
+        planned_working_bytes=sum(share.working_bytes for share in planned) - by.working_bytes * len(planned),
+        used_working_bytes=working,
+        devices=len(planned),
+    )
+
+
+class LedgerFile:
+    """The ledger in a folder; every call reads or writes it, so that several engines may share one. Blocking."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / _FILE
+
+    def read(self) -> Ledger:
+        """The ledger; an empty one where there is none, or none that can be read."""
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=Ledger)
+        except FileNotFoundError:
+            return Ledger()
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            _log.warning("%s cannot be read and is begun anew: %s", self._file, error)
+            return Ledger()
+
+    def note(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int = 0) -> None:
+        """Remember a load. One that cannot be written is only logged: it corrects an estimate, no more."""
+        if not (placement.identity and used):
+            return
+        ledger = self.read().with_load(placement.identity, load_of(placement, used, resident_bytes))
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            _replace(self._file, msgspec.json.encode(ledger))
+        except OSError as error:
+            _log.warning("%s cannot be written: %s", self._file, error)
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """All of the new content or all of the old, whatever happens meanwhile."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as stream:
+        unfinished = Path(stream.name)
+        try:
+            stream.write(content)
+            stream.flush()
+            unfinished.replace(file)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,158 @@
+"""What a load would take, before it is tried: the numbers, and `ericllm estimate` as a shell sees it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.config import ModelSpec
+from engine.costs import Correction, Workload
+from engine.devices import simulated_readings
+from engine.estimate import Estimate, estimate
+from engine.facts import read_facts
+from engine.models.resolve import resolve
+from engine.snapshot import DeviceReading
+from tests.fakes.model_folders import write_model
+from tests.unit.test_cli import ericllm
+
+MIB = 2**20
+DEMO = resolve("demo", ())
+
+
+def estimated(
+    *gib: float, workers: int = 1, max_prompts: int = 16, others_bytes: int = 0, problem: str = "", **settings: Any
+) -> Estimate:
+    spec = ModelSpec(path=DEMO, name="demo", backend="torch", **settings)
+    devices: list[DeviceReading] = [
+        msgspec.structs.replace(device, free_bytes=device.free_bytes - others_bytes)
+        for device in simulated_readings(gib)
+    ]
+    return estimate(
+        read_facts(spec),
+        devices,
+        spec,
+        workers=workers,
+        workload=Workload(max_prompts=max_prompts),
+        problem=problem,
+    )
+
+
+def test_what_a_device_holds_kept_free_and_left_sums_to_its_total() -> None:
+    for device in estimated(1, 2, workers=3, others_bytes=100 * MIB).devices:
+        assert device.others_bytes == 100 * MIB
+        parts = (device.weights_bytes, device.kv_bytes, device.working_bytes, device.others_bytes)
+        assert sum(parts) + device.headroom_bytes + device.free_bytes == device.total_bytes
+
+
+def test_the_verdict_says_how_many_tokens_each_worker_holds() -> None:
+    found = estimated(24, 24, workers=3)
+    assert found.verdict == "It fits: 3 workers, each with KV pages for 32,768 tokens."
+    assert (found.fits, found.can_load, found.simulated) == (True, True, True)
+    assert sum(share.layers for share in found.placements[0].shares) == 6
+
+
+def test_what_does_not_fit_says_what_each_device_lacks() -> None:
+    found = estimated(0.1, 0.08, workers=2)
+    assert not found.can_load
+    assert found.verdict.startswith("It does not fit: sim:")
+    lacking = [device for device in found.devices if device.short_bytes]
+    assert lacking
+    assert [f"{device.id}: needed" in found.verdict for device in found.devices] == [
+        device in lacking for device in found.devices
+    ]
+
+
+def test_memory_that_others_hold_counts() -> None:
+    assert estimated(0.25).fits
+    assert not estimated(0.25, others_bytes=200 * MIB).fits
+
+
+def test_a_problem_beyond_memory_is_the_verdict() -> None:
+    found = estimated(24, problem="it has three heads")
+    assert (found.fits, found.can_load) == (True, False)
+    assert found.verdict == "It cannot be loaded: it has three heads"
+
+
+def test_what_earlier_loads_taught_is_counted_and_said() -> None:
+    spec = ModelSpec(path=DEMO, name="demo", backend="torch")
+    learned = Correction(weights_factor=2.0, working_bytes=MIB, loads=3)
+    before, after = (
+        estimate(read_facts(spec), simulated_readings((24,)), spec, workers=1, workload=Workload(), correct=correct)
+        for correct in (lambda identity: Correction(), lambda identity: learned)
+    )
+    assert after.learned == learned
+    assert after.devices[0].weights_bytes == 2 * before.devices[0].weights_bytes
+    assert after.devices[0].working_bytes == before.devices[0].working_bytes + MIB
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def run(*argv: str, state: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return ericllm("estimate", *argv, XDG_STATE_HOME=str(state), ERICLLM_CONFIG="", HF_HUB_OFFLINE="1", **env)
+
+
+def test_the_command_prints_a_table_a_line_per_worker_and_a_verdict(tmp_path: Path) -> None:
+    result = run("demo", "--workers", "3", "--devices", "sim:1,1", "--gpu_balance", state=tmp_path)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "demo: torch, " + lines[0].split(", ")[1] + ", context 2,048 tokens, 3 workers of 16 prompts"
+    assert [line.split()[0] for line in lines[3:6]] == ["device", "sim:0", "sim:1"]
+    assert "w2  3 layers on sim:0 + 3 layers on sim:1, KV pages for 32,768 tokens" in lines
+    assert "The devices are simulated: their workers would compute on the CPU." in lines
+    assert lines[-1] == "It fits: 3 workers, each with KV pages for 32,768 tokens."
+
+
+def test_the_exit_code_is_1_where_it_does_not_fit_or_cannot_be_loaded(tmp_path: Path) -> None:
+    result = run("demo", "--devices", "sim:0.05", state=tmp_path)
+    assert (result.returncode, "short by" in result.stdout) == (1, True)
+    odd = write_model(tmp_path / "odd", architectures=["OddForCausalLM"])
+    result = run(str(odd), "--devices", "sim:8", state=tmp_path)
+    assert result.returncode == 1
+    assert "It cannot be loaded: the torch backend does not know the architecture OddForCausalLM" in result.stdout
+
+
+@pytest.mark.parametrize("flag", ["--max_prompts", "--max-prompts"])
+def test_json_is_for_programs_and_flags_have_their_twins(tmp_path: Path, flag: str) -> None:
+    result = run("demo", flag, "4", "--max_model_len=512", "--devices=sim:2", "--json", state=tmp_path)
+    found = json.loads(result.stdout)
+    assert (found["can_load"], found["max_prompts"], found["context_tokens"]) == (True, 4, 512)
+    assert found["placements"][0]["kv_tokens"] == 4 * 512
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("nosuch",), "no model is called nosuch"),
+        (("some/model",), "some/model is not on this machine; 'ericllm --model some/model' downloads it"),
+        (("/",), "/ has no config.json"),
+        (("demo", "--devices", "sim:x"), "is not a number of GiB"),
+        (("demo", "--devices", "sim:1", "--gpu_split", "1,1"), "gpu_split names 2 GPUs; there are 1: sim:0"),
+        (("demo", "--workers", "0"), "num_workers"),
+        (("demo", "--no-such-flag"), "there is no --no-such-flag"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_line_and_exit_code_2(
+    tmp_path: Path, argv: tuple[str, ...], message: str
+) -> None:
+    result = run(*argv, state=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_nothing_heavy_is_imported_for_it() -> None:
+    script = (
+        "import sys; from console.cli import main; main(['estimate', 'demo', '--json', '--devices', 'sim:1']); "
+        "heavy = {'torch', 'exllamav2', 'textual', 'aiohttp', 'tokenizers', 'transformers', 'numpy'}; "
+        "heavy &= set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
