@@ -287,7 +287,8 @@ class Deployment:
 
     def fail(self, error: ErrorInfo) -> None:
         """No worker can answer: what waits ends with the reason."""
-        self.tokenizer = None
+        if self._pool is None:  # else a dead worker may be revived
+            self.tokenizer = None
         self._status = ModelStatus(state="failed", spec=self.spec, error=error, since_s=time.time())
         _log.error("%s: failed: %s", self.spec.name, error.message)
         self._around.desk.end(self.lane.live, error)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import msgspec
 
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import AdapterSpec, DeviceShare, ModelSpec
-from engine.errors import EngineError, ErrorInfo, WorkerFailed
+from engine.errors import ErrorInfo, WorkerFailed
 from engine.health import Activity, AwakeClock, describe_exit, describe_silence
+from engine.hosting import STOP_PATIENCE_S, Hosting
 from engine.metrics import Rate
 from engine.request import Request
 from engine.restarts import Backoff, Deaths
@@ -22,7 +22,6 @@ from engine.vitals import Vitals
 from engine.worker import protocol
 from engine.worker.hosts import WorkerExit, WorkerHost
 
-STOP_PATIENCE_S = 5.0
 _log = logging.getLogger("engine")
 
 
@@ -81,11 +80,9 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         self._awake = AwakeClock(self._loop.time())
         self._vitals = Vitals(self._awake)
-        self._host: WorkerHost | None = None
-        self._starting: asyncio.Task[None] | None = None
+        self._hosting = Hosting(self)
         self._retry: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None
-        self._disposals: set[asyncio.Task[None]] = set()
         self._told: ErrorInfo | None = None
         self._log_tail: tuple[str, ...] = ()
         self.rate = Rate()
@@ -95,7 +92,7 @@ class Replica:
     @property
     def pid(self) -> int | None:
         """The process it runs in, None for a thread of this one."""
-        return self._host.pid if self._host is not None else None
+        return self._hosting.pid
 
     @property
     def planned(self) -> tuple[DeviceShare, ...]:
@@ -126,9 +123,8 @@ class Replica:
         self._retry = None
         spec = self._owner.placed(self, self._load.spec)
         self._load, self.device = msgspec.structs.replace(self._load, spec=spec), spec.device
-        self._host = self._new_host(self.id, spec)
+        self._hosting.start(self._new_host(self.id, spec))
         self._set_state("starting")
-        self._starting = self._loop.create_task(self._start(self._host))
 
     def restart(self) -> None:
         """Start it anew, whatever it does, and forget its deaths: one left dead is revived, one at work gives its
@@ -137,12 +133,9 @@ class Replica:
             return
         if self._retry is not None:
             self._retry.cancel()
-        if self._host is not None:
-            self._host.kill()
-            self._dispose(self._host)
         self._deaths.forget()
         self.restarts += 1
-        lost = self._let_go()
+        lost = self._let_go(kill=True)
         self.start()
         if lost:
             by_order = WorkerFailed(f"worker {self.id} is restarted, as was asked for", worker=self.id)
@@ -152,46 +145,42 @@ class Replica:
         """Replace the worker if it is hung; to be called every `health.CHECK_S`, with the loop's clock."""
         self._awake.turn(now)
         silent_s = self._vitals.hung_s(now, self._activity, self._hang_s)
-        if silent_s is not None and self._host is not None and self.state != "stopping":
+        if silent_s is not None and self.state != "stopping":
             reason = describe_silence(self.id, silent_s, self._activity, len(self.active))
-            self._replace(self._host, WorkerFailed(reason, worker=self.id, silent_s=round(silent_s, 1)))
+            self._died(WorkerFailed(reason, worker=self.id, silent_s=round(silent_s, 1)).info, kill=True)
 
     def submit(self, request: Request) -> None:
         """Give it a request; only while ready."""
         request.worker = self.id
         request.taken = None
         self.active[request.wire_id] = request
-        self._send(protocol.Submit(request=request.for_backend()))
+        self._hosting.send(protocol.Submit(request=request.for_backend()))
 
     def forget(self, request: Request) -> None:
         """Stop working on a request."""
         if self.active.pop(request.wire_id, None) is not None:
-            self._send(protocol.Cancel(request_id=request.wire_id))
+            self._hosting.send(protocol.Cancel(request_id=request.wire_id))
 
     def set_max_prompts(self, max_prompts: int) -> None:
         """Work on at most this many at once, from now on and after restarts."""
-        self._load = msgspec.structs.replace(self._load, max_prompts=max_prompts)
-        self._send(protocol.SetMaxPrompts(max_prompts=max_prompts))
+        self._order(protocol.SetMaxPrompts(max_prompts=max_prompts), max_prompts=max_prompts)
 
     def set_threads(self, threads: int) -> None:
         """Compute with this many CPU threads, from now on and after restarts."""
         if threads != self._load.threads:
-            self._load = msgspec.structs.replace(self._load, threads=threads)
-            self._send(protocol.SetThreads(threads=threads))
+            self._order(protocol.SetThreads(threads=threads), threads=threads)
 
     def attach(self, adapter: AdapterSpec) -> None:
         """Let requests name this adapter, from now on and after restarts; `attached` tells what came of it."""
         kept = tuple(each for each in self._load.adapters if each.name != adapter.name)
-        self._load = msgspec.structs.replace(self._load, adapters=(*kept, adapter))
         self.attached.pop(adapter.name, None)
-        self._send(protocol.Attach(adapter=adapter))
+        self._order(protocol.Attach(adapter=adapter), adapters=(*kept, adapter))
 
     def detach(self, name: str) -> None:
         """Forget an adapter."""
         kept = tuple(each for each in self._load.adapters if each.name != name)
-        self._load = msgspec.structs.replace(self._load, adapters=kept)
         self.attached.pop(name, None)
-        self._send(protocol.Detach(name=name))
+        self._order(protocol.Detach(name=name), adapters=kept)
 
     def drain(self) -> None:
         """Take nothing new; `undrain` takes it back."""
@@ -240,9 +229,10 @@ class Replica:
             self.state = state
             self._owner.replica_changed(self)
 
-    def _send(self, command: protocol.Command) -> None:
-        if self._host is not None:
-            self._host.send(command)
+    def _order(self, command: protocol.Command, **changes: object) -> None:
+        """Have it do something, now and after each restart."""
+        self._load = msgspec.structs.replace(self._load, **changes)
+        self._hosting.send(command)
 
     @property
     def _activity(self) -> Activity:
@@ -252,26 +242,18 @@ class Replica:
             return self.progress.phase if self.progress is not None else "loading"
         return "working" if self.active else "idle"
 
-    async def _start(self, host: WorkerHost) -> None:
-        while self._disposals:  # the one before may still hold the memory
-            await asyncio.wait(self._disposals)
-        if host is not self._host:
-            return
+    def host_begins(self) -> None:
+        """HostListener: silence counts from now on."""
         self._vitals.begin(self._loop.time())
-        try:
-            await host.start(partial(self._on_event, host), partial(self._on_exit, host))
-        except EngineError as error:
-            self._died(host, error.info)
 
-    def _on_event(self, host: WorkerHost, event: protocol.Event) -> None:
-        if host is not self._host:
-            return
+    def host_said(self, event: protocol.Event) -> None:
+        """HostListener: an event of the worker's."""
         now = self._loop.time()
         self._vitals.sign(event, now)
         match event:
             case protocol.Hello():
                 self._set_state("loading")
-                self._send(self._load)
+                self._hosting.send(self._load)
             case protocol.Progress(progress=progress):
                 self._vitals.progressed(progress, now)
                 self.progress = progress
@@ -284,44 +266,43 @@ class Replica:
                 if request_id in self.active:
                     self.active[request_id].taken = len(self.active[request_id].generated)
             case protocol.LoadFailed(error=error):
-                self._died(host, error)
-                self._dispose(host)
+                self._died(error)
             case protocol.Attached():
                 self.attached[event.name] = event
                 self._owner.replica_changed(self)
             case protocol.StepBatch():
-                before, self.stats = self.stats, event.stats
-                self._owner.replica_stepped(self, event, before)
-                if event.stats.degraded and self.state in ("ready", "draining"):
-                    # Its backend takes no more requests: others do, and a new worker takes its place once it has left.
-                    reason = f"worker {self.id} is degraded: {event.stats.degraded}"
-                    self._died(host, WorkerFailed(reason, worker=self.id).info)
-                    self._dispose(host)
+                self._stepped(event)
             case protocol.WorkerError(error=error):
                 self._told = error
             case protocol.LogLine(level=level, message=message):
-                if host.pid is not None:  # a thread's records are in this process's log already
+                if self.pid is not None:  # a thread's records are in this process's log already
                     _log.log(level, "%s", message, extra={"source": self.id})
 
-    def _replace(self, host: WorkerHost, error: WorkerFailed) -> None:
-        """Kill the worker, and have another one."""
-        host.kill()
-        self._died(host, error.info)
-        self._dispose(host)
+    def _stepped(self, batch: protocol.StepBatch) -> None:
+        before, self.stats = self.stats, batch.stats
+        self._owner.replica_stepped(self, batch, before)
+        if batch.stats.degraded and self.state in ("ready", "draining"):
+            # Its backend takes no more requests: others do, and a new worker takes its place once it has left.
+            reason = f"worker {self.id} is degraded: {batch.stats.degraded}"
+            self._died(WorkerFailed(reason, worker=self.id).info)
 
-    def _on_exit(self, host: WorkerHost, exit_: WorkerExit) -> None:
+    def host_failed(self, error: ErrorInfo) -> None:
+        """HostListener: the worker could not be started."""
+        self._died(error)
+
+    def host_ended(self, exit_: WorkerExit, *, expected: bool) -> None:
+        """HostListener: the worker ended, of itself or because it was let go."""
         told, self._told = self._told, None
         if self.state != "stopping":
             self._log_tail = tuple(exit_.log_tail.splitlines())
-        how = WorkerFailed(describe_exit(self.id, exit_), worker=self.id, code=exit_.code, signal=exit_.signal)
-        self._died(host, told or how.info)
+        if not expected:
+            how = WorkerFailed(describe_exit(self.id, exit_), worker=self.id, code=exit_.code, signal=exit_.signal)
+            self._died(told or how.info)
 
-    def _died(self, host: WorkerHost, error: ErrorInfo) -> None:
+    def _died(self, error: ErrorInfo, *, kill: bool = False) -> None:
         """The worker is no use any more: give its requests back, and start another one if it ever worked."""
-        if host is not self._host:
-            return
         worked_s = self._vitals.worked_s
-        lost = self._let_go()
+        lost = self._let_go(kill=kill)
         if self.state == "stopping":
             return
         self.last_error = error
@@ -339,33 +320,21 @@ class Replica:
         self._owner.replica_lost(self, lost, self.last_error)
         self._owner.replica_changed(self)
 
-    def _let_go(self) -> list[Request]:
+    def _let_go(self, *, kill: bool) -> list[Request]:
         """Have done with the host, and take its requests from it."""
-        self._host, self.progress, self.stats = None, None, BackendStats()
-        self._vitals = Vitals(self._awake)
+        self._hosting.let_go(kill=kill)
+        self.progress, self.stats, self._vitals = None, BackendStats(), Vitals(self._awake)
         lost = list(self.active.values())
         self.active.clear()
         return lost
 
     def _left_dead(self, error: ErrorInfo) -> ErrorInfo:
         deaths = self._deaths.in_a_row
-        sentence = f"worker {self.id} died {deaths} times in a row and is left dead; the last time: {error.message}"
+        often = f"{deaths} times in a row" if deaths > 1 else "once"
+        sentence = f"worker {self.id} died {often} and is left dead; the last time: {error.message}"
         return WorkerFailed(sentence, worker=self.id, deaths=deaths).info
 
     async def _stop(self, timeout_s: float) -> None:
         if self._retry is not None:
             self._retry.cancel()
-        if self._starting is not None:
-            await asyncio.wait((self._starting,))
-        if self._host is not None:
-            self._host.send(protocol.CancelLoad())
-            await self._host.stop(timeout_s)
-            self._host = None
-        if self._disposals:
-            await asyncio.wait(self._disposals)
-
-    def _dispose(self, host: WorkerHost) -> None:
-        """Stop a host that is no use any more; `stop` and the next start wait for it."""
-        task = self._loop.create_task(host.stop(STOP_PATIENCE_S))
-        self._disposals.add(task)
-        task.add_done_callback(self._disposals.discard)
+        await self._hosting.stop(timeout_s)

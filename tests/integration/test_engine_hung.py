@@ -1,0 +1,115 @@
+"""Workers that stop stepping, and workers that nothing can keep alive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from console.api.server import ApiServer, ApiSettings
+from engine.engine import Engine
+from engine.errors import NoModelLoaded
+from tests.fakes.backend import FakeBackend, Gate, expected_text
+from tests.fakes.engines import (
+    Backends,
+    DyingBackend,
+    StillProbe,
+    all_ready,
+    ask,
+    config,
+    read,
+    serving,
+    until,
+    worker,
+)
+from tests.fakes.model import fake_spec
+
+
+@pytest.mark.slow
+async def test_a_process_that_hangs_is_replaced_and_its_requests_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend:make")
+    engine = Engine(config(worker_host="process", hang_s=1.5), probe=StillProbe())
+    await engine.start()
+    try:
+        await engine.load(fake_spec(tmp_path))
+        reading = [asyncio.create_task(read(engine.submit(ask(f"r{number}", max_tokens=2000)))) for number in range(8)]
+        await until(lambda: all(row.output_tokens > 5 for row in engine.snapshot().requests))
+        hung = worker(engine, "w0").pid
+        assert hung is not None
+        os.kill(hung, signal.SIGSTOP)
+        answers = await asyncio.gather(*reading)
+        assert [answer.text for answer in answers] == [
+            expected_text(f"r{number}".encode(), 2000) for number in range(8)
+        ]
+        now = worker(engine, "w0")
+        assert now.pid != hung
+        assert (now.restarts, now.deaths_in_a_row) == (1, 1)
+        assert now.last_error is not None
+        assert "while it worked on 8 requests: replaced" in now.last_error.message
+        with pytest.raises(ProcessLookupError):
+            os.kill(hung, 0)
+    finally:
+        await engine.close(drain_s=0.0)
+
+
+@pytest.mark.slow
+async def test_health_shows_a_hung_worker_until_it_is_replaced(tmp_path: Path) -> None:
+    backends = Backends(FakeBackend(gate=Gate(3)))
+    async with serving(tmp_path, backends, hang_s=2.5) as engine:
+        server = ApiServer(engine, ApiSettings(port=0, stall_s=1.5))
+        await server.start()
+        try:
+            async with aiohttp.ClientSession(server.status().url) as http:
+
+                async def health() -> int:
+                    async with http.get("/health") as response:
+                        return response.status
+
+                stream = engine.submit(ask("x", max_tokens=10))
+                seen = [await health()]
+                while 503 not in seen or seen[-1] != 200:
+                    assert engine.snapshot().uptime_s < 20
+                    seen.append(await health())
+                assert (await read(stream)).text == expected_text(b"x", 10)
+                assert worker(engine, "w0").restarts == 1
+        finally:
+            await server.stop(drain_s=0.0)
+
+
+async def test_one_worker_left_dead_leaves_the_others_at_work(tmp_path: Path) -> None:
+    backends = Backends(DyingBackend(dies_at=1), FakeBackend(), then=lambda: DyingBackend(dies_at=1))
+    async with serving(tmp_path, backends, num_workers=2, max_deaths=1) as engine:
+        answers = await asyncio.gather(*(read(engine.submit(ask(f"r{number}"))) for number in range(8)))
+        assert [answer.text for answer in answers] == [expected_text(f"r{number}".encode(), 8) for number in range(8)]
+        states = {each.state for each in engine.snapshot().workers}
+        assert states == {"failed", "ready"}
+        dead = next(each for each in engine.snapshot().workers if each.state == "failed")
+        assert dead.last_error is not None
+        assert "died once and is left dead" in dead.last_error.message
+        assert engine.status.state == "ready"
+
+
+async def test_requests_end_with_the_reason_when_every_worker_is_left_dead(tmp_path: Path) -> None:
+    backends = Backends(then=lambda: DyingBackend(dies_at=0, always=True))
+    async with serving(tmp_path, backends, max_deaths=2, max_prompts=1) as engine:
+        streams = [engine.submit(ask(f"r{number}")) for number in range(3)]
+        answers = [await read(stream) for stream in streams]
+        assert [answer.last.finish for answer in answers] == ["error"] * 3
+        assert all(answer.last.error and "left dead" in answer.last.error.message for answer in answers)
+        with pytest.raises(NoModelLoaded):
+            engine.submit(ask("late"))
+
+
+async def test_an_operator_revives_a_worker_that_was_left_dead(tmp_path: Path) -> None:
+    backends = Backends(DyingBackend(dies_at=1))
+    async with serving(tmp_path, backends, max_deaths=1) as engine:
+        assert (await read(engine.submit(ask("x")))).last.finish == "error"
+        await engine.restart_worker("w0")
+        await all_ready(engine)
+        assert (await read(engine.submit(ask("y")))).text == expected_text(b"y", 8)
