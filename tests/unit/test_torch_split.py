@@ -11,7 +11,7 @@ import torch
 
 from engine.backends.base import LoadProgress
 from engine.backends.torch import memory
-from engine.backends.torch.device_memory import StepOutOfMemory
+from engine.backends.torch.device_memory import DeviceMemory, StepOutOfMemory
 from engine.backends.torch.runner import ModelRunner
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import InsufficientMemory, InvalidRequest
@@ -184,6 +184,20 @@ def test_a_step_that_a_devices_budget_cannot_hold_runs_out_of_memory_and_a_small
     assert failed.value.needed_bytes > failed.value.free_bytes > 0
     driver.feed((many[0], None))
     assert_equal([many[0]], [alone(llama, prompt(40, 0))])
+
+
+def test_working_memory_on_cuda_is_what_the_allocator_reserved_beyond_weights_and_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: called.append("init"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: called.append(f"reset {device}"))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 1000)
+    account = DeviceMemory("cuda:1", torch.device("cuda", 1))
+    assert called == ["init", "reset cuda:1"]
+    account.weights_bytes, account.kv_bytes = 600, 300
+    account.begin_step(10**12)
+    assert account.working_bytes == 100
 
 
 def alone(folder: Path, tokens: list[int]) -> Running:

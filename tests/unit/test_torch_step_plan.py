@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.backends.paged_attention.face import PagedAttention, implementation
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.lora import LoraAdapter
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.step_memory import SLACK_PAIRS
 from engine.backends.torch.step_plan import StepPlan, StepPlanner
@@ -112,3 +115,41 @@ def test_any_mixture_of_chunks_computes_what_each_sequence_computes_alone(
         alone = Driver(runner)
         expected = alone.feed((alone.add(sequence.tokens), None))[0]
         torch.testing.assert_close(sequence.logits[-1], expected, atol=1e-4, rtol=1e-4)
+
+
+def tensors_in(part: object) -> list[torch.Tensor]:
+    """Every tensor of a plan, but those of an adapter, which lie where its layers do."""
+    match part:
+        case torch.Tensor():
+            return [part]
+        case tuple():
+            return [found for each in part for found in tensors_in(each)]
+        case dict():
+            return tensors_in(tuple(part.values()))
+        case _ if is_dataclass(part) and not isinstance(part, LoraAdapter):
+            return [found for field in fields(part) for found in tensors_in(getattr(part, field.name))]
+        case _:
+            return []
+
+
+@pytest.mark.parametrize("paged", [None, implementation("gathered")], ids=["gathered", "paged"])
+def test_a_step_moves_to_the_next_device_whole(paged: PagedAttention | None) -> None:
+    adapter = LoraAdapter("it", "it", (), 0)
+    planner = StepPlanner(
+        frozenset({None, 10}),
+        2,
+        PAGE_TOKENS,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        paged=paged,
+        adapters={"it": adapter},
+    )
+    chunks = [chunk(20, 1), replace(chunk(8, 30), adapter="it"), chunk(0, 50), replace(chunk(3, 4), adapter="it")]
+    here = planner.plan([*chunks, chunk(90, 1)])
+    there = here.on(torch.device("meta"))
+    assert here.on(torch.device("cpu")) is here
+    assert {tensor.device.type for tensor in tensors_in(here)} == {"cpu"}
+    assert {tensor.device.type for tensor in tensors_in(there)} == {"meta"}
+    assert [tensor.shape for tensor in tensors_in(there)] == [tensor.shape for tensor in tensors_in(here)]
+    assert len(tensors_in(here)) > 8
+    assert there.adapted[0].adapter is adapter

@@ -40,6 +40,7 @@ class DeviceMemory:
         self.weights_bytes = self.kv_bytes = 0
         self._largest_step_bytes = 0
         if device.type == "cuda":
+            torch.cuda.init()  # the allocator knows no device before
             torch.cuda.reset_peak_memory_stats(device)
 
     @property
