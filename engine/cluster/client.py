@@ -19,12 +19,13 @@ import msgspec
 from engine.cluster import messages
 from engine.errors import ClusterUnavailable, from_info
 from engine.worker.channel import socket_pair
-from engine.worker.process import child_environment
+from engine.worker.process import child_environment, signal_name
 from engine.worker.protocol import split_frames
 
 _TAIL_LINES = 20
 _CLOSE_S = 15.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ERROR = re.compile(r"^\[.* [EF] |Error\b")
 _log = logging.getLogger("engine")
 
 Result = messages.Sight | messages.Started | messages.Done
@@ -136,12 +137,21 @@ class DriverClient:
             self._lost = True
             calls, self._calls = list(self._calls.values()), {}
         self._sock.close()
-        said = f": {self._tail[-1]}" if self._tail else ""
-        reason = f"the connection to the cluster is lost{said}"
+        reason = f"the connection to the cluster is lost: the process that held it {self._how()}"
         for future in calls:
             future.set_exception(ClusterUnavailable(reason))
         if not self._closed:
             self._on_lost(reason)
+
+    def _how(self) -> str:
+        """How the process ended, with the error that it wrote last."""
+        code = self._process.returncode
+        if code is None:
+            return "does not answer"
+        if code < 0:
+            return f"was ended by {signal_name(-code)}"
+        error = next((line for line in reversed(self._tail) if _ERROR.search(line)), "")
+        return f"exited with code {code}" + (f": {error}" if error else "")
 
     def _log_output(self, stream: IO[bytes]) -> None:
         """What Ray writes belongs into the log, not onto the screen."""

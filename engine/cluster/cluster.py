@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from engine.cluster import messages
 from engine.cluster.client import DriverClient
 from engine.cluster.host import RayHost, gpus_of
-from engine.cluster.names import name_nodes, named_reading, translation
+from engine.cluster.names import join_device, name_nodes, named_reading
 from engine.cluster.probe import RayProbe
 from engine.config import ModelSpec
 from engine.errors import ClusterUnavailable, EngineError, InvalidRequest, NodeGone
 from engine.snapshot import DeviceReading
 
+MAX_WORKERS = 64
 JOIN_S = 90.0
 START_S = 90.0
 LOOK_S = 10.0
-_REJOIN_S = 5.0
+REJOIN_PATIENCE_S = 60.0
+_REJOIN_S = 3.0
 _CLIENT = re.compile(r"ray://[^\s/:]+:\d{1,5}|ray://\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 _log = logging.getLogger("engine")
@@ -59,9 +62,11 @@ class Cluster:
         self._nodes: dict[str, messages.NodeSight] = {}
         self._names: dict[str, str] = {}
         self._hosts: dict[str, RayHost] = {}
-        self._closed = False
-        self._rejoining = False
-        self._driver = self._join()
+        self._closed = threading.Event()
+        self._joined = threading.Event()
+        self.starting = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="cluster-start")
+        self._driver: DriverClient
+        self._join()
 
     # -- what the engine asks for -------------------------------------------------------------------------------
 
@@ -71,14 +76,7 @@ class Cluster:
         It fails to start with NodeGone when their node is not there, and with NodeFull when other jobs of the cluster
         have reserved it: the worker must be placed anew then.
         """
-        devices = [share.device for share in spec.shares] or [spec.device]
-        names = translation(devices)
-        with self._lock:
-            node_id = next((id_ for id_, name in self._names.items() if name == names.node), "")
-            node = self._nodes.get(node_id)
-            totals = {reading.id: reading.total_bytes for reading in node.devices} if node is not None else {}
-        local = {device: totals.get(names.local[device], 0) for device in names.local}
-        return RayHost(worker_id, spec, self, node_id=node_id, translation=names, gpus=gpus_of(spec, names, local))
+        return RayHost(worker_id, spec, self)
 
     def probe(self) -> RayProbe:
         """A probe of all its devices."""
@@ -91,9 +89,9 @@ class Cluster:
 
     def close(self) -> None:
         """Leave the cluster; what still runs of the workers ends. Blocks. Idempotent."""
-        with self._lock:
-            self._closed = True
+        self._closed.set()
         self._driver.close()
+        self.starting.shutdown(wait=False, cancel_futures=True)
 
     # -- for RayProbe -------------------------------------------------------------------------------------------
 
@@ -110,8 +108,7 @@ class Cluster:
 
     def look(self) -> tuple[DeviceReading, ...]:
         """The devices of every other node, read now. A cluster out of reach has none, and is joined again."""
-        if self._driver.lost:
-            self._rejoin_soon()
+        if not self._joined.is_set():
             return ()
         with self._lock:
             pids: dict[str, list[int]] = {}
@@ -129,29 +126,49 @@ class Cluster:
 
     # -- for RayHost --------------------------------------------------------------------------------------------
 
-    def start_worker(self, host: RayHost, start: messages.Start) -> messages.Started:
-        """Start the actor; `host` hears of it from now on. Blocks; raises WorkerFailed and its children."""
+    def start_worker(self, host: RayHost, model: messages.ModelPlace, token: bytes) -> messages.Started:
+        """Start its actor; it hears of the actor from now on. A cluster that is out of reach is waited for. Blocks.
+
+        Raises NodeGone, NodeFull or WorkerFailed.
+        """
+        self._joined.wait(REJOIN_PATIENCE_S)
+        start = self._start_of(host, model, token)
         with self._lock:
-            sight = self._nodes.get(start.node)
-            self._hosts[start.key] = host
+            self._hosts[host.key] = host
         try:
-            if sight is None:
-                raise NodeGone(
-                    f"worker {start.worker_id} cannot run on {start.node_name}: it is not in the cluster",
-                    worker=start.worker_id,
-                    node=start.node_name,
-                )
-            if sight.problem:
-                raise NodeGone(f"no worker can run on {start.node_name}: {sight.problem}", node=start.node_name)
             started = self._driver.call(start, START_S)
         except ClusterUnavailable as error:
-            self.forget_worker(start.key)
-            raise NodeGone(f"worker {start.worker_id}: {error.message}", worker=start.worker_id) from error
+            self.forget_worker(host.key)
+            raise NodeGone(f"worker {host.worker_id}: {error.message}", worker=host.worker_id) from error
         except EngineError:
-            self.forget_worker(start.key)
+            self.forget_worker(host.key)
             raise
         assert isinstance(started, messages.Started)
         return started
+
+    def _start_of(self, host: RayHost, model: messages.ModelPlace, token: bytes) -> messages.Start:
+        """What the driver is told; raises NodeGone."""
+        with self._lock:
+            node_id = next((id_ for id_, name in self._names.items() if name == host.node), "")
+            node = self._nodes.get(node_id)
+        why = "it is not in the cluster" if node is None else node.problem
+        if node is None or why:
+            raise NodeGone(
+                f"worker {host.worker_id} cannot run on {host.node_name}: {why}", worker=host.worker_id, node=host.node
+            )
+        host.node_id = node_id
+        totals = {
+            name: reading.total_bytes for reading in node.devices for name in (join_device(host.node, reading.id),)
+        }
+        return messages.Start(
+            key=host.key,
+            worker_id=host.worker_id,
+            node=node_id,
+            node_name=host.node_name,
+            gpus=gpus_of(host.spec, host.names, totals),
+            token=token,
+            model=model,
+        )
 
     def signal_worker(self, key: str, number: int) -> None:
         """Send a signal to the worker."""
@@ -177,7 +194,7 @@ class Cluster:
 
     # -- the driver ---------------------------------------------------------------------------------------------
 
-    def _join(self) -> DriverClient:
+    def _join(self) -> None:
         driver = DriverClient(self._heard, self._lost)
         try:
             sight = driver.call(messages.Join(address=self.address, gib=self._gib), JOIN_S)
@@ -186,7 +203,8 @@ class Cluster:
             raise
         assert isinstance(sight, messages.Sight)
         self._see(sight)
-        return driver
+        self._driver = driver
+        self._joined.set()
 
     def _see(self, sight: messages.Sight) -> None:
         """Take in which nodes there are; workers on those that are gone hear of it."""
@@ -231,31 +249,19 @@ class Cluster:
             host.call_soon(host.over, news)
 
     def _lost(self, reason: str) -> None:
-        """The driver is gone, and every actor ends with it."""
+        """The driver is gone, and every actor ends with it. Called on a thread of its own, which joins again."""
+        if not self._joined.is_set():
+            return  # it went while it joined: whoever had it join knows
         _log.error("%s; it is joined again when it answers", reason, extra={"source": "ray"})
+        self._joined.clear()
         with self._lock:
             hosts = list(self._hosts.values())
             self._nodes, self._names = {}, {}
         for host in hosts:
             host.call_soon(host.over, messages.Ended(key=host.key, reason=reason))
-
-    def _rejoin_soon(self) -> None:
-        with self._lock:
-            if self._closed or self._rejoining:
-                return
-            self._rejoining = True
-        threading.Thread(target=self._rejoin, name="rejoin", daemon=True).start()
-
-    def _rejoin(self) -> None:
-        try:
-            driver = self._join()
-        except EngineError as error:
-            _log.debug("%s", error.message)
-            time.sleep(_REJOIN_S)
-        else:
-            self._driver = driver
-        with self._lock:
-            self._rejoining = False
-            closed = self._closed
-        if closed:
+        while not self._closed.wait(_REJOIN_S):
+            with contextlib.suppress(EngineError):
+                self._join()
+                break
+        if self._closed.is_set():
             self._driver.close()

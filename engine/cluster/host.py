@@ -8,13 +8,14 @@ import logging
 import secrets
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import msgspec
 
 from engine.cluster import messages
 from engine.cluster.models import place_of
-from engine.cluster.names import Translation, gpu_share, is_gpu
+from engine.cluster.names import Translation, gpu_share, is_gpu, translation
 from engine.cluster.wire import dial, new_token
 from engine.config import ModelSpec
 from engine.errors import NodeGone
@@ -27,10 +28,15 @@ _LOOK_S = 0.25
 
 
 class HostingCluster(Protocol):
-    """What a host needs of its cluster."""
+    """What a host needs of its cluster. starting: threads that wait for workers to start."""
 
-    def start_worker(self, host: RayHost, start: messages.Start) -> messages.Started:
-        """Start the actor; `host` hears of it from now on. Blocks; raises WorkerFailed and its children."""
+    starting: ThreadPoolExecutor
+
+    def start_worker(self, host: RayHost, model: messages.ModelPlace, token: bytes) -> messages.Started:
+        """Start its actor, and set its node_id; it hears of the actor from now on. Blocks.
+
+        Raises WorkerFailed and its children.
+        """
 
     def signal_worker(self, key: str, number: int) -> None:
         """Send a signal to the worker."""
@@ -48,34 +54,25 @@ class HostingCluster(Protocol):
 class RayHost(ChannelHost):
     """Runs one worker as an actor of Ray on one node. Used on the engine's loop alone.
 
-    node: what the node is called.  gpus: its share, 0..1, of each GPU, by the id within the node.
+    node: what the node is called.  key: what this start of the worker is called; unique.
     """
 
-    def __init__(
-        self,
-        worker_id: str,
-        spec: ModelSpec,
-        cluster: HostingCluster,
-        *,
-        node_id: str,
-        translation: Translation,
-        gpus: dict[str, float],
-    ) -> None:
+    def __init__(self, worker_id: str, spec: ModelSpec, cluster: HostingCluster) -> None:
         super().__init__(worker_id)
         self.key = f"{worker_id}-{secrets.token_hex(4)}"
-        self.node = translation.node
-        self.node_id = node_id
-        self._spec = spec
+        self.spec = spec
+        self.names = translation([share.device for share in spec.shares] or [spec.device])
+        self.node = self.names.node
+        self.node_id = ""
         self._cluster = cluster
-        self._names = translation
-        self._gpus = gpus
         self._path = str(spec.path)
         self._own_threads = spec.threads
         self._greeted = False
         self._started = False
 
     @property
-    def _node_name(self) -> str:
+    def node_name(self) -> str:
+        """What a person calls the node."""
         return self.node or "this machine"
 
     async def start(self, on_event: Callable[[Event], None], on_exit: Callable[[WorkerExit], None]) -> None:
@@ -91,24 +88,16 @@ class RayHost(ChannelHost):
         self._listen(on_event, over)
         self._loop = asyncio.get_running_loop()
         token = new_token()
-        model = await asyncio.to_thread(place_of, self._spec)
-        start = messages.Start(
-            key=self.key,
-            worker_id=self.worker_id,
-            node=self.node_id,
-            node_name=self._node_name,
-            gpus=self._gpus,
-            token=token,
-            model=model,
-        )
-        started = await asyncio.to_thread(self._cluster.start_worker, self, start)
+        threads = self._cluster.starting
+        model = await self._loop.run_in_executor(threads, place_of, self.spec)
+        started = await self._loop.run_in_executor(threads, self._cluster.start_worker, self, model, token)
         self._started, self.pid, self._path = True, started.pid, started.path
         try:
-            sock = await asyncio.to_thread(dial, started.address, started.port, token, DIAL_S)
+            sock = await self._loop.run_in_executor(threads, dial, started.address, started.port, token, DIAL_S)
         except OSError as error:
             self._cluster.forget_worker(self.key)
             raise NodeGone(
-                f"worker {self.worker_id} on {self._node_name} cannot be reached at {started.address}:{started.port} "
+                f"worker {self.worker_id} on {self.node_name} cannot be reached at {started.address}:{started.port} "
                 f"({error}); a firewall may be in the way",
                 worker=self.worker_id,
                 node=self.node,
@@ -119,7 +108,7 @@ class RayHost(ChannelHost):
         """Queue a command, its devices and folders in the node's names."""
         match command:
             case Load(spec=spec):
-                local = msgspec.structs.replace(self._names.to_worker(spec), path=type(spec.path)(self._path))
+                local = msgspec.structs.replace(self.names.to_worker(spec), path=type(spec.path)(self._path))
                 command = msgspec.structs.replace(command, spec=local, threads=self._threads(command.threads))
             case SetThreads(threads=threads):
                 command = SetThreads(threads=self._threads(threads))
@@ -167,7 +156,7 @@ class RayHost(ChannelHost):
 
     def node_gone(self) -> None:
         """The node has left the cluster."""
-        self._give_up(f"{self._node_name} has left the cluster")
+        self._give_up(f"{self.node_name} has left the cluster")
 
     def _deliver(self, event: Event) -> None:
         match event:
@@ -177,7 +166,7 @@ class RayHost(ChannelHost):
                     return
                 self._greeted = True
             case Loaded(model=model):
-                event = msgspec.structs.replace(event, model=self._names.from_worker(model))
+                event = msgspec.structs.replace(event, model=self.names.from_worker(model))
         super()._deliver(event)
 
     def _on_channel_closed(self) -> None:
@@ -193,7 +182,7 @@ class RayHost(ChannelHost):
             self.node_gone()
         elif self._loop.time() > deadline:
             self.kill()
-            self._give_up(f"the connection to {self._node_name} was lost")
+            self._give_up(f"the connection to {self.node_name} was lost")
         else:
             self._loop.call_later(_LOOK_S, self._await_reason, deadline)
 

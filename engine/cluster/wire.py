@@ -43,7 +43,10 @@ class Listener:
         try:
             while (left_s := deadline - time.monotonic()) > 0:
                 self._socket.settimeout(left_s)
-                peer, _ = self._socket.accept()
+                try:
+                    peer, _ = self._socket.accept()
+                except TimeoutError:
+                    break
                 if self._knows(peer):
                     _watch(peer)
                     return peer

@@ -65,5 +65,13 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     assert loaded_after(["console.cli"], (*SCREENS, *WEB, *TORCH, "huggingface_hub", "tokenizers")) == []
 
 
+def test_a_plain_run_loads_nothing_of_a_cluster() -> None:
+    assert loaded_after(["console.headless", "console.terminal", "engine.engine"], ("ray", "engine.cluster")) == []
+
+
+def test_even_with_a_cluster_ray_stays_out_of_this_process() -> None:
+    assert loaded_after(modules("engine/cluster"), ("ray", *TORCH)) == []
+
+
 def test_the_screens_load_no_torch() -> None:
     assert loaded_after(["console.app", *modules("console/screens"), *modules("console/widgets")], TORCH) == []

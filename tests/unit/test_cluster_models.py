@@ -1,0 +1,67 @@
+"""Whether a node has the model that the engine has, and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.cluster.models import lacks, path_on_node, place_of, require
+from engine.errors import ModelLoadFailed
+from engine.models.discover import demo_path
+from tests.fakes.model import fake_spec, write_fake_model
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_folder_of_the_same_content_at_the_same_path_will_do(tmp_path: Path) -> None:
+    require(place_of(fake_spec(tmp_path)), "box")
+
+
+def test_a_missing_folder_is_named_with_its_node(tmp_path: Path) -> None:
+    place = msgspec.structs.replace(place_of(fake_spec(tmp_path)), path=str(tmp_path / "gone"))
+    with pytest.raises(ModelLoadFailed, match=f"^box has no folder {tmp_path}/gone: put it there"):
+        require(place, "box")
+
+
+def test_a_missing_draft_model_is_named_too(tmp_path: Path) -> None:
+    spec = fake_spec(tmp_path, draft_model=tmp_path / "draft")
+    with pytest.raises(ModelLoadFailed, match=r"box has no folder .*/draft"):
+        require(place_of(spec), "box")
+
+
+def test_another_model_at_that_path_is_refused_with_the_file_that_differs(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(10))
+    place = place_of(fake_spec(tmp_path))
+    weights.write_bytes(bytes(12))
+    with pytest.raises(ModelLoadFailed, match=r"model\.safetensors is 12 bytes there and 10 bytes here"):
+        require(place, "box")
+    weights.unlink()
+    with pytest.raises(ModelLoadFailed, match=r"model\.safetensors is missing there and 10 bytes here"):
+        require(place, "box")
+
+
+def test_the_demo_model_is_each_installations_own(tmp_path: Path) -> None:
+    place = msgspec.structs.replace(place_of(fake_spec(tmp_path)), name="demo", path="/elsewhere/engine/demo/model")
+    assert path_on_node(place) == demo_path()
+
+
+def test_a_model_of_the_hub_lies_in_the_nodes_own_cache_in_the_very_same_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "node"))
+    ours = tmp_path / "engine" / "models--org--name" / "snapshots" / COMMIT
+    write_fake_model(ours)
+    (ours / "model.safetensors").write_bytes(bytes(8))
+    place = place_of(fake_spec(ours))
+    theirs = tmp_path / "node" / "models--org--name" / "snapshots" / COMMIT
+    assert path_on_node(place) == ours  # a shared disk
+    away = msgspec.structs.replace(place, path=str(Path("/not/here/models--org--name/snapshots") / COMMIT))
+    assert path_on_node(away) == theirs
+    assert lacks(away)
+
+
+def test_a_plain_folder_is_never_fetched(tmp_path: Path) -> None:
+    assert not lacks(msgspec.structs.replace(place_of(fake_spec(tmp_path)), path=str(tmp_path / "gone")))
