@@ -114,15 +114,20 @@ class StepPlanner:
         self._adapters = adapters
 
     def plan(self, chunks: Sequence[ChunkInput]) -> StepPlan:
-        """Order `chunks` by length, group them, and build what the layers need."""
+        """Order `chunks` by length and group them, those of one adapter adjacent in each group where that can be, and
+        build what the layers need."""
         order = sorted(range(len(chunks)), key=lambda index: (len(chunks[index].token_ids), chunks[index].end))
+        runs = _grouped(order, chunks) if self._paged is None else _equally_long(order, chunks)
+        if any(chunk.adapter for chunk in chunks):
+            runs = [sorted(run, key=lambda index: chunks[index].adapter) for run in runs]
+        order = [index for run in runs for index in run]
         ordered = [chunks[index] for index in order]
         ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in ordered))
         last_row = {index: end - 1 for index, end in zip(order, ends, strict=True)}
         groups: list[QueryGroup] = []
-        for members in _grouped(ordered) if self._paged is None else ():
+        for run in runs if self._paged is None else ():
             first_row = groups[-1].end_row if groups else 0
-            groups.append(self._group(members, first_row))
+            groups.append(self._group([chunks[index] for index in run], first_row))
         paged = None
         if self._paged is not None:
             paged = PagedPlan(self._paged, paged_groups(ordered, self._page_tokens, self._device))
@@ -233,20 +238,26 @@ def _first_page(chunk: ChunkInput, window: int | None, page_tokens: int) -> int:
     return 0 if window is None else max(0, chunk.start - window + 1) // page_tokens
 
 
-def _grouped(chunks: Sequence[ChunkInput]) -> list[list[ChunkInput]]:
-    """Split chunks, sorted by length, so that padding costs less than further calls would."""
-    groups: list[list[ChunkInput]] = []
+def _equally_long(order: Sequence[int], chunks: Sequence[ChunkInput]) -> list[list[int]]:
+    """Split the numbers of chunks, in order of their length, by that length."""
+    return [list(run) for _, run in itertools.groupby(order, key=lambda index: len(chunks[index].token_ids))]
+
+
+def _grouped(order: Sequence[int], chunks: Sequence[ChunkInput]) -> list[list[int]]:
+    """Split the numbers of chunks, in order of their length, so that padding costs less than further calls would."""
+    groups: list[list[int]] = []
     real_pairs = longest = 0
-    for chunk in chunks:
+    for index in order:
+        chunk = chunks[index]
         width = len(chunk.token_ids)
         pairs = width * chunk.end
         joined_longest = max(longest, chunk.end)
         if groups and width <= MAX_BATCHED_WIDTH:
             padded_pairs = (len(groups[-1]) + 1) * width * joined_longest
             if padded_pairs <= 1.5 * (real_pairs + pairs) + SLACK_PAIRS:
-                groups[-1].append(chunk)
+                groups[-1].append(index)
                 real_pairs, longest = real_pairs + pairs, joined_longest
                 continue
-        groups.append([chunk])
+        groups.append([index])
         real_pairs, longest = pairs, chunk.end
     return groups
