@@ -72,9 +72,12 @@ class Body(BaseModel):
         return kept, sent_as
 
 
-async def read(request: web.Request, schema: type[T]) -> T:
-    """The request's body as `schema`; raises InvalidRequest (and aiohttp's 413 for a body beyond the limit)."""
-    return schema.parse(await request.read())
+async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") -> T:
+    """The request's body as `schema`; raises InvalidRequest (and aiohttp's 413 for a body beyond the limit).
+
+    absent: what no body at all stands for.
+    """
+    return schema.parse(await request.read() or absent)
 
 
 def _explain(error: ErrorDetails, sent_as: Mapping[str, str]) -> InvalidRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -20,12 +20,14 @@ from console.api.generation import Generation
 from console.api.logprobs import ChatLogprobs, chat_logprobs
 from console.api.openai import OpenAiFields, Usage, UsageField, blank_usage, now, usage_of
 from console.api.parameters import CHAT_REFUSED, OPENAI_INERT
+from console.api.prompts import Prompt
 from console.api.sampling import sampling_params
-from console.api.served import ServedModel, served_model
+from console.api.served import ServedModel
 from console.api.stream import DONE, ChunkStream
 from engine.backends.base import FinishReason, TokenLogprob
 from engine.config import MAX_LOGPROBS
 from engine.errors import InvalidRequest
+from engine.text.tokenizer import Tokenizer
 
 MANY_MESSAGES = 256
 """More are rendered beside the event loop: a template is a program, and runs for each of them."""
@@ -140,7 +142,7 @@ class Chat:
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ChatBody)
-        model = served_model(self._context.engine, body.model)
+        model = await self._context.served(body)
         params = sampling_params(
             body,
             model,
@@ -149,8 +151,8 @@ class Chat:
             negative_prompt_ids=await _negative_prompt_ids(body, model),
         )
         call = _Call(body, model, body.include_usage)
-        prompt_ids = await _prompt_ids(body, model, read_messages(body.messages))
-        with self._context.generate(call.id, [prompt_ids], params, body.n) as generation:
+        prompts = [await _prompt(body, model, read_messages(body.messages))]
+        with self._context.generate(request, call.id, body, model, prompts, params) as generation:
             if not body.stream:
                 return json_response(await call.whole(generation))
             async with ChunkStream(request, self._context.settings) as chunks:
@@ -163,21 +165,26 @@ async def _negative_prompt_ids(body: ChatBody, model: ServedModel) -> list[int]:
     if body.cfg_scale == 1.0:
         return []
     turns = guided_away_from(read_messages(body.messages), body.negative_prompt)
-    return await _prompt_ids(body, model, turns)
+    return (await _prompt(body, model, turns)).ids
 
 
-async def _prompt_ids(body: ChatBody, model: ServedModel, turns: Sequence[Turn]) -> list[int]:
-    work = partial(
+async def _prompt(body: ChatBody, model: ServedModel, turns: Sequence[Turn]) -> Prompt:
+    """The conversation as the model's template and tokenizer have it, and how another model would."""
+    as_text = partial(
         render,
-        model.tokenizer,
-        turns,
+        turns=turns,
         add_generation_prompt=body.opens_answer,
         continue_final=body.continue_final_message,
         variables=body.chat_template_kwargs,
     )
     many = len(turns) > MANY_MESSAGES
-    text = await asyncio.to_thread(work) if many else work()
-    return (await model.encode([text], add_special_tokens=False))[0]
+    text = await asyncio.to_thread(as_text, model.tokenizer) if many else as_text(model.tokenizer)
+    ids = (await model.encode([text], add_special_tokens=False))[0]
+    return Prompt(ids, "", partial(_encode, as_text))
+
+
+def _encode(as_text: Callable[[Tokenizer], str], tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(as_text(tokenizer), add_special_tokens=False)
 
 
 class _Call:

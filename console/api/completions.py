@@ -17,7 +17,7 @@ from console.api.openai import OpenAiFields, UsageField, blank_usage, now, usage
 from console.api.parameters import COMPLETION_REFUSED, OPENAI_INERT
 from console.api.prompts import Prompt, count_prompts, negative_prompt_ids, read_prompts
 from console.api.sampling import sampling_params
-from console.api.served import ServedModel, served_model
+from console.api.served import ServedModel
 from console.api.stream import DONE, ChunkStream
 from engine.backends.base import FinishReason, TokenLogprob
 from engine.errors import InvalidRequest
@@ -69,7 +69,7 @@ class Completions:
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, CompletionBody)
-        model = served_model(self._context.engine, body.model)
+        model = await self._context.served(body)
         _check_echo(body)
         params = sampling_params(
             body,
@@ -81,7 +81,7 @@ class Completions:
         self._context.check_choices(count_prompts(body.prompt), body.n)
         prompts = await read_prompts(body.prompt, model)
         call = _Call(body, model, prompts, body.include_usage)
-        with self._context.generate(call.id, [prompt.ids for prompt in prompts], params, body.n) as generation:
+        with self._context.generate(request, call.id, body, model, prompts, params) as generation:
             if not body.stream:
                 return json_response(await call.whole(generation))
             async with ChunkStream(request, self._context.settings) as chunks:

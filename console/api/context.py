@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from aiohttp import web
+
 from console.api.generation import Generation
+from console.api.operator import Operator
+from console.api.prompts import Prompt
+from console.api.sampling import SamplingFields
+from console.api.served import ServedModel, served_model
 from console.api.settings import ApiSettings
+from console.api.traffic import Traffic
 from engine.config import SamplingParams
 from engine.engine import Engine
-from engine.errors import InvalidRequest
+from engine.errors import EngineClosed, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
-    """The engine, the settings, and the generations under way, which a stopping server cancels."""
+    """The engine, the settings, and the requests under way, which a stopping server ends.
+
+    operator: who carries out what the admin endpoints are asked; None where there are none.
+    """
 
     engine: Engine
     settings: ApiSettings
-    running: set[Generation] = field(default_factory=set)
+    operator: Operator | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+    _running: set[Generation] = field(default_factory=set)
+    _waiting: set[asyncio.Timeout] = field(default_factory=set)
+
+    async def served(self, body: SamplingFields) -> ServedModel:
+        """The model that the body names, waiting while it is woken up or replaced. Raises as `served_model` does, and
+        EngineClosed where the server stops meanwhile."""
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waiting.add(wait)
+                try:
+                    return await served_model(self.engine, body.model, body.lora)
+                finally:
+                    self._waiting.discard(wait)
+        except TimeoutError:
+            raise _stopped() from None
 
     def check_choices(self, prompts: int, n: int) -> None:
         """Raise InvalidRequest where this many prompts with `n` answers each are too many; before they are read."""
@@ -33,17 +60,53 @@ class ApiContext:
 
     @contextmanager
     def generate(
-        self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams, n: int = 1
+        self,
+        request: web.Request,
+        request_id: str,
+        body: SamplingFields,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
     ) -> Iterator[Generation]:
         """A generation under way; it is cancelled on leaving where it has not ended."""
-        with Generation(self.engine, request_id, prompts, params, n) as generation:
-            self.running.add(generation)
+        generation = Generation(
+            self.engine,
+            request_id,
+            prompts,
+            params,
+            body.n,
+            model=model,
+            client=client_of(request),
+            priority=-body.priority,
+        )
+        with generation:
+            self._running.add(generation)
             try:
                 yield generation
             finally:
-                self.running.discard(generation)
+                self._running.discard(generation)
+
+    def cut(self) -> None:
+        """End every request under way; its client is told that the server stopped."""
+        for generation in tuple(self._running):
+            generation.cancel(_stopped())
+        for wait in tuple(self._waiting):
+            wait.reschedule(asyncio.get_running_loop().time())
+
+
+def client_of(request: web.Request) -> str:
+    """Who asks, as far as waiting clients share the workers fairly: the address that the request comes from.
+
+    A key tells no clients apart while all have the same one; and what a client says of itself (a key that nobody asked
+    for, `user`) it could say differently each time, to be taken for many.
+    """
+    return request.remote or ""
 
 
 def new_id(prefix: str) -> str:
     """A fresh id, as "chatcmpl-2f…"."""
     return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def _stopped() -> EngineClosed:
+    return EngineClosed("The server was stopped before the answer was complete")

@@ -39,8 +39,8 @@ def guided_away_from(turns: Sequence[Turn], negative_prompt: str) -> list[Turn]:
 
 def render(
     tokenizer: Tokenizer,
-    turns: Sequence[Turn],
     *,
+    turns: Sequence[Turn],
     add_generation_prompt: bool,
     continue_final: bool,
     variables: Mapping[str, Any],

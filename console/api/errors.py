@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import msgspec
 from aiohttp import web
@@ -20,6 +21,13 @@ class NotAuthorized(EngineError):
 
     code = "invalid_api_key"
     http_status = 401
+
+
+class Forbidden(EngineError):
+    """Not from there, or not without a key."""
+
+    code = "forbidden"
+    http_status = 403
 
 
 class NotFound(EngineError):
@@ -118,7 +126,13 @@ def error_response(error: EngineError) -> web.Response:
 
 def json_response(body: object, *, status: int = 200) -> web.Response:
     """A struct (or anything msgspec knows) as a JSON answer."""
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+    return web.Response(body=msgspec.json.encode(body, enc_hook=_plain), status=status, content_type="application/json")
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError
 
 
 def _type_of(status: int) -> str:

@@ -2,7 +2,8 @@
 
 The answer is {"text": prompt + completion}: a string for one prompt and one answer, as EricLLM gives it, else a list,
 as vLLM gives it. With `stream` every line is a JSON object {"text": [...]} that holds all texts so far, as vLLM's
-demo server sends them; a failure is a last line {"error": {...}}.
+demo server sends them; a failure is a last line {"error": {...}}. Where an answer ran out of time, finish_reason says
+so, for one or for each; neither of the two has that field, so it is given in no other case.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from console.api.generation import Generation
 from console.api.parameters import GENERATE_REFUSED
 from console.api.prompts import count_prompts, negative_prompt_ids, read_prompts
 from console.api.sampling import SamplingFields, sampling_params
-from console.api.served import served_model
 from console.api.stream import JSON_LINES, ChunkStream
+from engine.backends.base import FinishReason
 from engine.errors import InvalidRequest
 
 
@@ -47,10 +48,14 @@ class GenerateBody(SamplingFields):
     token_repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100.0)] = None
 
 
+Finishes = list[FinishReason | None]
+
+
 class GenerateText(msgspec.Struct, frozen=True):
-    """The answer, and each line of a stream."""
+    """The answer, and each line of a stream. finish_reason: where any answer ran out of time, why each one ended."""
 
     text: str | list[str]
+    finish_reason: FinishReason | Finishes | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Generate:
@@ -65,31 +70,43 @@ class Generate:
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = _one_penalty(await read(request, GenerateBody))
-        model = served_model(self._context.engine, body.model)
+        model = await self._context.served(body)
         negative_ids = await negative_prompt_ids(body, model)
         params = sampling_params(body, model, max_tokens=body.max_tokens, negative_prompt_ids=negative_ids)
         self._context.check_choices(count_prompts(body.prompt), body.n)
         prompts = await read_prompts(body.prompt, model)
         starts = [prompt.text for prompt in prompts for _ in range(body.n)]
-        ids = [prompt.ids for prompt in prompts]
-        with self._context.generate(new_id("gen"), ids, params, body.n) as generation:
+        with self._context.generate(request, new_id("gen"), body, model, prompts, params) as generation:
             if body.stream:
                 async with ChunkStream(request, self._context.settings, JSON_LINES) as chunks:
                     await _send(generation, starts, chunks)
                 return chunks.response
             answers = await generation.answers()
             texts = [start + answer.text for start, answer in zip(starts, answers, strict=True)]
+            whole = _so_far(texts, [answer.finish for answer in answers])
             single = body.n == 1 and isinstance(body.prompt, str)
-            return json_response(GenerateText(texts[0] if single else texts))
+            return json_response(_first(whole) if single else whole)
 
 
 async def _send(generation: Generation, texts: list[str], chunks: ChunkStream) -> None:
     """A line with all texts so far for every delta that shows something."""
+    finishes: Finishes = [None] * len(texts)
     async with aclosing(generation.deltas()) as deltas:
         async for i, delta in deltas:
             texts[i] += delta.text
+            finishes[i] = delta.finish
             if delta.text or delta.finish:
-                await chunks.send(GenerateText(texts))
+                await chunks.send(_so_far(texts, finishes))
+
+
+def _so_far(texts: list[str], finishes: Finishes) -> GenerateText:
+    return GenerateText(texts, finishes if "timeout" in finishes else msgspec.UNSET)
+
+
+def _first(answer: GenerateText) -> GenerateText:
+    """The one answer without lists around its parts."""
+    finish = answer.finish_reason
+    return GenerateText(answer.text[0], finish[0] if isinstance(finish, list) else finish)
 
 
 def _one_penalty(body: GenerateBody) -> GenerateBody:

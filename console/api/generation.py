@@ -11,6 +11,8 @@ from types import TracebackType
 import msgspec
 
 from console.api.errors import RequestCancelled
+from console.api.prompts import Prompt
+from console.api.served import ServedModel
 from engine.backends.base import FinishReason, TokenLogprob
 from engine.config import SamplingParams
 from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
@@ -42,21 +44,42 @@ class Generation:
 
     Use it with `with`: entering submits, leaving cancels whatever has not ended, so a client that goes away at any
     moment leaves nothing running. Entering raises what Engine.submit raises.
+    client, priority: as in GenerateRequest.
     """
 
     def __init__(
-        self, engine: Engine, request_id: str, prompts: Sequence[list[int]], params: SamplingParams, n: int = 1
+        self,
+        engine: Engine,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        n: int = 1,
+        *,
+        model: ServedModel,
+        client: str = "",
+        priority: int = 0,
     ) -> None:
         self._engine = engine
+        movable = not _names_tokens(params)
         self._requests = [
-            GenerateRequest(prompt_ids=ids, params=_for_choice(params, choice))
-            for ids in prompts
+            GenerateRequest(
+                prompt_ids=prompt.ids,
+                params=_for_choice(params, choice),
+                priority=priority,
+                model=model.asked,
+                key=model.key,
+                adapter=model.adapter,
+                client=client,
+                encode=prompt.encode if movable else None,
+            )
+            for prompt in prompts
             for choice in range(n)
         ]
         self._ids = [
             request_id if len(self._requests) == 1 else f"{request_id}-{i}" for i in range(len(self._requests))
         ]
         self._n = n
+        self._cut_by: EngineError | None = None
         self._streams: list[RequestStream] = []
         self._output_tokens = [0] * len(self._requests)
         self._cached_tokens = [0] * len(self._requests)
@@ -75,8 +98,9 @@ class Generation:
     ) -> None:
         self.cancel()
 
-    def cancel(self) -> None:
-        """End every answer that has not ended; whoever reads them gets RequestCancelled."""
+    def cancel(self, reason: EngineError | None = None) -> None:
+        """End every answer that has not ended; whoever reads them gets `reason`, or RequestCancelled."""
+        self._cut_by = reason
         for stream in self._streams:
             stream.cancel()
 
@@ -90,12 +114,13 @@ class Generation:
         )
 
     async def deltas(self) -> AsyncGenerator[tuple[int, StreamDelta], None]:
-        """(choice, delta) as they come; raises EngineError once any answer has failed or was cancelled."""
+        """(choice, delta) as they come; raises EngineError once any answer has failed or was cancelled, or ran out of
+        time where none has a token yet."""
         async with aclosing(self._merged()) as merged:
             async for choice, delta in merged:
                 self._output_tokens[choice] = delta.output_tokens
                 self._cached_tokens[choice] = delta.cached_tokens
-                if (failure := _failure(delta)) is None:
+                if (failure := self._failure(delta)) is None:
                     yield choice, delta
                     continue
                 if delta.text or delta.token_ids:
@@ -114,6 +139,19 @@ class Generation:
         for answer, texts in zip(answers, pieces, strict=True):
             answer.text = "".join(texts)
         return answers
+
+    def _failure(self, delta: StreamDelta) -> EngineError | None:
+        """What a reader is told instead of an answer that did not end by itself."""
+        match delta.finish:
+            case "cancelled":
+                return self._cut_by or RequestCancelled("The request was cancelled on the server")
+            case "timeout" if delta.error is not None and not any(self._output_tokens):
+                return from_info(delta.error)
+            case "error":
+                unknown = WorkerFailed("The request failed for an unknown reason")
+                return from_info(delta.error) if delta.error is not None else unknown
+            case _:
+                return None
 
     async def _merged(self) -> AsyncGenerator[tuple[int, StreamDelta], None]:
         if len(self._streams) == 1:
@@ -146,10 +184,6 @@ def _for_choice(params: SamplingParams, choice: int) -> SamplingParams:
     return msgspec.structs.replace(params, seed=seed)
 
 
-def _failure(delta: StreamDelta) -> EngineError | None:
-    """What a reader is told instead of an answer that did not end by itself."""
-    if delta.finish == "cancelled":
-        return RequestCancelled("The request was cancelled on the server")
-    if delta.finish == "error":
-        return from_info(delta.error) if delta.error else WorkerFailed("The request failed for an unknown reason")
-    return None
+def _names_tokens(params: SamplingParams) -> bool:
+    """Whether these settings hold ids of one tokenizer, so that they mean nothing to another model."""
+    return bool(params.logit_bias or params.stop_token_ids or params.dry_breaker_ids or params.negative_prompt_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 import uuid
@@ -15,6 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 from console.api.errors import (
     BadHttp,
     BodyTooLarge,
+    Forbidden,
     InternalError,
     MethodNotAllowed,
     NotAuthorized,
@@ -22,6 +24,7 @@ from console.api.errors import (
     error_response,
 )
 from console.api.settings import ApiSettings
+from console.api.traffic import Traffic
 from engine.errors import EngineClosed, EngineError
 
 log = logging.getLogger("api")
@@ -29,43 +32,17 @@ log = logging.getLogger("api")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What load balancers ask, which hold no key."""
 
+ADMIN = "/admin/"
+"""What operators alone may ask."""
+
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+_LOOKING = frozenset({"GET", "HEAD", "OPTIONS"})
+_PROXIED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-class Traffic:
-    """Requests under way and so far."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.closing = False
-        self._under_way = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    async def wait_idle(self, timeout_s: float) -> None:
-        """Wait until no request is under way, `timeout_s` at most."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return
-
-    def enter(self) -> None:
-        """A request begins."""
-        self.total += 1
-        self._under_way += 1
-        self._idle.clear()
-
-    def leave(self) -> None:
-        """A request has ended."""
-        self._under_way -= 1
-        if not self._under_way:
-            self._idle.set()
-
-
 def counting(traffic: Traffic) -> Middleware:
-    """Counts, logs one line per request, and turns requests away while the server stops."""
+    """Counts, logs one line per request, and turns work away while the server stops; who only looks is answered."""
 
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -74,7 +51,7 @@ def counting(traffic: Traffic) -> Middleware:
         status = 499
         traffic.enter()
         try:
-            if traffic.closing:
+            if traffic.closing and request.method not in _LOOKING:
                 response: web.StreamResponse = error_response(EngineClosed("The server is stopping"))
                 response.force_close()
             else:
@@ -108,7 +85,8 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def authorizing(settings: ApiSettings) -> Middleware:
-    """Asks for the key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`, where there is one."""
+    """Asks for the key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`, where there is one. Where there is none,
+    admin endpoints answer on this machine alone."""
     expected = None if settings.api_key is None else _digest(settings.api_key)
 
     @web.middleware
@@ -119,6 +97,8 @@ def authorizing(settings: ApiSettings) -> Middleware:
                 raise NotAuthorized("This server needs a key: send it as Authorization: Bearer KEY")
             if not hmac.compare_digest(_digest(given), expected):
                 raise NotAuthorized("That key is not valid here")
+        elif expected is None and request.path.startswith(ADMIN) and not _is_local(request):
+            raise Forbidden("Without an API key, admin requests are taken from this machine alone: set --api-key")
         return await handler(request)
 
     return authorize
@@ -135,6 +115,24 @@ def _given_key(request: web.Request) -> str | None:
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
     return request.headers.get("X-API-Key")
+
+
+def _is_local(request: web.Request) -> bool:
+    """Whether a program on this machine asks for itself: not a proxy for somebody else, and not a browser for a page
+    from elsewhere (pages send Origin; one whose name was pointed at this address sends that name as Host)."""
+    handed_on = any(name in request.headers for name in ("Origin", *_PROXIED))
+    return not handed_on and _is_loopback(request.remote or "") and _is_loopback(request.url.host or "")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _digest(key: str) -> bytes:

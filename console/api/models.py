@@ -1,7 +1,8 @@
-"""GET /v1/models and /v1/models/{id}: the model that is loaded."""
+"""GET /v1/models and /v1/models/{id}: the models that answer, and their adapters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -10,22 +11,31 @@ from aiohttp import web
 from console.api.context import ApiContext
 from console.api.errors import json_response
 from console.api.openai import now
-from console.api.served import ServedModel, served_model
-from engine.errors import ModelNotFound, NoModelLoaded
+from engine.errors import ModelNotFound
+from engine.snapshot import ModelReading, ModelState
+
+ANSWERING: tuple[ModelState, ...] = ("ready", "idle")
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A model as OpenAI lists it. max_model_len: tokens of prompt and answer together."""
+    """A model as OpenAI lists it, or, as vLLM does, an adapter: its parent is its model, its root its folder's name.
+
+    max_model_len: tokens of prompt and answer together; None while that is not known.
+    state: "idle" is one that sleeps: the next request wakes it, and waits for that.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "ericllm"
-    max_model_len: int
+    root: str
+    parent: str | None = None
+    max_model_len: int | None
+    state: ModelState
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """All models that answer: one or none."""
+    """All that a request may name."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
@@ -43,18 +53,36 @@ class Models:
         return [web.get("/v1/models", self._list), web.get("/v1/models/{name:.+}", self._get)]
 
     async def _list(self, request: web.Request) -> web.Response:
-        try:
-            cards = [self._card(served_model(self._context.engine, None))]
-        except NoModelLoaded:
-            cards = []
-        return json_response(ModelList(data=cards))
+        return json_response(ModelList(data=list(self._cards().values())))
 
     async def _get(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        try:
-            return json_response(self._card(served_model(self._context.engine, name)))
-        except NoModelLoaded:
-            raise ModelNotFound(f"There is no model {name!r} here; none is loaded", param="model") from None
+        name, cards = request.match_info["name"], self._cards()
+        if name not in cards:
+            available = ", ".join(cards)
+            raise ModelNotFound(
+                f"There is no model {name!r} here; available: {available or 'none'}",
+                param="model",
+                model=name,
+                available=available,
+            )
+        return json_response(cards[name])
 
-    def _card(self, model: ServedModel) -> ModelCard:
-        return ModelCard(id=model.name, created=self._created, max_model_len=model.loaded.max_model_len)
+    def _cards(self) -> dict[str, ModelCard]:
+        """By name: one that is ready goes before one of the same name that sleeps."""
+        answering = [model for model in self._context.engine.snapshot().models if model.status.state in ANSWERING]
+        answering.sort(key=lambda model: ANSWERING.index(model.status.state))
+        cards: dict[str, ModelCard] = {}
+        for model in answering:
+            for card in _cards_of(model, self._created):
+                cards.setdefault(card.id, card)
+        return cards
+
+
+def _cards_of(model: ModelReading, created: int) -> Iterator[ModelCard]:
+    """The model's own card, and one for each adapter of it."""
+    loaded, spec = model.status.model, model.status.spec
+    limit = loaded.max_model_len if loaded is not None else spec.max_model_len if spec is not None else None
+    own = ModelCard(id=model.name, created=created, root=model.name, max_model_len=limit, state=model.status.state)
+    yield own
+    for adapter in model.adapters:
+        yield msgspec.structs.replace(own, id=adapter.name, root=adapter.path.name, parent=model.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
 
 import msgspec
 from aiohttp import web
@@ -13,8 +14,8 @@ from console.api.context import ApiContext
 from console.api.errors import json_response
 from console.api.metrics import SnapshotCollector
 from console.api.served import not_ready
-from engine.errors import NoModelLoaded
-from engine.snapshot import Snapshot, WorkerReading
+from engine.errors import EngineClosed, NoModelLoaded
+from engine.snapshot import ModelReading, ModelState, Snapshot, WorkerReading
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,27 +28,46 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: list[str]
 
 
+class ModelHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """One model. workers: those that take requests, of those that are wanted."""
+
+    name: str
+    state: ModelState
+    workers: int
+    wanted_workers: int
+
+
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker. step_age_s: seconds since it last reported, None before the first time."""
+    """One worker. step_age_s: seconds since it last reported, None before the first time.
+
+    stalled: whether that is too long ago.  deaths: how often in a row it died; restarts: in all.
+    """
 
     id: str
+    model: str
     state: str
     active: int
     step_age_s: float | None
+    stalled: bool
+    deaths: int
+    restarts: int
+    retry_in_s: float | None
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the engine lives: "ok", or "stalled" when a worker has been silent for too long."""
+    """Whether the engine lives: "ok", "stalled" when a worker has been silent for too long, or "draining" while the
+    server stops. model_state: of the first model."""
 
-    status: str
-    model_state: str
+    status: Literal["ok", "stalled", "draining"]
+    model_state: ModelState
+    models: list[ModelHealth]
     workers: list[WorkerHealth]
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that answers."""
+    """The model that answers; "idle" is one that sleeps until a request wakes it."""
 
-    status: str = "ready"
+    status: Literal["ready", "idle"]
     model: str
 
 
@@ -77,19 +97,21 @@ class Operations:
     async def _health(self, request: web.Request) -> web.Response:
         """That this runs proves that the engine's loop turns; the workers are judged by their last steps."""
         snapshot = self._context.engine.snapshot()
-        stalled = any(is_stalled(worker, self._context.settings.stall_s) for worker in snapshot.workers)
+        workers = [_health(worker, self._context.settings.stall_s) for worker in snapshot.workers]
+        stalled = any(worker.stalled for worker in workers)
+        draining = self._context.traffic.closing
         health = Health(
-            status="stalled" if stalled else "ok",
+            status="stalled" if stalled else "draining" if draining else "ok",
             model_state=snapshot.status.state,
-            workers=[
-                WorkerHealth(id=worker.id, state=worker.state, active=worker.active, step_age_s=worker.last_step_age_s)
-                for worker in snapshot.workers
-            ],
+            models=[_model_health(model, workers) for model in snapshot.models],
+            workers=workers,
         )
         return json_response(health, status=503 if stalled else 200)
 
     async def _ready(self, request: web.Request) -> web.Response:
-        return json_response(Ready(model=_ready_model(self._context.engine.snapshot(), self._context.settings.stall_s)))
+        if self._context.traffic.closing:
+            raise EngineClosed("The server is stopping")
+        return json_response(_readiness(self._context.engine.snapshot(), self._context.settings.stall_s))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
@@ -102,14 +124,38 @@ def is_stalled(worker: WorkerReading, stall_s: float) -> bool:
     return worker.state in ("ready", "draining") and age_s is not None and age_s > stall_s
 
 
-def _ready_model(snapshot: Snapshot, stall_s: float) -> str:
-    """The model that answers; raises NoModelLoaded with the reason why none does."""
+def _health(worker: WorkerReading, stall_s: float) -> WorkerHealth:
+    return WorkerHealth(
+        id=worker.id,
+        model=worker.model,
+        state=worker.state,
+        active=worker.active,
+        step_age_s=worker.last_step_age_s,
+        stalled=is_stalled(worker, stall_s),
+        deaths=worker.deaths_in_a_row,
+        restarts=worker.restarts,
+        retry_in_s=worker.retry_in_s,
+    )
+
+
+def _model_health(model: ModelReading, workers: list[WorkerHealth]) -> ModelHealth:
+    taking = [each for each in workers if each.model == model.name and each.state == "ready" and not each.stalled]
+    return ModelHealth(
+        name=model.name, state=model.status.state, workers=len(taking), wanted_workers=model.target_workers
+    )
+
+
+def _readiness(snapshot: Snapshot, stall_s: float) -> Ready:
+    """The first model where it answers; raises NoModelLoaded with the reason why it does not."""
     status = snapshot.status
+    if status.spec is not None and status.state == "idle":
+        return Ready(status="idle", model=status.spec.name)
     if status.state != "ready" or status.spec is None:
         raise not_ready(status)
-    if not any(worker.state == "ready" and not is_stalled(worker, stall_s) for worker in snapshot.workers):
+    own = [worker for worker in snapshot.workers if worker.model == status.spec.name]
+    if not any(worker.state == "ready" and not is_stalled(worker, stall_s) for worker in own):
         raise NoModelLoaded(f"The model {status.spec.name} is loaded, but none of its workers answers", state="ready")
-    return status.spec.name
+    return Ready(status="ready", model=status.spec.name)
 
 
 def _version() -> str:

@@ -54,7 +54,6 @@ SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "no_repeat_ngram_size": Refusal("use dry_multiplier", (0,)),
     "num_beams": Refusal(_NO_BEAMS, (1,)),
     "penalty_alpha": Refusal(_NO_SAMPLER, (0,)),
-    "priority": Refusal("requests are served in order of arrival", (0,)),
     "prompt_logprobs": Refusal(_NO_PROMPT_LOGPROBS),
     "regex_pattern": Refusal(_NO_GRAMMAR, ("",)),
     "response_format": Refusal(_NO_GRAMMAR, ({"type": "text"},)),

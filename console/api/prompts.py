@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from console.api.sampling import SamplingFields
 from console.api.served import ServedModel
 from engine.errors import InvalidRequest
+from engine.request import Encode
+from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: the ids to continue, and the text that stands before the answer."""
+    """One prompt: the ids to continue, and the text that stands before the answer.
+
+    encode: makes the ids again for another model; None where the client gave ids.
+    """
 
     ids: list[int]
     text: str
+    encode: Encode | None = None
 
 
 async def read_prompts(value: object, model: ServedModel) -> list[Prompt]:
@@ -22,7 +29,10 @@ async def read_prompts(value: object, model: ServedModel) -> list[Prompt]:
     items = _items(value)
     texts = [item for item in items if isinstance(item, str)]
     encoded = iter(await model.encode(texts))
-    prompts = [Prompt(next(encoded), item) if isinstance(item, str) else _read_ids(item, model) for item in items]
+    prompts = [
+        Prompt(next(encoded), item, partial(_encode, item)) if isinstance(item, str) else _read_ids(item, model)
+        for item in items
+    ]
     if not all(prompt.ids for prompt in prompts):
         raise InvalidRequest("prompt is empty; there is nothing to continue", param="prompt")
     return prompts
@@ -46,6 +56,10 @@ async def negative_prompt_ids(fields: SamplingFields, model: ServedModel) -> lis
 def count_prompts(value: object) -> int:
     """How many prompts `value` holds. Raises InvalidRequest where it is no array, string or token ids."""
     return len(_items(value))
+
+
+def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(text)
 
 
 def _items(value: object) -> list[object]:

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 TOP_K_OFF = -1
 MAX_N = 128
+MAX_PRIORITY = 10**6
 _ALIASES: Mapping[str, str] = {
     "dry_penalty_last_n": "dry_range",
     "dynatemp_exponent": "temp_exponent",
@@ -37,8 +38,10 @@ _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 class SamplingFields(Body):
     """OpenAI's sampling fields and those that vLLM's clients add. None takes the model's default, else the neutral one.
 
-    model: None or "" is the loaded one.  best_of: n, if anything.  top_k: 0 and -1 are off.  stop: a string or several.
-    logit_bias: keyed by token ids as text, as JSON wants it.  repetition_range, dry_range: 0 and -1 are everything.
+    model: None or "" is the first one; an adapter's name is its model with it.  lora: an adapter of the model.
+    priority: as vLLM has it, lower goes first.  best_of: n, if anything.  top_k: 0 and -1 are off.
+    stop: a string or several.  logit_bias: keyed by token ids as text, as JSON wants it.
+    repetition_range, dry_range: 0 and -1 are everything.
     dynamic_temperature: False turns it off whatever its range.  dry_sequence_breakers: see `console.api.dry`.
     negative_prompt: text; each dialect says how it becomes a prompt.  bad_words: more banned_strings.
     """
@@ -46,6 +49,8 @@ class SamplingFields(Body):
     aliases = _ALIASES
 
     model: str | None = None
+    lora: str | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     best_of: int | None = None
     stream: bool = False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.backends.base import LoadedModel
 from engine.config import shown
-from engine.engine import Engine
+from engine.engine import Engine, Serving
 from engine.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, NoModelLoaded
 from engine.snapshot import ModelStatus
 from engine.text.tokenizer import Tokenizer
@@ -17,11 +17,17 @@ LONG_TEXT = 16_384
 RETRY_LOADING_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that is ready. name: what clients call it."""
+    """A model that is ready. name: what its answers call it, as the client did where it named one.
+
+    asked: what the client named, "" for nothing.  key, adapter: as in GenerateRequest.
+    """
 
     name: str
+    asked: str
+    key: str
+    adapter: str
     loaded: LoadedModel
     tokenizer: Tokenizer
 
@@ -55,23 +61,49 @@ class ServedModel:
                 )
 
 
-def served_model(engine: Engine, wanted: str | None) -> ServedModel:
-    """The loaded model, where `wanted` names it or is empty.
+async def served_model(engine: Engine, wanted: str | None, lora: str | None = None) -> ServedModel:
+    """The model that `wanted` names (the first where it is empty), once it answers, with the adapter that `wanted` or
+    `lora` names.
 
-    Raises NoModelLoaded with the state, or ModelNotFound with what there is.
+    Raises what Engine.serving does, ModelNotFound for an adapter that the model lacks, and InvalidRequest where its
+    backend takes none per request.
     """
-    status = engine.status
-    tokenizer = engine.tokenizer
-    if status.state != "ready" or status.spec is None or status.model is None or tokenizer is None:
-        raise not_ready(status)
-    if wanted and wanted != status.spec.name:
+    serving = await engine.serving(wanted or "")
+    return ServedModel(
+        name=wanted or serving.name,
+        asked=wanted or "",
+        key=serving.key,
+        adapter=_adapter(serving, lora),
+        loaded=serving.model,
+        tokenizer=serving.tokenizer,
+    )
+
+
+def _adapter(serving: Serving, lora: str | None) -> str:
+    if not lora:
+        return serving.adapter
+    if serving.adapter and serving.adapter != lora:
+        raise InvalidRequest("model and lora name different adapters; send one of them", param="lora")
+    if not serving.model.adapters_per_request:
+        raise InvalidRequest(_fixed(serving), param="lora")
+    if lora not in serving.adapters:
+        available = ", ".join(serving.adapters)
         raise ModelNotFound(
-            f"There is no model {wanted!r} here; available: {status.spec.name}",
-            param="model",
-            model=wanted,
-            available=status.spec.name,
+            f"{serving.name} has no adapter {lora!r}; available: {available or 'none'}",
+            param="lora",
+            model=lora,
+            available=available,
         )
-    return ServedModel(name=status.spec.name, loaded=status.model, tokenizer=tokenizer)
+    return lora
+
+
+def _fixed(serving: Serving) -> str:
+    """Why no request can choose its adapter."""
+    same = f"the adapter {serving.spec.lora.name}" if serving.spec.lora is not None else "no adapter"
+    return (
+        f"the {serving.model.backend} backend takes no adapter per request: "
+        f"all those of {serving.name} are computed with {same}"
+    )
 
 
 def not_ready(status: ModelStatus) -> NoModelLoaded:

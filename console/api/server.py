@@ -10,14 +10,16 @@ from typing import Any
 
 from aiohttp import web
 
+from console.api.admin import Admin
 from console.api.chat import Chat
 from console.api.completions import Completions
 from console.api.context import ApiContext
 from console.api.errors import CannotListen
 from console.api.generate import Generate
-from console.api.middleware import Traffic, authorizing, counting, errors, sign
+from console.api.middleware import authorizing, counting, errors, sign
 from console.api.models import Models
 from console.api.operations import Operations
+from console.api.operator import Operator
 from console.api.settings import ApiSettings
 from console.link import ApiStatus
 from engine.engine import Engine
@@ -32,13 +34,15 @@ _FAREWELL_S = 2.0
 
 
 class ApiServer:
-    """Serves one engine; may be started and stopped again. Every method but `status` belongs to the engine's loop."""
+    """Serves one engine; may be started and stopped again. Every method but `status` belongs to the engine's loop.
 
-    def __init__(self, engine: Engine, settings: ApiSettings) -> None:
-        self._engine = engine
+    operator: who carries out what admin endpoints are asked; without one there are none.
+    """
+
+    def __init__(self, engine: Engine, settings: ApiSettings, operator: Operator | None = None) -> None:
         self._settings = settings
-        self._traffic = Traffic()
-        self._context = ApiContext(engine, settings)
+        self._context = ApiContext(engine, settings, operator)
+        self._traffic = self._context.traffic
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
         self._error: ErrorInfo | None = None
@@ -70,18 +74,18 @@ class ApiServer:
             self._runner, self._site, self._error = runner, site, None
 
     async def stop(self, drain_s: float = 5.0) -> None:
-        """Take no more requests, give those under way `drain_s`, cancel the rest and tell their clients.
+        """Take no more work, give what is under way `drain_s`, end the rest and tell its clients.
 
+        Meanwhile it goes on listening: new clients are told at once, and who asks how things are gets an answer.
         Idempotent; where it is cancelled, another call finishes the work.
         """
         async with self._changing:
             self._traffic.closing = True
+            await self._traffic.wait_idle(drain_s)
             if self._site is not None:
                 site, self._site = self._site, None
                 await site.stop()
-            await self._traffic.wait_idle(drain_s)
-            for generation in tuple(self._context.running):
-                generation.cancel()
+            self._context.cut()
             await self._traffic.wait_idle(_FAREWELL_S)
             await self._close_runner()
 
@@ -112,6 +116,8 @@ class ApiServer:
         )
         for endpoint in (Operations, Models, Completions, Chat, Generate):
             app.add_routes(endpoint(self._context).routes())
+        if self._context.operator is not None:
+            app.add_routes(Admin(self._context, self._context.operator).routes())
         app.on_response_prepare.append(sign)
         return app
 

@@ -13,9 +13,12 @@ from typing import Any
 import aiohttp
 
 from console.api.server import ApiServer, ApiSettings
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelSpec
+from engine.devices import DeviceProbe
 from engine.engine import Engine
+from tests.api.operators import FolderOperator
 from tests.fakes.backend import FakeBackend
+from tests.fakes.engines import Backends
 from tests.fakes.model import fake_spec
 
 PATIENCE_S = 20.0
@@ -34,6 +37,21 @@ class Served:
     def url(self) -> str:
         """Where the server listens."""
         return self.server.status().url
+
+    async def get(self, path: str, status: int = 200, **options: Any) -> dict[str, Any]:
+        """The JSON answer to a GET."""
+        async with self.http.get(path, **options) as response:
+            answer = await response.json()
+            assert response.status == status, answer
+            return answer
+
+    async def draining(self) -> None:
+        """Wait until the server takes no more work."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                async with self.http.get("/ready") as response:
+                    if (await response.json()).get("error", {}).get("code") == "engine_closed":
+                        return
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
         """The JSON answer to a POST that must succeed."""
@@ -79,21 +97,36 @@ async def serving(
     settings: ApiSettings | None = None,
     config: EngineConfig | None = None,
     load: bool = True,
+    spec: ModelSpec | None = None,
+    others: Backends | None = None,
+    probe: DeviceProbe | None = None,
+    operator: FolderOperator | None = None,
 ) -> AsyncIterator[Served]:
-    """Engine, backend and server for one test."""
+    """Engine, backend and server for one test. `backend` computes the first model that is loaded, and others what comes
+    after it; operator: who carries out admin requests."""
     backend = backend or FakeBackend()
-    engine = Engine(config or EngineConfig(worker_host="thread"), backend_factory=lambda spec: backend)
-    server = ApiServer(engine, settings or ApiSettings(port=0))
+    others = others or Backends()
+    first = iter((backend,))
+    engine = Engine(
+        config or EngineConfig(worker_host="thread"),
+        backend_factory=lambda loaded: next(first, None) or others(loaded),
+        probe=probe,
+    )
+    if operator is not None:
+        operator.engine = engine
+    server = ApiServer(engine, settings or ApiSettings(port=0), operator)
     await engine.start()
     try:
         if load:
-            await engine.load(fake_spec(folder))
+            await engine.load(spec or fake_spec(folder))
         await server.start()
         async with aiohttp.ClientSession(server.status().url) as http:
             yield Served(engine, backend, server, http)
     finally:
-        if backend.gate is not None:
-            backend.gate.open()
+        for gate in (backend.gate, backend.load_gate):
+            if gate is not None:
+                gate.open()
+        others.open_gates()
         await server.stop(drain_s=0.0)
         await engine.close(drain_s=0.0)
 

@@ -16,7 +16,6 @@ from console.api.server import ApiServer, ApiSettings
 from engine.config import EngineConfig
 from engine.engine import Engine
 from tests.api.harness import Served, serving, until
-from tests.fakes.backend import FakeBackend, Gate
 
 
 def server_on(**settings: object) -> ApiServer:
@@ -90,22 +89,22 @@ async def test_stopping_lets_requests_under_way_end(paced_api: Served) -> None:
 
 
 async def test_stopping_tells_those_that_it_cannot_wait_for(paced_api: Served) -> None:
-    whole = asyncio.create_task(paced_api.refusal("/generate", status=499, prompt="x"))
+    whole = asyncio.create_task(paced_api.refusal("/generate", status=503, prompt="x"))
     stream = asyncio.create_task(paced_api.events("/v1/completions", prompt="x"))
     await until(lambda: paced_api.engine.snapshot().running == 2)
     await paced_api.server.stop(drain_s=0.0)
-    assert (await whole)["code"] == "request_cancelled"
-    assert [event["error"]["code"] for event in await stream] == ["request_cancelled"]
+    assert (await whole)["code"] == "engine_closed"
+    assert [event["error"]["code"] for event in await stream] == ["engine_closed"]
 
 
 async def test_a_drain_can_be_cut_short_by_stopping_again(paced_api: Served) -> None:
-    asking = asyncio.create_task(paced_api.refusal("/generate", status=499, prompt="x"))
+    asking = asyncio.create_task(paced_api.refusal("/generate", status=503, prompt="x"))
     await paced_api.until_row(state="prefill")
     draining = asyncio.create_task(paced_api.server.stop(drain_s=1000))
-    await until(lambda: not paced_api.server.status().running)
+    await paced_api.draining()
     draining.cancel()
     await paced_api.server.stop(drain_s=0.0)
-    assert (await asking)["code"] == "request_cancelled"
+    assert (await asking)["code"] == "engine_closed"
     assert paced_api.server.status().clients == 0
 
 
@@ -116,21 +115,25 @@ async def test_starting_twice_at_once_listens_once(tmp_path: Path) -> None:
         assert api.server.status().error is None
 
 
-async def test_a_stopping_server_takes_no_new_requests_on_open_connections(tmp_path: Path) -> None:
-    async with serving(tmp_path, FakeBackend(gate=Gate())) as api:
-        asking = asyncio.create_task(api.post("/generate", prompt="x", max_tokens=1))
-        await api.until_row(state="prefill")
-        async with aiohttp.ClientSession(api.url) as other:
-            async with other.get("/health") as response:
-                assert response.status == 200
-            stopping = asyncio.create_task(api.server.stop(drain_s=20))
-            await until(lambda: not api.server.status().running)
-            async with other.post("/generate", json={"prompt": "y"}) as response:
-                assert response.status == 503
-                assert (await response.json())["error"]["code"] == "engine_closed"
-        api.backend.gate.open()  # type: ignore[union-attr]
-        await asking
-        await stopping
+async def test_a_server_that_drains_refuses_new_work_and_goes_on_telling_how_it_is(paced_api: Served) -> None:
+    api = paced_api
+    asking = asyncio.create_task(api.post("/generate", prompt="x", max_tokens=1))
+    await api.until_row(state="prefill")
+    stopping = asyncio.create_task(api.server.stop(drain_s=20))
+    await api.draining()
+    assert api.server.status().running
+    async with aiohttp.ClientSession(api.url) as newcomer, newcomer.post("/generate", json={"prompt": "y"}) as response:
+        assert response.status == 503
+        assert int(response.headers["Retry-After"]) >= 1
+        assert (await response.json())["error"]["code"] == "engine_closed"
+    assert (await api.get("/health"))["status"] == "draining"
+    await api.get("/ready", status=503)
+    await api.get("/v1/models")
+    assert api.backend.gate is not None
+    api.backend.gate.open()
+    assert len((await asking)["text"]) == 2
+    await stopping
+    assert not api.server.status().running
 
 
 def test_the_api_loads_neither_textual_nor_torch() -> None:

@@ -13,6 +13,7 @@ from console.api.server import ApiSettings
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving, text_of, until
 from tests.fakes.backend import FakeBackend, Gate, expected_text
+from tests.fakes.model import fake_spec
 
 CLIENTS = 32
 
@@ -92,7 +93,8 @@ async def test_a_stream_that_the_operator_cancels_ends_with_an_error(paced_api: 
 
 async def test_a_reader_that_stops_reading_holds_up_nobody_and_is_cut_off(tmp_path: Path) -> None:
     settings = ApiSettings(port=0, write_timeout_s=0.2)
-    async with serving(tmp_path, FakeBackend(reply=echo, max_model_len=60_000), settings=settings) as api:
+    spec = fake_spec(tmp_path, kv_cache_tokens=100_000)
+    async with serving(tmp_path, FakeBackend(reply=echo, max_model_len=60_000), settings=settings, spec=spec) as api:
         body = json.dumps({"prompt": "x" * 40_000, "max_tokens": 5000, "stream": True}).encode()
         reader = _dead_reader(api.url, b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
         reader.sendall(body)

@@ -110,6 +110,7 @@ class FakeBackend:
         check_error: str = "",
         max_model_len: int = 4096,
         load_steps: int = 4,
+        adapters_per_request: bool = True,
     ) -> None:
         self.reply = reply
         self.gate = gate
@@ -119,6 +120,7 @@ class FakeBackend:
         self.check_error = check_error
         self.max_model_len = max_model_len
         self.load_steps = load_steps
+        self.adapters_per_request = adapters_per_request
         self.loaded: ModelSpec | None = None
         self.max_prompts = 0
         self.page_tokens = 16
@@ -169,7 +171,7 @@ class FakeBackend:
             weights_bytes=WEIGHTS_BYTES,
             kv_bytes=self.kv_tokens,
             parameters=1000,
-            adapters_per_request=True,
+            adapters_per_request=self.adapters_per_request,
         )
 
     def submit(self, request: BackendRequest) -> None:
