@@ -17,7 +17,7 @@ class HostListener(Protocol):
     """Who hears of the host of the day; what an earlier one still says is dropped."""
 
     def host_begins(self) -> None:
-        """It is being started."""
+        """It was started, which has its own limits: how long it may be silent counts from now on."""
 
     def host_said(self, event: Event) -> None:
         """An event of its worker's."""
@@ -85,13 +85,15 @@ class Hosting:
             await asyncio.wait(self._disposals)
         if host is not self._host:
             return
-        self._listener.host_begins()
         try:
             await host.start(partial(self._said, host), partial(self._ended, host))
         except EngineError as error:
             if host is self._host:
                 self._host = None
                 self._listener.host_failed(error.info)
+        else:
+            if host is self._host:
+                self._listener.host_begins()
 
     def _said(self, host: WorkerHost, event: Event) -> None:
         if host is self._host:

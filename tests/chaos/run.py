@@ -39,7 +39,7 @@ class Plan:
     clients: int = 32
     max_prompts: int = 12
     fault_every_s: float = 0.5
-    hang_s: float = 2.0
+    hang_s: float = 2.5
     longest: int = 400
     seed: int = 0
 
@@ -51,7 +51,7 @@ def fake_plan(seconds: float, seed: int = 0) -> Plan:
 
 def torch_plan(seconds: float, seed: int = 0) -> Plan:
     """Fewer faults: a worker that loads a real model takes a while to come back."""
-    return Plan(seconds=seconds, torch=True, workers=2, fault_every_s=1.5, longest=200, seed=seed)
+    return Plan(seconds=seconds, torch=True, workers=2, hang_s=4.0, fault_every_s=1.5, longest=200, seed=seed)
 
 
 @dataclass
@@ -71,7 +71,8 @@ class Report:
         return [
             f"{self.seconds:.0f} s, {sum(self.tally.ends.values())} requests: {dict(self.tally.ends)}",
             f"{self.tally.tokens} tokens, each as in the undisturbed answer but in {len(self.tally.wrong)} answers",
-            f"faults: {self.struck} on {self.processes_struck} processes; {self.restarts} restarts, {self.requeued} requests given to another worker",
+            f"faults: {self.struck} on {self.processes_struck} processes; {self.restarts} restarts, "
+            f"{self.requeued} times a request was given to another worker",
             f"left over: {self.leaks or 'nothing'}",
             *self.tally.wrong[:5],
         ]

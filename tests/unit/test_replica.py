@@ -207,6 +207,15 @@ async def test_a_process_that_never_says_hello_is_hung() -> None:
     assert "while it started" in stage.owner.lost[0][2].message
 
 
+async def test_no_more_requests_go_to_a_worker_than_its_memory_was_found_to_allow() -> None:
+    stage = await Stage().ready()
+    assert stage.replica.places(8) == 8
+    stage.host.say(protocol.StepBatch(outputs=[], stats=BackendStats(prompts_limit=3)))
+    assert (stage.replica.places(8), stage.replica.places(2)) == (3, 2)
+    await stage.die()
+    assert stage.replica.places(8) == 8
+
+
 # -- dying --------------------------------------------------------------------------------------------------------
 
 
