@@ -25,8 +25,8 @@ class Slot(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a worker with a free place can do for a request. cached_tokens: of its prompt, in the worker's pages;
-    pending_tokens: of other prompts, which the worker computes first; price: what its steps cost."""
+    """What a worker can do for a request. cached_tokens: of its prompt, in the worker's pages; pending_tokens: of other
+    prompts, which the worker computes first; price: what its steps cost."""
 
     slot: Slot
     cached_tokens: int
@@ -53,9 +53,14 @@ def cost_s(offer: Offer, tokens: int, answer_tokens: float) -> float:
 
 
 def choose(offers: Sequence[Offer], tokens: int, answer_tokens: float) -> Offer:
-    """The cheapest of the offers, of which there is one at least; of equally cheap ones the least busy, then the first.
-
-    Only workers with a free place make offers. A place is never kept empty for the sake of a prefix elsewhere: whoever
-    is next takes it, and has its prefix there from then on.
-    """
+    """The cheapest of the offers, one at least; of equally cheap ones the least busy, then the first."""
     return min(offers, key=lambda offer: (cost_s(offer, tokens, answer_tokens), offer.slot.active))
+
+
+def may_wait(offers: Sequence[Offer], chosen: Offer) -> bool:
+    """Whether a request had better let another one go before it: a worker without a free place holds so much more of
+    its prompt than the `chosen` one that computing it costs more than a step, the least that being overtaken takes."""
+    price = chosen.price
+    step_s = price.fixed_s + chosen.slot.active * price.answer_s
+    held = max(offer.cached_tokens for offer in offers if offer is chosen or not offer.slot.free)
+    return 2 * (held - chosen.cached_tokens) * price.prompt_token_s > step_s

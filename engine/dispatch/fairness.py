@@ -62,13 +62,19 @@ class FairQueue:
         self._rank(request.client, client)
         return True
 
-    def pop(self) -> Request | None:
-        """Take out the next request; None where none waits."""
+    def first(self) -> Request | None:
+        """The next request; None where none waits."""
         name = self._next.first()
-        request = None if name is None else self._clients[name].waiting.first()
-        if request is not None:
-            self.remove(request)
-        return request
+        return None if name is None else self._clients[name].waiting.first()
+
+    def leading(self, count: int) -> list[Request]:
+        """The next request and up to `count` - 1 that might as well be: those of clients with as few at work."""
+        requests: list[Request] = []
+        clients = [self._clients[name] for name in self._next.leading(count)]
+        for client in clients:
+            if client.running == clients[0].running:
+                requests += client.waiting.leading(count - len(requests))
+        return requests
 
     def began(self, name: str) -> None:
         """A request of this client got a place."""
@@ -87,7 +93,8 @@ class FairQueue:
     def take_all(self) -> list[Request]:
         """Take all waiting requests out, in the order in which they would get places if none ended."""
         requests: list[Request] = []
-        while (request := self.pop()) is not None:
+        while (request := self.first()) is not None:
+            self.remove(request)
             self.began(request.client)
             requests.append(request)
         for request in requests:

@@ -48,6 +48,16 @@ class MutableHeap(Generic[Key, Item]):
             heapq.heappop(self._heap)
         return None
 
+    def leading(self, count: int) -> list[Item]:
+        """Up to `count` items with the smallest keys, in order; O(count log n)."""
+        found: dict[Item, Key] = {}
+        while len(found) < count and self.first() is not None:
+            key, item = heapq.heappop(self._heap)
+            found[item] = key  # one that left and came back with the same key has two entries
+        for item, key in found.items():
+            heapq.heappush(self._heap, (key, item))
+        return list(found)
+
     def _tidy(self) -> None:
         if len(self._heap) > 2 * len(self._keys) + _SLACK:
             self._heap = [(key, item) for item, key in self._keys.items()]

@@ -53,6 +53,10 @@ class Line:
         order = self._heap.first()
         return None if order is None else self._requests[order]
 
+    def leading(self, count: int) -> list[Request]:
+        """Up to `count` of the most urgent ones, in order."""
+        return [self._requests[order] for order in self._heap.leading(count)]
+
     def take_all(self) -> list[Request]:
         """Take all out, in order."""
         requests = sorted(self._requests.values(), key=lambda each: (urgency(each, self._ageing_s), each.order))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.base import BackendStats, PrefixChanges, SequenceStats
 from engine.backends.prefix import page_keys
-from engine.dispatcher import Dispatcher, Slot
+from engine.dispatcher import OVERTAKERS, Dispatcher, Slot
 from engine.request import Request
 from engine.worker.protocol import RequestOutput, StepBatch
 from tests.fakes.requests import make_request
@@ -292,6 +294,56 @@ def test_one_hot_prefix_spreads_over_all_workers_when_the_queue_builds() -> None
     order = [worker for _, worker in dispatcher.assign(places, 0.0)]
     assert [slot.free for slot in places] == [0, 0, 0, 0]
     assert set(islice(order, 48)) == {"w0", "w1", "w2", "w3"}
+
+
+def full_holder(*requests: Request) -> Dispatcher:
+    """A dispatcher that knows that w1 holds PREFIX, with these requests waiting."""
+    dispatcher = holding("w1", PREFIX, "w0")
+    for each in requests:
+        dispatcher.add(each)
+    return dispatcher
+
+
+def test_while_the_holder_of_its_prefix_is_full_a_request_lets_one_that_fits_better_go_first() -> None:
+    follower, other = make_request([*PREFIX, 1]), make_request()
+    dispatcher = full_holder(follower, other)
+    assert dispatcher.assign(slots(3, 4), 0.0) == [(other, "w0")]
+    assert dispatcher.assign(slots(4, 3), 0.0) == [(follower, "w1")]
+
+
+def test_no_place_stays_empty_for_the_sake_of_a_prefix() -> None:
+    followers = [make_request([*PREFIX, n]) for n in range(3)]
+    assert full_holder(*followers).assign(slots(3, 4), 0.0) == [(followers[0], "w0")]
+
+
+def test_a_prefix_that_costs_less_than_a_step_lets_nobody_go_first() -> None:
+    dispatcher = holding("w1", PREFIX[:PAGE], "w0")
+    follower, other = make_request(PREFIX[: PAGE + 1]), make_request()
+    dispatcher.add(follower)
+    dispatcher.add(other)
+    assert dispatcher.assign(slots(15, 16, max_prompts=16), 0.0) == [(follower, "w0")]
+
+
+def test_a_request_lets_so_many_go_first_and_no_more() -> None:
+    follower = make_request([*PREFIX, 1])
+    others = [make_request() for _ in range(OVERTAKERS + 1)]
+    dispatcher = full_holder(follower, *others)
+    order = [request for _ in range(OVERTAKERS + 1) for request, _ in dispatcher.assign(slots(3, 4), 0.0)]
+    assert order == [*others[:OVERTAKERS], follower]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"priority": -1}, {"client": "busy"}],
+    ids=["of_lower_priority", "of_a_client_with_more_at_work"],
+)
+def test_no_request_overtakes_one_of_higher_rank(other: dict[str, Any]) -> None:
+    first, follower = make_request(client="busy"), make_request([*PREFIX, 1])
+    dispatcher = full_holder(first)
+    dispatcher.assign(slots(3, 4), 0.0)
+    dispatcher.add(follower)
+    dispatcher.add(make_request(**other))
+    assert dispatcher.assign(slots(3, 4), 0.0) == [(follower, "w0")]
 
 
 def test_short_answers_are_expected_after_short_answers() -> None:

@@ -17,6 +17,14 @@ from tests.fakes.requests import make_request
 
 AGEING_S = 30.0
 
+
+def take(queue: FairQueue) -> Request | None:
+    request = queue.first()
+    assert (request is None) == (len(queue) == 0)
+    assert request is None or queue.remove(request)
+    return request
+
+
 arrivals = st.lists(st.tuples(st.floats(0, 1000), st.integers(-5, 5)), max_size=40)
 
 
@@ -43,7 +51,7 @@ def test_a_stream_of_higher_priorities_delays_a_request_by_ageing_and_no_longer(
     low = make_request(created=0.0)
     queue.add(low)
     second = 0
-    while (served := queue.pop()) is not low:
+    while (served := take(queue)) is not low:
         assert served is not None
         second += 1
         queue.add(make_request(created=float(second), priority=priority))
@@ -61,7 +69,7 @@ def test_places_are_shared_evenly_among_clients_that_all_wait(clients: int, plac
         if len(running) == places:
             queue.ended(running.pop(random.randrange(places)))  # type: ignore[attr-defined]
         held, waiting = Counter(running), queue.by_client()
-        request = queue.pop()
+        request = take(queue)
         assert request is not None
         assert held[request.client] == min(held[name] for name in waiting)
         queue.began(request.client)
@@ -85,7 +93,7 @@ def test_clients_that_all_wait_are_served_equally_often_whoever_came_first(
             served.clear()
         if len(running) == places:
             queue.ended(running.pop(0))
-        request = queue.pop()
+        request = take(queue)
         assert request is not None
         queue.began(request.client)
         running.append(request.client)
@@ -106,7 +114,7 @@ def test_ever_new_clients_do_not_lock_out_one_that_was_served(places: int) -> No
         queue.add(make_request(client=f"new {number}"))
         if len(running) == places:
             queue.ended(running.pop(0).client)
-        served = queue.pop()
+        served = take(queue)
         assert served is not None
         queue.began(served.client)
         running.append(served)
@@ -119,11 +127,11 @@ def test_a_new_client_is_next_where_the_only_place_is_another_ones() -> None:
     queue = FairQueue(AGEING_S)
     for _ in range(10):
         queue.add(make_request(client="greedy"))
-    queue.pop()
+    take(queue)
     queue.began("greedy")
     queue.add(make_request(client="new"))
     queue.ended("greedy")
-    request = queue.pop()
+    request = take(queue)
     assert request is not None
     assert request.client == "new"
 
@@ -136,7 +144,7 @@ def test_an_idle_client_is_forgotten() -> None:
         if number % 2:
             queue.remove(request)
         else:
-            queue.pop()
+            take(queue)
             queue.began(request.client)
             queue.ended(request.client)
     assert not queue._clients
@@ -167,7 +175,7 @@ class FairQueueWalk(RuleBasedStateMachine):
 
     @rule()
     def serve(self) -> None:
-        request = self.queue.pop()
+        request = take(self.queue)
         if request is None:
             assert not self.requests
             return
