@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.base import BackendRequest, LoadedModel, LoadProgress, TokenEvent
+from engine.backends.base import BackendRequest, LoadedModel, LoadProgress, PrefixChanges, TokenEvent
+from engine.backends.prefix import page_keys
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.runner import ModelRunner
@@ -439,3 +440,13 @@ def test_unloading_forgets_everything_and_can_be_done_twice(llama: Path) -> None
     assert backend.step() == []
     assert backend.stats().pages_total == 0
     backend.check()
+
+
+def test_computed_pages_are_reported_by_the_keys_that_their_prompt_has(llama: Path) -> None:
+    backend = TorchBackend()
+    load_spec(backend, ModelSpec(path=llama, name="tiny", dtype="float32", prefix_salt=b"salt"), page_tokens=8)
+    assert backend.prefix_changes() == PrefixChanges()
+    Run(backend, ask("a", prompt(0, 20)), limit=2).to_end()
+    assert backend.prefix_changes() == PrefixChanges(added=tuple(page_keys(b"salt", prompt(0, 20), 8)))
+    backend.unload()
+    assert backend.prefix_changes() == PrefixChanges()

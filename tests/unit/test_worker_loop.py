@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine.backends.base import PrefixChanges
 from engine.config import AdapterSpec
 from engine.errors import UnsupportedModel
 from engine.worker.hosts import ThreadHost, WorkerExit
@@ -481,3 +482,18 @@ async def test_a_banned_string_is_gone_round_under_an_adapter_that_is_to_go(star
     assert last.finish == "length"
     assert len(backend.submitted) == 2
     assert "bad" not in text
+
+
+async def test_what_changed_in_the_prefix_cache_is_told_with_the_step(start_worker, model_folder):
+    gate = Gate()
+    backend = FakeBackend(gate=gate)
+    probe = await start_worker(backend)
+    await probe.load(model_folder)
+    probe.send(submit_command("r"))
+    gate.wait_until_reached()
+    backend.changes = PrefixChanges(added=(b"8 bytes.",), dropped=(b"8 others",))
+    gate.allow(2)
+    while not (batch := await probe.wait_for(StepBatch)).outputs:
+        assert batch.prefix == PrefixChanges()
+    assert batch.prefix == PrefixChanges(added=(b"8 bytes.",), dropped=(b"8 others",))
+    assert (await probe.wait_for(StepBatch)).prefix == PrefixChanges()
