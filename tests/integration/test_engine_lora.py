@@ -1,0 +1,56 @@
+"""LoRA adapters through the whole engine, with real processes: they outlive the workers that have them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from engine.config import AdapterSpec, ModelSpec, SamplingParams
+from engine.engine import Engine
+from engine.errors import UnsupportedModel
+from tests.fakes.adapters import make_adapter
+from tests.fakes.engines import ask, config, read, until
+from tests.fakes.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.slow
+
+PARAMS = SamplingParams(max_tokens=100, temperature=1.1, top_p=0.9, ignore_eos=True, seed=2)
+
+
+async def test_adapters_outlive_a_killed_worker_and_new_workers_have_them(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    names = ("", "one", "two")
+    engine = Engine(config(worker_host="process"))
+    await engine.start()
+    try:
+        await engine.load(ModelSpec(path=folder, name="tiny", threads=1, kv_cache_tokens=4096, dtype="float32"))
+        for seed, name in enumerate(names[1:], start=1):
+            adapter = make_adapter(tmp_path / name, folder, seed=seed)
+            await engine.attach(AdapterSpec(name=name, path=adapter.folder))
+        requests = [ask("the quick brown fox", params=PARAMS, adapter=name) for name in names]
+        undisturbed = [await read(engine.submit(request)) for request in requests]
+        assert len({answer.text for answer in undisturbed}) == len(names)
+
+        reading = [asyncio.create_task(read(engine.submit(request))) for request in requests]
+        await until(lambda: sum(row.state == "decode" for row in engine.snapshot().requests) == len(requests))
+        pid = engine.snapshot().workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        disturbed = await asyncio.gather(*reading)
+        assert engine.snapshot().totals.requeued == len(requests)
+        assert [answer.token_ids for answer in disturbed] == [answer.token_ids for answer in undisturbed]
+
+        await engine.reconfigure(workers=2)
+        await until(lambda: [each.state for each in engine.snapshot().workers] == ["ready", "ready"])
+        together = await asyncio.gather(*(read(engine.submit(request)) for request in [*requests, *requests]))
+        assert [answer.token_ids for answer in together] == [answer.token_ids for answer in undisturbed] * 2
+
+        misfit = make_adapter(tmp_path / "misfit", make_tiny_model(tmp_path / "other", hidden_size=128))
+        with pytest.raises(UnsupportedModel, match="this model's is 64 x 128"):
+            await engine.attach(AdapterSpec(name="misfit", path=misfit.folder))
+    finally:
+        await engine.close(drain_s=0.0)
