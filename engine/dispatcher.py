@@ -27,15 +27,15 @@ __all__ = ["OVERTAKERS", "Dispatcher", "Slot"]
 OVERTAKERS = 16
 """How many of its equals a request lets go first at most, for the sake of its prefix."""
 
-_MAX_OVERTAKEN = 4096
+_MAX_PATIENT = 4096
 
 
 @dataclass(slots=True)
-class _Overtaken:
-    """A request that let others go first, so many times; the keys of its pages are kept for the next time."""
+class _Patient:
+    """A request that would rather wait for a better place: the keys of its pages, and how many overtook it so far."""
 
-    times: int
     keys: Sequence[bytes]
+    overtaken: int = 0
 
 
 class Dispatcher:
@@ -50,7 +50,7 @@ class Dispatcher:
         self._queue = FairQueue(ageing_s)
         self._lost = Line(ageing_s)
         self._suspects = Line(ageing_s)
-        self._overtaken: dict[int, _Overtaken] = {}
+        self._patient: dict[int, _Patient] = {}
         self._workers = Workers(page_tokens, salt)
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class Dispatcher:
 
     def take_all(self) -> list[Request]:
         """Take out all that wait, in order."""
-        self._overtaken.clear()
+        self._patient.clear()
         return [*self._suspects.take_all(), *self._lost.take_all(), *self._queue.take_all()]
 
     # -- who goes where -----------------------------------------------------------------------------------------
@@ -128,15 +128,24 @@ class Dispatcher:
 
     def _choose(self, slots: Sequence[Slot], now: float) -> tuple[Request, Fit] | None:
         """The request that goes next, and where to; None where none waits. One slot at least is free."""
-        waiting: list[tuple[Request, Fit]] = []
+        first: tuple[Request, Fit] | None = None
+        patient: list[_Patient] = []
         for request in self._candidates(now):
-            overtaken = self._overtaken.get(request.order)
-            fit = self._workers.fit(request, slots, overtaken.keys if overtaken else None)
-            if not fit.may_wait or (overtaken and overtaken.times >= OVERTAKERS):
-                self._note_overtaken(waiting)
+            known = self._patient.get(request.order)
+            fit = self._workers.fit(request, slots, known.keys if known else None)
+            if not fit.may_wait or (known and known.overtaken >= OVERTAKERS):
+                for each in patient:
+                    each.overtaken += 1
                 return request, fit
-            waiting.append((request, fit))
-        return waiting[0] if waiting else None
+            patient.append(known or self._remember(request, fit))
+            first = first or (request, fit)
+        return first
+
+    def _remember(self, request: Request, fit: Fit) -> _Patient:
+        if len(self._patient) >= _MAX_PATIENT:
+            self._patient.clear()
+        patient = self._patient[request.order] = _Patient(fit.keys)
+        return patient
 
     def _candidates(self, now: float) -> Iterator[Request]:
         """The next request, and then its equals that may overtake it, in order."""
@@ -151,12 +160,6 @@ class Dispatcher:
         for request in equals:
             if request is not head and request.priority >= head.priority and not _expired(request, now):
                 yield request
-
-    def _note_overtaken(self, waiting: Sequence[tuple[Request, Fit]]) -> None:
-        if len(self._overtaken) > _MAX_OVERTAKEN:
-            self._overtaken.clear()
-        for request, fit in waiting:
-            self._overtaken.setdefault(request.order, _Overtaken(0, fit.keys)).times += 1
 
     def _send(self, request: Request, fit: Fit, assigned: list[tuple[Request, str]]) -> None:
         self._take_out(request)
@@ -173,7 +176,7 @@ class Dispatcher:
 
     def _take_out(self, request: Request) -> None:
         """Take a request out of the line it waits in."""
-        self._overtaken.pop(request.order, None)
+        self._patient.pop(request.order, None)
         if not self._queue.remove(request):
             self._lost.remove(request)
             self._suspects.remove(request)
