@@ -53,14 +53,14 @@ class Served:
                     if (await response.json()).get("error", {}).get("code") == "engine_closed":
                         return
 
-    async def post(self, path: str, **body: Any) -> dict[str, Any]:
+    async def post(self, path: str, /, **body: Any) -> dict[str, Any]:
         """The JSON answer to a POST that must succeed."""
         async with self.http.post(path, json=body) as response:
             answer = await response.json()
             assert response.status == 200, answer
             return answer
 
-    async def refusal(self, path: str, status: int = 400, **body: Any) -> dict[str, Any]:
+    async def refusal(self, path: str, /, status: int = 400, **body: Any) -> dict[str, Any]:
         """The error object of a POST that must be refused with `status`."""
         async with self.http.post(path, json=body) as response:
             answer = await response.json()
@@ -69,7 +69,7 @@ class Served:
             assert set(answer["error"]) == {"message", "type", "param", "code"}
             return answer["error"]
 
-    async def events(self, path: str, **body: Any) -> list[Any]:
+    async def events(self, path: str, /, **body: Any) -> list[Any]:
         """The SSE events of a streaming POST, decoded; pings left out, [DONE] as that string."""
         async with self.http.post(path, json={"stream": True, **body}) as response:
             assert response.status == 200, await response.text()

@@ -1,0 +1,281 @@
+"""The admin endpoints: what an operator may do over HTTP, and who is taken for one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from console.api.server import ApiSettings
+from tests.api.harness import Served, serving, until
+from tests.api.operators import FolderOperator, named_spec
+from tests.api.test_api_disconnects import RawClient
+from tests.fakes.backend import FakeBackend, Gate, saying
+from tests.fakes.engines import Backends
+
+KEY = "open sesame"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture
+async def admin(tmp_path: Path) -> AsyncIterator[Served]:
+    """A server without a key that has loaded `one`, and can load `two`."""
+    operator = FolderOperator(tmp_path, "one", "two")
+    async with serving(tmp_path, operator=operator, spec=named_spec(tmp_path, "one")) as api:
+        yield api
+
+
+async def models(api: Served) -> dict[str, dict[str, Any]]:
+    """GET /admin/models, by name."""
+    return {model["name"]: model for model in (await api.get("/admin/models"))["models"]}
+
+
+async def test_a_model_s_whole_life_over_http(tmp_path: Path) -> None:
+    operator = FolderOperator(tmp_path, "one", "two")
+    settings = ApiSettings(port=0, api_key=KEY)
+    second = Backends(FakeBackend(reply=saying("2")))
+    async with serving(tmp_path, FakeBackend(), settings=settings, operator=operator, load=False, others=second) as api:
+        async with api.http.post("/admin/load", json={"model": "one"}) as response:
+            assert response.status == 401
+        assert operator.orders == []
+        async with aiohttp.ClientSession(api.url, headers=BEARER) as http:
+            api.http = http
+            report = await api.post("/admin/load", model="one", workers=2, max_prompts=5, idle_unload_s=600)
+            assert (report["model"], report["state"]) == ("one", "ready")
+            one = (await models(api))["one"]
+            assert (one["status"]["state"], one["target_workers"]) == ("ready", 2)
+            assert (one["max_prompts"], one["idle_unload_s"]) == (5, 600)
+            assert (await api.post("/admin/load", model="two", beside=True, max_model_len=64))["state"] == "ready"
+            assert (await models(api))["two"]["status"]["model"]["max_model_len"] == 64
+            await api.post("/admin/reconfigure", model="two", max_prompts=7, workers=3)
+            two = (await models(api))["two"]
+            assert (two["max_prompts"], two["target_workers"]) == (7, 3)
+            await api.post("/admin/adapters", model="two", name="poet", path="poet-v1", scale=0.5)
+            assert [adapter["name"] for adapter in (await models(api))["two"]["adapters"]] == ["poet"]
+            assert (await api.post("/v1/completions", model="poet", prompt="x", max_tokens=1))["model"] == "poet"
+            async with http.delete("/admin/adapters/poet", params={"model": "two"}) as response:
+                assert response.status == 200
+            assert (await models(api))["two"]["adapters"] == []
+            await api.post("/admin/unload", model="one", drain_seconds=0)
+            assert list(await models(api)) == ["two"]
+            assert (await api.get("/admin/snapshot"))["status"]["spec"]["name"] == "two"
+            async with http.post("/admin/unload") as response:
+                assert (await response.json())["models"] == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "host"),
+    [
+        ({"Origin": "http://evil.example"}, None),
+        ({"X-Forwarded-For": "203.0.113.7"}, None),
+        ({"Forwarded": "for=203.0.113.7"}, None),
+        ({}, "evil.example"),
+    ],
+    ids=["a page from elsewhere", "a proxy", "a modern proxy", "a name pointed at this address"],
+)
+async def test_without_a_key_admin_requests_are_taken_from_this_machine_alone(
+    admin: Served, headers: dict[str, str], host: str | None
+) -> None:
+    headers = {**headers, **({"Host": host} if host else {})}
+    for method, path in (("GET", "/admin/models"), ("GET", "/admin/snapshot"), ("POST", "/admin/unload")):
+        async with admin.http.request(method, path, headers=headers) as response:
+            assert response.status == 403
+            error = (await response.json())["error"]
+            assert (error["type"], error["code"]) == ("authentication_error", "forbidden")
+            assert "--api-key" in error["message"]
+    assert admin.engine.status.state == "ready"
+
+
+async def test_with_a_key_it_matters_no_more_where_admin_requests_come_from(tmp_path: Path) -> None:
+    settings = ApiSettings(port=0, api_key=KEY)
+    async with serving(tmp_path, settings=settings, operator=FolderOperator(tmp_path)) as api:
+        await api.get("/admin/models", headers={**BEARER, "X-Forwarded-For": "203.0.113.7"})
+        for path in ("/admin/models", "/admin/snapshot", "/admin/load"):
+            await api.get(path, status=401)
+
+
+async def test_a_server_without_an_operator_has_no_admin_endpoints(api: Served) -> None:
+    await api.get("/admin/models", status=404)
+
+
+async def test_a_load_that_takes_long_is_a_202_and_can_be_looked_at(tmp_path: Path) -> None:
+    backend = FakeBackend(load_gate=Gate(2))
+    async with serving(tmp_path, backend, operator=FolderOperator(tmp_path, "one"), load=False) as api:
+        await api.get("/admin/load", status=404)
+        async with api.http.post("/admin/load", json={"model": "one"}) as response:
+            assert response.status == 202
+            report = await response.json()
+        assert response.headers["Location"] == report["see"] == "/admin/load"
+        assert (report["model"], report["state"]) == ("one", "loading")
+        assert (await api.get("/admin/load"))["progress"]["phase"] == "weights"
+        error = await api.refusal("/admin/load", status=409, model="one")
+        assert error["code"] == "engine_busy"
+        assert backend.load_gate is not None
+        backend.load_gate.open()
+        await until(lambda: api.engine.status.state == "ready")
+        await _until_report(api, "ready")
+
+
+async def test_a_load_can_be_cancelled(tmp_path: Path) -> None:
+    backend = FakeBackend(load_gate=Gate())
+    async with serving(tmp_path, backend, operator=FolderOperator(tmp_path, "one"), load=False) as api:
+        async with api.http.post("/admin/load", json={"model": "one"}) as response:
+            assert response.status == 202
+        answer = await api.post("/admin/cancel-load")
+        assert answer["load"]["state"] == "cancelled"
+        assert answer["load"]["error"]["code"] == "load_cancelled"
+        assert answer["models"] == []
+
+
+async def test_a_load_that_fails_later_says_why_where_it_can_be_looked_at(tmp_path: Path) -> None:
+    backend = FakeBackend(load_gate=Gate(1), load_error=RuntimeError("bad weights"))
+    async with serving(tmp_path, backend, operator=FolderOperator(tmp_path, "one"), load=False) as api:
+        async with api.http.post("/admin/load", json={"model": "one"}) as response:
+            assert response.status == 202
+        assert backend.load_gate is not None
+        backend.load_gate.open()
+        report = await _until_report(api, "failed")
+        assert "bad weights" in report["error"]["message"]
+
+
+async def test_what_forbids_a_load_is_the_answer_to_it(admin: Served) -> None:
+    error = await admin.refusal("/admin/load", status=404, model="three")
+    assert error["message"] == "no model is called three; there are: one, two"
+    error = await admin.refusal("/admin/load", model="one", beside=True)
+    assert "give this one another name" in error["message"]
+
+
+async def test_a_load_s_progress_can_be_streamed_to_its_end(tmp_path: Path) -> None:
+    backend = FakeBackend(load_gate=Gate(2))
+    async with serving(tmp_path, backend, operator=FolderOperator(tmp_path, "one"), load=False) as api:
+        headers = {"Accept": "text/event-stream"}
+        async with api.http.post("/admin/load", json={"model": "one"}, headers=headers) as response:
+            assert response.content_type == "text/event-stream"
+            first = json.loads((await response.content.readline()).removeprefix(b"data: "))
+            assert (first["state"], first["progress"]["unit"]) == ("loading", "bytes")
+            assert backend.load_gate is not None
+            backend.load_gate.open()
+            rest = (await response.text()).split("\n\n")
+        assert json.loads(rest[-2].strip().removeprefix("data: "))["state"] == "ready"
+
+
+async def test_a_load_goes_on_when_the_client_that_watches_it_leaves(tmp_path: Path) -> None:
+    backend = FakeBackend(load_gate=Gate())
+    async with serving(tmp_path, backend, operator=FolderOperator(tmp_path, "one"), load=False) as api:
+        client = await RawClient.post(api.url, "/admin/load", {"model": "one"})
+        await until(lambda: api.engine.status.state == "loading")
+        client.leave()
+        await until(lambda: api.server.status().clients == 0)
+        assert backend.load_gate is not None
+        backend.load_gate.open()
+        await until(lambda: api.engine.status.state == "ready")
+
+
+async def test_who_watches_a_load_is_let_go_when_the_server_stops(tmp_path: Path) -> None:
+    backend = FakeBackend(load_gate=Gate(2))
+    async with serving(tmp_path, backend, operator=FolderOperator(tmp_path, "one"), load=False) as api:
+        headers = {"Accept": "text/event-stream"}
+        async with api.http.post("/admin/load", json={"model": "one"}, headers=headers) as response:
+            await response.content.readline()
+            stopping = asyncio.create_task(api.server.stop(drain_s=20))
+            assert '"code":"engine_closed"' in await response.text()
+        await stopping
+
+
+async def test_a_replacement_lets_running_requests_of_the_old_model_end(tmp_path: Path) -> None:
+    operator = FolderOperator(tmp_path, "one", "two")
+    backend = FakeBackend(reply=saying("1"), gate=Gate())
+    second = Backends(FakeBackend(reply=saying("2")))
+    async with serving(tmp_path, backend, operator=operator, spec=named_spec(tmp_path, "one"), others=second) as api:
+        asking = asyncio.create_task(api.post("/generate", prompt=">", max_tokens=3))
+        await api.until_row(state="prefill")
+        await api.post("/admin/load", model="two")
+        assert (await api.post("/generate", prompt=">", max_tokens=3))["text"] == ">222"
+        assert backend.gate is not None
+        backend.gate.open()
+        assert (await asking)["text"] == ">111"
+        await until(lambda: [model.name for model in api.engine.snapshot().models] == ["two"])
+
+
+async def test_a_worker_can_be_restarted_and_its_requests_go_on(paced_admin: Served) -> None:
+    api = paced_admin
+    asking = asyncio.create_task(api.post("/generate", prompt=">", max_tokens=4))
+    await api.until_row(state="prefill")
+    assert api.backend.gate is not None
+    api.backend.gate.allow(2)
+    await api.until_row(output_tokens=2)
+    await api.post("/admin/workers/w0/restart")
+    api.backend.gate.open()
+    assert len((await asking)["text"]) == 5
+    assert [(worker["id"], worker["restarts"]) for worker in (await api.get("/health"))["workers"]] == [("w0", 1)]
+
+
+@pytest.fixture
+async def paced_admin(tmp_path: Path) -> AsyncIterator[Served]:
+    """A server whose backend steps only as often as the test allows."""
+    async with serving(tmp_path, FakeBackend(gate=Gate()), operator=FolderOperator(tmp_path)) as api:
+        yield api
+
+
+async def test_an_unknown_worker_is_a_404_with_those_there_are(admin: Served) -> None:
+    error = await admin.refusal("/admin/workers/w9/restart", status=404)
+    assert error["message"] == "There is no worker w9; there are: w0"
+
+
+async def test_an_unknown_adapter_cannot_be_detached(admin: Served) -> None:
+    async with admin.http.delete("/admin/adapters/poet", params={"model": "one"}) as response:
+        assert response.status == 404
+        assert "poet" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/admin/load", {}, "model"),
+        ("/admin/load", {"model": ""}, "model"),
+        ("/admin/load", {"model": 3}, "model"),
+        ("/admin/load", {"model": "one", "workers": 0}, "workers"),
+        ("/admin/load", {"model": "one", "workers": 65}, "workers"),
+        ("/admin/load", {"model": "one", "max_prompts": 5000}, "max_prompts"),
+        ("/admin/load", {"model": "one", "max_model_len": 0}, "max_model_len"),
+        ("/admin/load", {"model": "one", "cache_bits": 5}, "cache_bits"),
+        ("/admin/load", {"model": "one", "gpu_split": [16, -1]}, "gpu_split[1]"),
+        ("/admin/load", {"model": "one", "gpu_split": "16,24"}, "gpu_split"),
+        ("/admin/load", {"model": "one", "idle_unload_s": -1}, "idle_unload_s"),
+        ("/admin/load", {"model": "one", "beside": "yes"}, "beside"),
+        ("/admin/load", {"model": "one", "num_workers": 2}, "num_workers"),
+        ("/admin/unload", {"drain_seconds": -1}, "drain_seconds"),
+        ("/admin/unload", {"name": "one"}, "name"),
+        ("/admin/reconfigure", {}, None),
+        ("/admin/reconfigure", {"model": "one"}, None),
+        ("/admin/reconfigure", {"workers": 1.5}, "workers"),
+        ("/admin/adapters", {"name": "poet"}, "path"),
+        ("/admin/adapters", {"path": "poet"}, "name"),
+        ("/admin/adapters", {"name": "poet", "path": "p", "scale": 1e9}, "scale"),
+        ("/admin/estimate", {"workers": 2}, "model"),
+    ],
+)
+async def test_a_bad_order_is_refused_by_its_field_s_name(
+    admin: Served, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    assert (await admin.refusal(path, **body))["param"] == param
+    assert [model.name for model in admin.engine.snapshot().models] == ["one"]
+
+
+async def test_an_unknown_model_cannot_be_unloaded_or_reconfigured(admin: Served) -> None:
+    for path, body in (("/admin/unload", {}), ("/admin/reconfigure", {"workers": 2})):
+        error = await admin.refusal(path, status=404, model="three", **body)
+        assert error["message"].endswith("available: one")
+
+
+async def _until_report(api: Served, state: str) -> dict[str, Any]:
+    """GET /admin/load once the load is in `state`."""
+    while (report := await api.get("/admin/load"))["state"] == "loading":
+        pass
+    assert report["state"] == state
+    return report
