@@ -15,6 +15,7 @@ from engine.errors import NodeGone
 from engine.snapshot import DeviceReading
 
 LOOK_S = 0.5
+_ANSWERED_S = 5.0
 _SILENCE_S = 10.0
 _SECOND_CHANCE_S = 30.0
 
@@ -108,10 +109,10 @@ class Agents:
         """Take an agent's answers; one that fails after it has ever answered went with its node."""
         try:
             if agent.about in answered:
-                agent.version, agent.cores = self._ray.get(agent.about, 0)
+                agent.version, agent.cores = self._ray.get(agent.about, _ANSWERED_S)
                 agent.about = None
             if agent.asked in answered:
-                agent.devices = self._ray.get(agent.asked, 0)
+                agent.devices = self._ray.get(agent.asked, _ANSWERED_S)
                 agent.asked = None
         except Exception as error:
             if agent.version or self._ray.is_passing(error):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -16,6 +16,7 @@ from engine.errors import ClusterUnavailable
 
 OBJECT_STORE_BYTES = 128 * 2**20
 """Of a cluster that is started here: nothing is kept in it but actors' replies."""
+ANSWER_S = 5.0
 _NODE_ID_LABEL = "ray.io/node-id"
 _TOKEN_RESOURCE = {"memory": 2**20}
 
@@ -43,27 +44,23 @@ class Ray:
         self._groups: Any = importlib.import_module("ray.util.placement_group")
         self._strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
         self._errors: Any = importlib.import_module("ray.exceptions")
-        self._by_client = address.startswith("ray://")
+        wanted = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+        self._by_client = wanted.startswith("ray://")
         try:
-            self._join(address)
+            self._join(wanted)
         except Exception as error:  # Ray raises whatever its parts do
-            raise unavailable(address, error) from error
+            raise unavailable(wanted, error) from error
 
-    def _join(self, address: str) -> None:
-        settings: dict[str, Any] = {
-            "log_to_driver": False,
-            "configure_logging": False,
-            "namespace": "ericllm",
-            "logging_level": logging.ERROR,
-        }
-        if address != "auto":
-            self._ray.init(address, **settings)
+    def _join(self, wanted: str) -> None:
+        """Join the cluster at `wanted`; without one, that of this machine, which is started if need be."""
+        settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": "ericllm"}
+        if wanted:
+            _require_answer(wanted)
+            self._ray.init(wanted, **settings)
             return
         try:
             self._ray.init("auto", **settings)
         except ConnectionError:
-            if os.environ.get("RAY_ADDRESS"):
-                raise
             local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
             self._ray.init("local", **local, **settings)
 
@@ -151,10 +148,21 @@ class Ray:
         self._groups.remove_placement_group(group)
 
 
+def _require_answer(address: str) -> None:
+    """Raise ConnectionError where nothing listens at HOST:PORT: Ray would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return  # Ray knows other forms of addresses, and says what is wrong with them
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing answers at {host}:{port} ({error})") from error
+
+
 def unavailable(address: str, error: BaseException) -> ClusterUnavailable:
     """Why a cluster cannot be joined, in one sentence."""
     text = " ".join(str(error).split())
-    where = "the Ray cluster of this machine" if address == "auto" else f"the Ray cluster at {address}"
+    where = f"the Ray cluster at {address}" if address else "the Ray cluster of this machine"
     if isinstance(error, ImportError) and "grpc" in text.lower():
         why = "the package grpcio is not installed, which ray:// needs; `pip install 'ericllm[ray]'` brings it"
     elif "ersion mismatch" in text:

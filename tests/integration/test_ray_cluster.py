@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from ray.cluster_utils import Cluster as RayNodes
 
 from engine.cluster import Cluster, open_cluster
 from engine.engine import Engine
-from engine.errors import NodeGone
+from engine.errors import ClusterUnavailable, NodeGone
 from engine.worker.hosts import WorkerExit
 from engine.worker.protocol import Loaded, LogLine
 from tests.fakes.backend import expected_text
@@ -29,6 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 PATIENCE_S = 40.0
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,7 @@ def nodes() -> Iterator[RayNodes]:
     before = ray_processes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # else a token would be looked for in, or put into, the home folder
         patch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend:make_noisy")
         cluster = RayNodes(initialize_head=True, head_node_args={**NODE, "ray_client_server_port": free_port()})
         patch.setenv("RAY_ADDRESS", cluster.address)
@@ -185,6 +188,45 @@ async def test_a_ray_client_computes_on_the_nodes_and_not_on_its_own_machine(nod
         assert [exit_.code for exit_ in probe.exits] == [0]
     finally:
         await asyncio.to_thread(cluster.close)
+
+
+ORPHANED = """
+import asyncio, sys, time
+from pathlib import Path
+from engine.cluster import open_cluster
+from tests.fakes.model import fake_spec
+from tests.fakes.worker import Probe
+
+async def main():
+    cluster = await asyncio.to_thread(open_cluster, "auto")
+    probe = await Probe(cluster.new_host("w0", fake_spec(Path(sys.argv[1]), device="left/cpu"))).start()
+    print(probe.host.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_an_engine_that_is_killed_leaves_neither_worker_nor_actor(nodes: RayNodes, tmp_path: Path) -> None:
+    command = (sys.executable, "-c", ORPHANED, str(tmp_path))
+    engine = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    assert engine.stdout is not None
+    async with asyncio.timeout(PATIENCE_S):
+        worker = psutil.Process(int(await engine.stdout.readline()))
+    left = [worker, worker.parent(), *psutil.Process(engine.pid).children()]
+    engine.kill()
+    await engine.wait()
+    await eventually(lambda: not any(each.is_running() for each in left))
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:{}", "auto"])
+async def test_a_cluster_that_is_not_there_is_an_error_in_seconds(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(ClusterUnavailable, match=f"cannot be joined: nothing answers at 127.0.0.1:{port}"):
+        await asyncio.to_thread(open_cluster, address.format(port))
 
 
 async def test_an_engine_outlives_its_connection_to_ray_and_joins_again(cluster: Cluster, tmp_path: Path) -> None:
