@@ -136,6 +136,16 @@ def test_a_new_client_is_next_where_the_only_place_is_another_ones() -> None:
     assert request.client == "new"
 
 
+def test_those_who_may_overtake_are_of_clients_with_as_few_at_work() -> None:
+    queue = FairQueue(AGEING_S)
+    queue.began("busy")
+    first, second, busy, other = (make_request(client=name) for name in ("a", "a", "busy", "b"))
+    for request in (busy, first, other, second):
+        queue.add(request)
+    assert queue.leading(9) == [first, second, other]
+    assert queue.leading(2) == [first, second]
+
+
 def test_an_idle_client_is_forgotten() -> None:
     queue = FairQueue(AGEING_S)
     for number in range(100):
@@ -217,7 +227,9 @@ def test_the_heap_gives_the_item_with_the_smallest_key_whatever_changed(
             heap.put(item, float(key))
             keys[item] = key
         assert len(heap) == len(keys)
-        assert heap.first() == min(keys, key=lambda each: (keys[each], each), default=None)
+        order = sorted(keys, key=lambda each: (keys[each], each))
+        assert heap.leading(3) == order[:3]
+        assert heap.first() == (order[0] if order else None)
 
 
 def test_the_heap_keeps_no_more_than_twice_what_is_in_it() -> None:
