@@ -35,30 +35,48 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be arranged.
 
     room: bytes that may be taken of each device.  groups: numbers of devices that a worker may span, those of one
-    machine.  pages: KV pages that each worker has at the least.
+    machine.  pages: KV pages that each worker has at the least.  held: workers of the model are there already.
     """
 
     costs: ModelCosts
     room: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
     pages: int
+    held: bool = False
 
     @property
     def whole_bytes(self) -> int:
         """A worker on one device."""
         return self.segment_bytes(Segment(0, 0, self.costs.layers))
 
+    @property
+    def shared_bytes(self) -> int:
+        """What of it another one on the same device does not take again."""
+        return self.costs.weights_bytes if self.costs.shares_weights else 0
+
+    def next_whole_bytes(self, others: int) -> int:
+        """A worker on one device beside `others` that were arranged there."""
+        return self.whole_bytes - self.shared_bytes * (self.held or others > 0)
+
     def segment_bytes(self, segment: Segment) -> int:
         """A segment with its KV pages."""
         return self.costs.share("", segment.start, segment.stop, self.pages).total_bytes
 
     def needs(self, workers: Sequence[Worker]) -> tuple[int, ...]:
-        """Bytes that the workers take of each device."""
-        needed = [0] * len(self.room)
-        for worker in workers:
+        """Bytes that the workers take of each device, with the least of KV pages."""
+        return self.needs_with(workers, [self.pages] * len(workers))
+
+    def needs_with(self, workers: Sequence[Worker], pages: Sequence[int]) -> tuple[int, ...]:
+        """The same with so many KV pages for each worker."""
+        needed, whole_ones = [0] * len(self.room), [0] * len(self.room)
+        for worker, held in zip(workers, pages, strict=True):
             for segment in worker:
-                needed[segment.device] += self.segment_bytes(segment)
-        return tuple(needed)
+                needed[segment.device] += self.costs.share("", segment.start, segment.stop, held).total_bytes
+                whole_ones[segment.device] += len(worker) == 1
+        return tuple(
+            need - self.shared_bytes * max(0, count - (not self.held))
+            for need, count in zip(needed, whole_ones, strict=True)
+        )
 
     def short(self, workers: Sequence[Worker]) -> tuple[int, ...]:
         """Bytes that each device lacks for them."""
@@ -72,19 +90,23 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def whole(ground: Ground, number: int) -> list[Worker]:
-    """`number` workers, each on the device with most room left, the first of equals; past what fits, too."""
-    room, size = list(ground.room), ground.whole_bytes
+    """`number` workers, each on the device with most room left of those that it fits on, or of all where it fits on
+    none; the first of equals."""
+    room, placed = list(ground.room), [0] * len(ground.room)
     workers: list[Worker] = []
     for _ in range(number):
-        device = max(range(len(room)), key=room.__getitem__)
-        room[device] -= size
-        workers.append((Segment(device, 0, ground.costs.layers),))
+        sizes = [ground.next_whole_bytes(others) for others in placed]
+        device = max(range(len(room)), key=lambda each: (sizes[each] <= room[each], room[each]))
+        room[device] -= sizes[device]
+        placed[device] += 1
+        workers.append(_whole_on(ground, device))
     return workers
 
 
 def whole_capacity(ground: Ground) -> int:
     """How many workers fit whole."""
-    return sum(max(0, room) // max(1, ground.whole_bytes) for room in ground.room)
+    first, further = ground.next_whole_bytes(0), ground.next_whole_bytes(1)
+    return sum(1 + (room - first) // max(1, further) for room in ground.room if room >= first)
 
 
 def chain(ground: Ground, number: int) -> list[Worker]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Literal
 
@@ -58,6 +59,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: a KV page of page_tokens, in one layer.  device_page_bytes: what it takes besides on each device, and
     first_page_bytes on the first.
     working_bytes: on each device, for steps and the runtime.  head_working_bytes: on the last instead.
+    shares_weights: whether workers on one device hold them once.
     correction: by which all of these are corrected already.
     """
 
@@ -78,6 +80,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     first_page_bytes: int = 0
     working_bytes: int = 0
     head_working_bytes: int = 0
+    shares_weights: bool = False
     correction: Correction = Correction()
 
     @property
@@ -173,7 +176,12 @@ def _torch(
         and embedding <= MAX_HEAD_COPY_BYTES
         and (dtype != "float32" or parts.embedding.elements >= _MIN_HEAD_COPY_ELEMENTS)
     )
-    steps = largest_step(step_tokens=workload.step_tokens, max_prompts=workload.max_prompts, context=context)
+    steps = largest_step(
+        step_tokens=workload.step_tokens,
+        max_prompts=workload.max_prompts,
+        context=context,
+        page_tokens=workload.page_tokens,
+    )
     row_bytes = 2 * shape.kv_heads * shape.head_dim * item
     gathers = kind != "cuda" or spec.attention == "gathered"
     masks = workload.step_tokens * context * (item + 1) if gathers else 0
@@ -195,6 +203,7 @@ def _torch(
         joined_bytes=embedding if facts.tied and not copied else 0,
         page_bytes=workload.page_tokens * row_bytes,
         device_page_bytes=2 * workload.page_tokens * row_bytes if gathers else 0,
+        shares_weights=kind == "cpu" and sys.platform == "linux",
         working_bytes=working,
         head_working_bytes=head_working,
     )

@@ -116,7 +116,7 @@ def _device(seat: Seat, placements: Sequence[Placement]) -> DeviceEstimate:
         name=device.name,
         kind=device.kind,
         total_bytes=device.total_bytes,
-        weights_bytes=sum(share.weights_bytes for share in shares),
+        weights_bytes=seat.used_bytes - sum(share.kv_bytes + share.working_bytes for share in shares),
         kv_bytes=sum(share.kv_bytes for share in shares),
         working_bytes=sum(share.working_bytes for share in shares),
         others_bytes=device.total_bytes - device.free_bytes,

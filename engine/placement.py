@@ -81,8 +81,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def shortage(self) -> str:
         """What each device lacks, the worst first; "" where all fits."""
         return "; ".join(
-            f"{_name(seat)}: needed {_mib(seat.used_bytes)}, free {_mib(seat.free_bytes, up=False)} of which "
-            f"{_mib(seat.headroom_bytes)} are kept free, short by {_mib(seat.short_bytes)}"
+            f"{_name(seat)}: needed {_mib(seat.used_bytes)} and {_mib(seat.headroom_bytes)} that stay free, "
+            f"of {_mib(seat.free_bytes, up=False)}: short by {_mib(seat.short_bytes)}"
             for seat in self._lacking
         )
 
@@ -108,12 +108,14 @@ def place(
     workload: Workload | None = None,
     *,
     correct: Callable[[str], Correction] = lambda identity: Correction(),
+    held: bool = False,
 ) -> list[Placement]:
     """A placement for each of `workers` new workers of a model; what other workers hold is in `devices` already.
 
+    held: whether workers of the same model run there, whose weights new ones may share.
     Raises InsufficientMemory with the shortfall of each device, InvalidRequest for a device or split that cannot be.
     """
-    found = plan(workers, facts, devices, spec, workload or Workload(), correct=correct)
+    found = plan(workers, facts, devices, spec, workload or Workload(), correct=correct, held=held)
     if not found.fits:
         raise found.refusal()
     return list(found.placements)
@@ -127,15 +129,22 @@ def plan(
     workload: Workload,
     *,
     correct: Callable[[str], Correction] = lambda identity: Correction(),
+    held: bool = False,
 ) -> Plan:
     """The same, whether it fits or not. Raises InvalidRequest alone."""
     usable = candidates(devices, spec)
     costs = costs_of(facts, spec, usable[0].kind, workload, bfloat16=native_bfloat16(), correct=correct)
-    return plan_costs(workers, costs, usable, spec, workload.max_prompts)
+    return plan_costs(workers, costs, usable, spec, workload.max_prompts, held=held)
 
 
 def plan_costs(
-    workers: int, costs: ModelCosts, devices: Sequence[DeviceReading], spec: ModelSpec, max_prompts: int
+    workers: int,
+    costs: ModelCosts,
+    devices: Sequence[DeviceReading],
+    spec: ModelSpec,
+    max_prompts: int,
+    *,
+    held: bool = False,
 ) -> Plan:
     """A plan over exactly these devices, all of one kind."""
     headroom = [_headroom_bytes(device, position, spec) for position, device in enumerate(devices)]
@@ -145,12 +154,13 @@ def plan_costs(
         room=tuple(device.free_bytes - kept for device, kept in zip(devices, headroom, strict=True)),
         groups=_machines(devices),
         pages=least,
+        held=held,
     )
     arranged = _arrange(ground, workers, spec, devices)
     short = ground.short(arranged)
     pages = [least] * workers if any(short) else _grown(ground, arranged, wanted, KV_SHARE[costs.kind])
     placements = tuple(_placement(costs, worker, held, devices) for worker, held in zip(arranged, pages, strict=True))
-    used = _used(arranged, placements, len(devices))
+    used = ground.needs_with(arranged, pages)
     seats = (
         Seat(device=device, headroom_bytes=kept, used_bytes=taken, short_bytes=lacking)
         for device, kept, taken, lacking in zip(devices, headroom, used, short, strict=True)
@@ -236,14 +246,6 @@ def _placement(costs: ModelCosts, worker: Worker, pages: int, devices: Sequence[
         identity=costs.identity,
         correction=costs.correction,
     )
-
-
-def _used(arranged: Sequence[Worker], placements: Sequence[Placement], devices: int) -> list[int]:
-    used = [0] * devices
-    for worker, placement in zip(arranged, placements, strict=True):
-        for segment, share in zip(worker, placement.shares, strict=True):
-            used[segment.device] += share.total_bytes
-    return used
 
 
 def _machines(devices: Sequence[DeviceReading]) -> tuple[tuple[int, ...], ...]:

@@ -210,7 +210,7 @@ async def test_a_target_out_of_range_is_refused_and_changes_nothing(
 
 
 async def test_a_worker_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    probe = StillProbe(free_bytes=300 * MIB)
+    probe = StillProbe(free_bytes=1000 * MIB)
     async with started(probe=probe) as engine:
         await engine.load(fake_spec(tmp_path))
         with pytest.raises(InsufficientMemory, match="short by"):

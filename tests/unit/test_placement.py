@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import ModelSpec
-from engine.costs import ModelCosts
+from engine.costs import ModelCosts, device_kind
 from engine.errors import InsufficientMemory, InvalidRequest
 from engine.placement import Placement, Plan, candidates, plan_costs
 from engine.snapshot import DeviceReading
@@ -37,9 +37,14 @@ LEAST_MIB = 900 + 44 + 32  # weights, working memory, and 128 KV pages of 32 KiB
 
 
 def device(name: str, free_mib: float, node: str = "") -> DeviceReading:
-    kind = "cpu" if name == "cpu" else "cuda"
     return DeviceReading(
-        id=name, name=name, kind=kind, utilisation=None, total_bytes=0, free_bytes=int(free_mib * MIB), node=node
+        id=name,
+        name=name,
+        kind=device_kind(name),
+        utilisation=None,
+        total_bytes=0,
+        free_bytes=int(free_mib * MIB),
+        node=node,
     )
 
 
@@ -146,6 +151,18 @@ def test_a_gpu_split_that_cannot_hold_the_weights_or_names_too_many_cards_is_ref
         planned(1, cards(9000, 9000), gpu_split_gb=(1, 1, 1))
 
 
+def test_workers_that_share_their_weights_on_a_device_take_them_once() -> None:
+    costs = msgspec.structs.replace(COSTS, shares_weights=True)
+    devices = [device("cpu", 256 + LEAST_MIB + 2 * (LEAST_MIB - 900))]
+    costs = msgspec.structs.replace(costs, kind="cpu")
+    found = planned(3, devices, costs=costs)
+    assert (found.fits, found.seats[0].used_bytes) == (True, (900 + 3 * (LEAST_MIB - 900)) * MIB)
+    assert not planned(4, devices, costs=costs).fits
+    assert plan_costs(15, costs, devices, spec(), 1, held=True).seats[0].short_bytes == 15 * (LEAST_MIB - 900) * MIB - (
+        found.seats[0].used_bytes
+    )
+
+
 def test_tensor_parallelism_takes_every_card() -> None:
     assert layers_of(planned(1, cards(9000, 9000), tensor_parallel=True)) == [{"cuda:0": 4, "cuda:1": 4}]
 
@@ -225,6 +242,7 @@ def models(draw: st.DrawFn) -> ModelCosts:
         first_page_bytes=draw(st.integers(0, 3)),
         working_bytes=work,
         head_working_bytes=work + draw(SIZES),
+        shares_weights=draw(st.booleans()),
     )
 
 
@@ -268,12 +286,12 @@ def test_no_device_gives_more_than_it_has_beyond_its_headroom_and_every_layer_ha
         assert placement.kv_tokens >= costs.context_tokens
     if found.fits:
         for number, room in enumerate(rooms):
-            taken = sum(
-                share.total_bytes
-                for placement in found.placements
-                for share in placement.shares
-                if share.device == f"cuda:{number}"
-            )
+            here = [(placement, share) for placement in found.placements for share in placement.shares]
+            here = [(placement, share) for placement, share in here if share.device == f"cuda:{number}"]
+            taken = sum(share.total_bytes for _, share in here)
+            if costs.shares_weights:
+                alone = sum(len(placement.shares) == 1 for placement, _ in here)
+                taken -= costs.weights_bytes * max(0, alone - 1)
             assert taken == found.seats[number].used_bytes <= max(room, 0)
 
 
@@ -312,7 +330,8 @@ def test_automatic_never_splits_what_fits_whole(workers: int, costs: ModelCosts,
     found = in_bytes(workers, costs, rooms, {})
     assert found is not None
     whole = costs.share("", 0, costs.layers, costs.pages(costs.context_tokens)).total_bytes
-    room_for = sum(max(0, room) // whole for room in rooms)
+    further = whole - costs.weights_bytes * costs.shares_weights
+    room_for = sum(1 + (room - whole) // max(1, further) for room in rooms if room >= whole)
     if found.fits:
         assert sum(len(placement.shares) > 1 for placement in found.placements) >= workers - room_for
     if workers <= room_for:
