@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 
@@ -15,13 +16,13 @@ from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, EngineConfig, ModelSpec
 from engine.deployment import Deployment
 from engine.desk import Desk
-from engine.devices import DeviceProbe
+from engine.devices import DeviceProbe, new_probe
 from engine.errors import EngineClosed, EngineError, ModelNotFound, NoModelLoaded
 from engine.fleet import Fleet, Serving
 from engine.log import LogRing
 from engine.metrics import Metrics
 from engine.pool import NewHost
-from engine.request import GenerateRequest, Request
+from engine.request import GenerateRequest, Request, compact
 from engine.sampler import DeviceSampler
 from engine.snapshot import ModelStatus, Snapshot
 from engine.stream import RequestStream, StreamDelta
@@ -53,7 +54,7 @@ class Engine:
     ) -> None:
         self.log = LogRing()
         self._metrics = Metrics()
-        self._sampler = DeviceSampler(probe)
+        self._sampler = DeviceSampler(probe, lambda: new_probe(config.devices))
         self._desk = Desk(self._metrics, self._left)
         self._fleet = Fleet(
             config.validate(),
@@ -105,12 +106,12 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the first model, loaded or loading its weights; else None."""
-        return self._fleet.first.tokenizer if self._fleet.first is not None else None
+        return self._fleet.roster.first.tokenizer if self._fleet.roster.first is not None else None
 
     @property
     def status(self) -> ModelStatus:
         """The first model and where it stands: what `snapshot().status` says, without building the rest of it."""
-        return self._fleet.first.status() if self._fleet.first is not None else ModelStatus()
+        return self._fleet.roster.first.status() if self._fleet.roster.first is not None else ModelStatus()
 
     async def serving(self, model: str = "") -> Serving:
         """The model that a name means ("" is the first, an adapter's name its model), once it answers.
@@ -197,7 +198,7 @@ class Engine:
     async def detach(self, adapter: str, model: str = "") -> None:
         """Forget a LoRA adapter; requests that use it finish with it. Raises ModelNotFound, EngineClosed."""
         self._refuse_if_closed()
-        await self._fleet.detach(adapter, model)
+        self._fleet.detach(adapter, model)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -239,7 +240,7 @@ class Engine:
             source=asked.source,
             priority=asked.priority,
             order=next(self._orders),
-            prompt_ids=prompt_ids,
+            prompt_ids=compact(prompt_ids),
             params=params,
             asked=asked.params,
             end_token_ids=end_tokens(params, tokenizer.eos_token_ids),
@@ -254,13 +255,13 @@ class Engine:
         )
         return request, deployment
 
-    def _destination(self, asked: GenerateRequest) -> tuple[Deployment, list[int]]:
+    def _destination(self, asked: GenerateRequest) -> tuple[Deployment, Sequence[int]]:
         """The model that is to answer, and the prompt as its tokenizer has it: the model may have been replaced since
         the prompt was tokenized."""
-        made_for = self._fleet.by_key(asked.key) if asked.key else None
+        made_for = self._fleet.roster.by_key(asked.key) if asked.key else None
         if made_for is not None and made_for.state in ("ready", "draining"):
             return made_for, asked.prompt_ids
-        deployment, _ = self._fleet.named(asked.model)
+        deployment, _ = self._fleet.roster.named(asked.model)
         if not asked.key:
             return deployment, asked.prompt_ids
         if asked.encode is None or deployment.tokenizer is None:
@@ -269,9 +270,7 @@ class Engine:
 
     def _left(self, request: Request) -> None:
         """A request ended: its worker stops computing it, and the next one takes its place."""
-        if request.worker is not None:
-            self._fleet.release(request)
-        self._fleet.dispatch()
+        self._fleet.left(request)
 
     def _refuse_if_closed(self) -> None:
         if self._refusing:
@@ -311,7 +310,7 @@ class Engine:
 
     def _tick(self) -> None:
         """Once a second: close a second of history, look after the workers, and read the devices."""
-        now, replicas = _now(), self._fleet.replicas()
+        now, replicas = _now(), self._fleet.roster.replicas()
         self._metrics.tick(
             now,
             time.time(),
@@ -321,7 +320,7 @@ class Engine:
             device_utilisation=tuple(device.utilisation for device in self._sampler.latest),
         )
         self._fleet.tick(now)
-        self._sampler.poll(self._fleet.pids())
+        self._sampler.poll(self._fleet.roster.pids())
         self._timers["tick"] = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     async def _close(self, drain_s: float) -> None:

@@ -12,7 +12,7 @@ from engine.admission import end_tokens, resolve_params
 from engine.deployment import Deployment
 from engine.desk import Desk
 from engine.errors import EngineError, NoModelLoaded
-from engine.request import Request
+from engine.request import Request, compact
 
 
 class Handover:
@@ -116,7 +116,7 @@ class Handover:
         """Make the request one of the new model's: its tokens, its limits."""
         model, tokenizer = self._new.require_ready()
         if not self._same and request.encode is not None:
-            request.prompt_ids = request.encode(tokenizer)
+            request.prompt_ids = compact(request.encode(tokenizer))
             request.stream.prompt_tokens = len(request.prompt_ids)
         request.params = resolve_params(
             request.prompt_ids, request.asked, self._new.spec, model, seed=request.params.seed or 0

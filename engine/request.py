@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,14 @@ SUSPECT_DEATHS = 2
 Encode = Callable[[Tokenizer], list[int]]
 
 
+def compact(token_ids: Sequence[int]) -> array[int]:
+    """Token ids (0 to 2**32 - 1) in four bytes each, as long as they are kept for: a list takes nine times as much.
+
+    Those that are compact already are not copied.
+    """
+    return token_ids if isinstance(token_ids, array) else array("I", token_ids)
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens to continue, and how.
 
@@ -35,7 +44,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     encode: makes prompt_ids again for another model's tokenizer, where the request may go to any.
     """
 
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     params: SamplingParams = SamplingParams()
     id: str = ""
     source: str = "api"
@@ -52,6 +61,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Request:
     """One admitted request from submit to its last delta. Times are the event loop's clock, in seconds.
 
+    prompt_ids: compact, as thousands may wait.
     asked, params: the sampling as it was asked for, and resolved (seed and max_tokens set).
     lane: of the model that is to answer it.
     order: arrival number, unique in the engine; a request that lost its worker keeps it and so returns to the head of
@@ -64,7 +74,7 @@ class Request:
     source: str
     priority: int
     order: int
-    prompt_ids: list[int]
+    prompt_ids: array[int]
     params: SamplingParams
     end_token_ids: tuple[int, ...]
     timeout_s: float
@@ -121,7 +131,7 @@ class Request:
         """What a worker gets: the prompt and what was generated so far."""
         return BackendRequest(
             id=self.wire_id,
-            prompt_ids=self.prompt_ids,
+            prompt_ids=list(self.prompt_ids),
             generated=list(self.generated),
             params=self.params,
             end_token_ids=self.end_token_ids,

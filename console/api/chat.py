@@ -27,6 +27,7 @@ from console.api.stream import DONE, ChunkStream
 from engine.backends.base import FinishReason, TokenLogprob
 from engine.config import MAX_LOGPROBS
 from engine.errors import InvalidRequest
+from engine.request import compact
 from engine.text.tokenizer import Tokenizer
 
 MANY_MESSAGES = 256
@@ -165,7 +166,7 @@ async def _negative_prompt_ids(body: ChatBody, model: ServedModel) -> list[int]:
     if body.cfg_scale == 1.0:
         return []
     turns = guided_away_from(read_messages(body.messages), body.negative_prompt)
-    return (await _prompt(body, model, turns)).ids
+    return list((await _prompt(body, model, turns)).ids)
 
 
 async def _prompt(body: ChatBody, model: ServedModel, turns: Sequence[Turn]) -> Prompt:
@@ -180,7 +181,7 @@ async def _prompt(body: ChatBody, model: ServedModel, turns: Sequence[Turn]) -> 
     many = len(turns) > MANY_MESSAGES
     text = await asyncio.to_thread(as_text, model.tokenizer) if many else as_text(model.tokenizer)
     ids = (await model.encode([text], add_special_tokens=False))[0]
-    return Prompt(ids, "", partial(_encode, as_text))
+    return Prompt(compact(ids), "", partial(_encode, as_text))
 
 
 def _encode(as_text: Callable[[Tokenizer], str], tokenizer: Tokenizer) -> list[int]:

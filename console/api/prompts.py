@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from functools import partial
 
 from console.api.sampling import SamplingFields
 from console.api.served import ServedModel
 from engine.errors import InvalidRequest
-from engine.request import Encode
+from engine.request import Encode, compact
 from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: the ids to continue, and the text that stands before the answer.
+    """One prompt: the ids to continue, compact, and the text that stands before the answer.
 
     encode: makes the ids again for another model; None where the client gave ids.
     """
 
-    ids: list[int]
+    ids: array[int]
     text: str
     encode: Encode | None = None
 
@@ -30,7 +31,9 @@ async def read_prompts(value: object, model: ServedModel) -> list[Prompt]:
     texts = [item for item in items if isinstance(item, str)]
     encoded = iter(await model.encode(texts))
     prompts = [
-        Prompt(next(encoded), item, partial(_encode, item)) if isinstance(item, str) else _read_ids(item, model)
+        Prompt(compact(next(encoded)), item, partial(_encode, item))
+        if isinstance(item, str)
+        else _read_ids(item, model)
         for item in items
     ]
     if not all(prompt.ids for prompt in prompts):
@@ -77,7 +80,7 @@ def _read_ids(item: object, model: ServedModel) -> Prompt:
     if not isinstance(item, list) or not all(_is_id(part) for part in item):
         raise _misshapen()
     model.check_token_ids(item, "prompt")
-    return Prompt(item, model.tokenizer.decode(item))
+    return Prompt(compact(item), model.tokenizer.decode(item))
 
 
 def _is_id(value: object) -> bool:

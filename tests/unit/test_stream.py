@@ -77,3 +77,14 @@ async def test_a_waiting_reader_is_woken_by_the_end() -> None:
     await asyncio.sleep(0)
     stream.end("length")
     assert (await reader).finish == "length"
+
+
+async def test_a_reader_that_gave_up_waiting_takes_nothing_from_the_next() -> None:
+    stream = RequestStream("r", 3, Cancelled())
+    impatient = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    patient = asyncio.ensure_future(anext(stream))
+    await asyncio.gather(impatient, return_exceptions=True)
+    push(stream, "for the patient", 1)
+    assert (await asyncio.wait_for(patient, 10)).text == "for the patient"
