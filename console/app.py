@@ -114,7 +114,8 @@ class EricApp(App[None], inherit_bindings=False):
         self.run_worker(self._turn(knob, target), group="commands", exit_on_error=False)
 
     async def _turn(self, knob: KnobName, target: int) -> None:
-        if not await self._perform(self.link.reconfigure(**{knob: target}), ""):
+        workers, max_prompts = (target, None) if knob == "workers" else (None, target)
+        if not await self._perform(self.link.reconfigure(workers=workers, max_prompts=max_prompts), ""):
             self._knobs.refused(knob)
 
     def action_toggle_api(self) -> None:

@@ -13,8 +13,6 @@ from console.runtime import Runtime
 from console.settings import APP_NAME, Settings, log_dir
 from engine.errors import EngineError
 
-DRAIN_S = 30.0
-
 
 def run_headless(settings: Settings, choice: ModelChoice) -> int:
     """Serve until a signal comes; returns 0, or 1 where the API or the model could not be started."""
@@ -37,7 +35,7 @@ async def _serve(settings: Settings, choice: ModelChoice) -> int:
             _say(error.message)
             return 1
         finally:
-            await _close(runtime, stop)
+            await _close(runtime, stop, settings.drain_seconds)
     return 0
 
 
@@ -55,10 +53,10 @@ async def _load(runtime: Runtime, choice: ModelChoice, stop: _Stop) -> bool:
     return True
 
 
-async def _close(runtime: Runtime, stop: _Stop) -> None:
+async def _close(runtime: Runtime, stop: _Stop, drain_s: float) -> None:
     """Drain; a second signal ends the wait."""
     _say("stopping")
-    draining = asyncio.ensure_future(runtime.close(drain_s=DRAIN_S))
+    draining = asyncio.ensure_future(runtime.close(drain_s=drain_s))
     hurried = asyncio.ensure_future(stop.hurried.wait())
     await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():

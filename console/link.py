@@ -72,17 +72,23 @@ class EngineLink(Protocol):
     async def list_models(self) -> Sequence[ModelEntry]:
         """Models found in the models folders and the hub cache, the demo first."""
 
-    async def load(self, model: str) -> None:
-        """Load a folder, a found name, a hub id or "demo"; returns when ready, raises when it failed."""
+    async def load(self, model: str, *, beside: bool = False) -> None:
+        """Load a folder, a found name, a hub id or "demo"; returns when ready, raises when it failed.
+
+        It takes the place of the first model, or stands beside those there are.
+        """
 
     async def cancel_load(self) -> None:
         """Stop the load (or download) under way."""
 
-    async def unload(self) -> None:
-        """Drain and unload."""
+    async def unload(self, model: str = "") -> None:
+        """Drain and unload a model, the first by default."""
 
-    async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None) -> None:
-        """Set knobs live; returns when accepted, growth goes on in the background."""
+    async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None, model: str = "") -> None:
+        """Set knobs of a model live; returns when accepted, growth goes on in the background."""
+
+    async def restart_worker(self, worker_id: str) -> None:
+        """Start a worker again: one that was left dead, or one that an operator does not trust any more."""
 
     async def cancel_request(self, request_id: str) -> None:
         """Cancel one request, wherever it came from."""
@@ -90,8 +96,10 @@ class EngineLink(Protocol):
     def sampling_defaults(self) -> SamplingParams:
         """What the loaded model's folder suggests for sampling; neutral where it says nothing."""
 
-    def chat(self, messages: Sequence[ChatMessage], params: SamplingParams) -> AsyncIterator[ChatDelta]:
-        """Stream an answer; closing the iterator (aclose) cancels the request."""
+    def chat(
+        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = ""
+    ) -> AsyncIterator[ChatDelta]:
+        """Stream an answer of a model, or of one of its adapters; closing the iterator (aclose) cancels the request."""
 
     async def diagnose(self) -> Report:
         """What the engine's machine has and lacks for its settings; takes seconds, and ends early when cancelled."""

@@ -12,10 +12,11 @@ from console.link import ApiStatus, ChatDelta, ChatMessage
 from console.runtime import LoopThread, Runtime
 from engine.config import SamplingParams
 from engine.doctor.report import Report
-from engine.engine import GenerateRequest, RequestStream, StreamDelta
-from engine.errors import NoModelLoaded, from_info
+from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
+from engine.errors import from_info
 from engine.models.catalog import ModelEntry
 from engine.snapshot import LogEntry, Snapshot
+from engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -47,21 +48,25 @@ class LocalLink:
         """Models on this machine."""
         return await self._call(self._runtime.list_models())
 
-    async def load(self, model: str) -> None:
+    async def load(self, model: str, *, beside: bool = False) -> None:
         """Load a model; returns when ready."""
-        await self._call(self._runtime.load(model))
+        await self._call(self._runtime.load(model, beside=beside))
 
     async def cancel_load(self) -> None:
         """Stop the load or download under way."""
         await self._call(self._runtime.cancel_load())
 
-    async def unload(self) -> None:
+    async def unload(self, model: str = "") -> None:
         """Drain and unload."""
-        await self._call(self._runtime.engine.unload())
+        await self._call(self._runtime.engine.unload(model))
 
-    async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None) -> None:
+    async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None, model: str = "") -> None:
         """Set knobs live."""
-        await self._call(self._runtime.engine.reconfigure(workers=workers, max_prompts=max_prompts))
+        await self._call(self._runtime.engine.reconfigure(workers=workers, max_prompts=max_prompts, model=model))
+
+    async def restart_worker(self, worker_id: str) -> None:
+        """Start a worker again."""
+        await self._call(self._runtime.engine.restart_worker(worker_id))
 
     async def cancel_request(self, request_id: str) -> None:
         """Cancel one request."""
@@ -84,10 +89,12 @@ class LocalLink:
         tokenizer = self._runtime.engine.tokenizer
         return SamplingParams() if tokenizer is None else tokenizer.generation_defaults.as_params()
 
-    async def chat(self, messages: Sequence[ChatMessage], params: SamplingParams) -> AsyncIterator[ChatDelta]:
+    async def chat(
+        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = ""
+    ) -> AsyncIterator[ChatDelta]:
         """Stream an answer; closing the iterator cancels the request."""
         feed = _Feed(asyncio.get_running_loop())
-        work = self._loop.submit(_converse(self._runtime, messages, params, feed))
+        work = self._loop.submit(_converse(self._runtime.engine, messages, params, model, feed))
         work.add_done_callback(lambda _: feed.close())
         try:
             async for delta in feed:
@@ -140,15 +147,27 @@ class _Feed:
                 self._ready.set()
 
 
-async def _converse(runtime: Runtime, messages: Sequence[ChatMessage], params: SamplingParams, feed: _Feed) -> None:
+async def _converse(
+    engine: Engine, messages: Sequence[ChatMessage], params: SamplingParams, model: str, feed: _Feed
+) -> None:
     """Template, submit and forward one chat; runs on the engine's loop."""
-    engine = runtime.engine
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        raise NoModelLoaded("No model is loaded; load one on the Models screen")
-    prompt = tokenizer.apply_chat_template([{"role": turn.role, "content": turn.content} for turn in messages])
-    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
-    stream = engine.submit(GenerateRequest(prompt_ids=prompt_ids, params=params, source="chat"))
+    turns = [{"role": turn.role, "content": turn.content} for turn in messages]
+
+    def encode(tokenizer: Tokenizer) -> list[int]:
+        return tokenizer.encode(tokenizer.apply_chat_template(turns), add_special_tokens=False)
+
+    serving = await engine.serving(model)
+    request = GenerateRequest(
+        prompt_ids=encode(serving.tokenizer),
+        params=params,
+        source="chat",
+        client="console",
+        model=model,
+        key=serving.key,
+        adapter=serving.adapter,
+        encode=encode,
+    )
+    stream = engine.submit(request)
     try:
         await _forward(stream, feed)
     finally:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Container, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,11 @@ from console.api.settings import ApiSettings
 from console.doctor import diagnose
 from console.link import ApiStatus
 from console.loading import ModelChoice, backend_for, engine_config, find_model
+from console.operating import RuntimeOperator
 from console.settings import Settings
+from console.sources import changed
 from engine.backends.base import LoadProgress
+from engine.config import ModelSpec
 from engine.doctor.report import Report
 from engine.engine import Engine
 from engine.errors import EngineBusy, EngineError, ErrorInfo, LoadCancelled
@@ -39,7 +42,7 @@ class Runtime:
     def __init__(self, settings: Settings, *, log_dir: Path | None = None) -> None:
         self.settings = settings
         self.engine = Engine(engine_config(settings, log_dir))
-        self._api = ApiServer(self.engine, _api_settings(settings))
+        self._api = ApiServer(self.engine, _api_settings(settings), RuntimeOperator(self))
         self._api_error: ErrorInfo | None = None
         self._finding: _Finding | None = None
 
@@ -49,22 +52,38 @@ class Runtime:
         if self.settings.api:
             await self.start_api()
 
-    async def load(self, choice: ModelChoice | str) -> None:
-        """Find (and download where needed) a model and load it; raises EngineError with the reason."""
-        if isinstance(choice, ModelChoice) and choice.spec is not None:
-            await self.engine.load(choice.spec)
+    async def load(
+        self, choice: ModelChoice | str, *, beside: bool = False, changes: Mapping[str, object] | None = None
+    ) -> None:
+        """Find (and download where needed) a model and load it; raises EngineError with the reason.
+
+        beside: keep the models that are loaded.  changes: settings of this model, by their names, for this load alone.
+        """
+        settings = changed(self.settings, changes or {})
+        if isinstance(choice, ModelChoice) and choice.spec is not None and not changes:
+            await self._load(choice.spec, settings, (), beside)
             return
         name = choice.name if isinstance(choice, ModelChoice) else choice
         if self._finding is not None:
             raise EngineBusy(f"{self._finding.name} is being fetched; cancel that first", model=self._finding.name)
         self._finding = finding = _Finding(name)
         try:
-            spec = await asyncio.to_thread(find_model, self.settings, name, finding.report, finding.cancelled.is_set)
+            spec = await asyncio.to_thread(find_model, settings, name, finding.report, finding.cancelled.is_set)
         finally:
             self._finding = None
         if finding.cancelled.is_set():
             raise LoadCancelled(f"Fetching {name} was cancelled", model=name)
-        await self.engine.load(spec)
+        await self._load(spec, settings, changes or (), beside)
+
+    async def _load(self, spec: ModelSpec, settings: Settings, changes: Container[str], beside: bool) -> None:
+        """With the knobs as the operator has set them, but for those that this load has its own of."""
+        await self.engine.load(
+            spec,
+            beside=beside,
+            workers=settings.num_workers if "num_workers" in changes else None,
+            max_prompts=settings.max_prompts if "max_prompts" in changes else None,
+            idle_unload_s=settings.idle_unload if "idle_unload" in changes else None,
+        )
 
     async def cancel_load(self) -> None:
         """Stop a download or a load under way."""
@@ -119,11 +138,15 @@ class Runtime:
         return ApiStatus(host=status.host, port=status.port, key_required=status.key_required, error=self._api_error)
 
     async def close(self, drain_s: float = 5.0) -> None:
-        """Stop taking requests, give running ones `drain_s` to end, stop everything."""
+        """Refuse new requests, give running ones `drain_s` to end, stop everything. Where it is cancelled, another
+        call with less time finishes the work."""
+        self.engine.refuse_new()
         if self._finding is not None:
             self._finding.cancelled.set()
+        clock = asyncio.get_running_loop().time
+        until = clock() + drain_s
         await self._api.stop(drain_s=drain_s)
-        await self.engine.close(drain_s=drain_s)
+        await self.engine.close(drain_s=max(0.0, until - clock()))
 
 
 class _Finding:

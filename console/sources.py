@@ -42,6 +42,19 @@ def load_settings(
     return settings
 
 
+def changed(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """The settings with some of them changed, as strictly checked as flags are. Raises InvalidRequest."""
+    if not changes:
+        return settings
+    for name in changes:
+        if name not in Settings.model_fields:
+            raise InvalidRequest(f"{name} is no setting of {APP_NAME}{_nearest(name)}", param=name)
+    try:
+        return Settings(**{name: getattr(settings, name) for name in Settings.model_fields} | dict(changes))
+    except ValidationError as error:
+        raise _worded(error, changes, {}, config_path()) from None
+
+
 def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for variable, value in env.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.config import AdapterSpec
 from engine.errors import ErrorInfo
@@ -11,21 +11,37 @@ from engine.snapshot import AdapterReading
 
 
 class Attachments:
-    """Adapters by name, in order of their coming."""
+    """Adapters by name, in order of their coming. One that is retired can be named no more, and is still kept for the
+    requests that named it."""
 
     def __init__(self) -> None:
         self._specs: dict[str, AdapterSpec] = {}
+        self._retired: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._specs
 
+    def get(self, name: str) -> AdapterSpec | None:
+        """The adapter of that name."""
+        return self._specs.get(name)
+
     def add(self, adapter: AdapterSpec) -> None:
         """One more, or the same name with other weights."""
         self._specs[adapter.name] = adapter
+        self._retired.discard(adapter.name)
 
-    def remove(self, name: str) -> None:
-        """One less; unknown names are fine."""
-        self._specs.pop(name, None)
+    def retire(self, name: str) -> None:
+        """Name it no more; unknown names are fine."""
+        if self._specs.pop(name, None) is not None:
+            self._retired.add(name)
+
+    def unused(self, used: Iterable[str]) -> list[str]:
+        """Those retired that no request uses any more. used: names that live requests use."""
+        return sorted(self._retired.difference(used)) if self._retired else []
+
+    def forget(self, name: str) -> None:
+        """It is kept for nobody any more."""
+        self._retired.discard(name)
 
     def specs(self) -> tuple[AdapterSpec, ...]:
         """All of them."""

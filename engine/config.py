@@ -267,6 +267,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     idle_unload_s: a model without requests for so long gives its memory back until one comes; 0: never.
     devices: GiB of each simulated device, in place of the machine's own; () takes those.
     cluster: "local", "auto" or "ray://HOST:PORT": where workers run.
+    state_dir: where it is remembered what loads really used; None forgets it.
     log_dir: where native output of workers goes; None keeps it in memory only.
     """
 
@@ -285,6 +286,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     idle_unload_s: float = 0.0
     devices: tuple[float, ...] = ()
     cluster: str = "local"
+    state_dir: Path | None = None
     log_dir: Path | None = None
 
     def validate(self) -> EngineConfig:

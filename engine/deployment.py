@@ -10,17 +10,16 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from engine.attachments import Attachments
 from engine.backends.base import LoadedModel
-from engine.config import AdapterSpec, EngineConfig, ModelSpec
-from engine.costs import Workload
+from engine.config import AdapterSpec, DeviceShare, EngineConfig, ModelSpec
 from engine.desk import Desk
-from engine.devices import computable
+from engine.devices import BusyTime
 from engine.dispatcher import Dispatcher, Slot
 from engine.errors import (
     EngineError,
@@ -31,14 +30,16 @@ from engine.errors import (
     NoModelLoaded,
     from_info,
 )
-from engine.facts import ModelFacts, read_facts
+from engine.fitting import Fitting
 from engine.lane import Lane
+from engine.ledger import LedgerFile
 from engine.metrics import Metrics
-from engine.placement import Placement, place
+from engine.placement import Placement
 from engine.pool import NewHost, Pool
 from engine.replica import Replica
 from engine.request import Request
-from engine.snapshot import DeviceReading, ModelReading, ModelState, ModelStatus
+from engine.snapshot import DeviceReading, ModelState, ModelStatus
+from engine.tasks import detached, uninterrupted
 from engine.text.tokenizer import Tokenizer
 
 _RETRY_AFTER_S = 5
@@ -47,11 +48,13 @@ _log = logging.getLogger("engine")
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What deployments share. devices: the last readings; new_id: a worker id that none uses; on_change: after every
-    change."""
+    """What deployments share. devices: as placement sees them now; ledger: what loads really used; new_id: a worker id
+    that none uses; on_change: after every change."""
 
     desk: Desk
     metrics: Metrics
+    busy: BusyTime
+    ledger: LedgerFile | None
     new_host: NewHost
     devices: Callable[[], Sequence[DeviceReading]]
     new_id: Callable[[], str]
@@ -72,7 +75,7 @@ class Deployment:
         self.adapters = Attachments()
         self._around = around
         self._status = ModelStatus(since_s=time.time())
-        self._facts: ModelFacts | None = None
+        self._fitting = Fitting(spec, around.ledger)
         self._pool: Pool | None = None
         self._news = asyncio.Event()
 
@@ -93,24 +96,6 @@ class Deployment:
         progress = self._pool.progress() if self._pool is not None and self.state == "loading" else None
         return msgspec.structs.replace(self._status, progress=progress)
 
-    def reading(self) -> ModelReading:
-        """What is shown of it."""
-        replicas = self.replicas()
-        first = next((replica for replica in replicas if replica.was_ready), None)
-        return ModelReading(
-            key=self.key,
-            name=self.spec.name,
-            status=self.status(),
-            target_workers=self.config.num_workers,
-            max_prompts=self.config.max_prompts,
-            queued=self.lane.queued,
-            running=self.lane.running,
-            idle_unload_s=self.config.idle_unload_s,
-            adapters=self.adapters.readings(replicas),
-            planned=first.planned if first is not None else (),
-            used=first.model.shares if first is not None and first.model is not None else (),
-        )
-
     def replicas(self) -> tuple[Replica, ...]:
         """Its workers, oldest first."""
         return tuple(self._pool) if self._pool is not None else ()
@@ -127,13 +112,13 @@ class Deployment:
 
     def not_ready(self) -> NoModelLoaded:
         """Why it does not answer."""
-        name = self.spec.name
+        name, error = self.spec.name, self._status.error
         sentence, wait_s = {
             "loading": (f"{name} is still loading", _RETRY_AFTER_S),
             "draining": (f"{name} is being unloaded", _RETRY_AFTER_S),
             "unloading": (f"{name} is being unloaded", _RETRY_AFTER_S),
             "idle": (f"{name} sleeps until it is asked", _RETRY_AFTER_S),
-            "failed": (f"no model is loaded: loading {name} failed", None),
+            "failed": (f"{name} has failed: {error.message if error is not None else 'why is not known'}", None),
         }.get(self.state, ("no model is loaded", None))
         return NoModelLoaded(sentence, state=self.state, retry_after_s=wait_s)
 
@@ -149,8 +134,13 @@ class Deployment:
             for request, worker in self._around.desk.assign(self.lane, self.slots()):
                 self._pool[worker].submit(request)
 
-    def release(self, request: Request) -> None:
-        """An ended request leaves its worker."""
+    def left(self, request: Request) -> None:
+        """A request ended: it leaves its worker, and adapters that were kept for it alone may go."""
+        self._release(request)
+        for name in self.adapters.unused(request.adapter for request in self.lane.live):
+            self._forget_adapter(name)
+
+    def _release(self, request: Request) -> None:
         if self._pool is not None and request.worker is not None:
             self._pool.release(request)
 
@@ -158,7 +148,7 @@ class Deployment:
         """Take every request from its worker; they wait again, with what they have so far."""
         running = [request for request in self.lane.live if request.worker is not None]
         for request in running:
-            self.release(request)
+            self._release(request)
             self._around.desk.requeue(request)
         return running
 
@@ -177,24 +167,43 @@ class Deployment:
             )
         pool = self._pool
         assert pool is not None
+        before = self.adapters.get(adapter.name)
         self.adapters.add(adapter)
         pool.attach(adapter)
         error = await self._answered(adapter.name)
         if error is not None:
-            self.detach(adapter.name)
+            self._take_back(adapter.name, before)
             raise from_info(error)
         _log.info("%s: adapter %s attached", self.spec.name, adapter.name)
         self._around.on_change()
 
     def detach(self, name: str) -> None:
-        """Forget an adapter: requests that use it finish with it, new ones cannot name it. Raises ModelNotFound."""
+        """New requests cannot name it any more; its memory is free when the last that uses it has ended.
+
+        Raises ModelNotFound.
+        """
         if name not in self.adapters:
             raise ModelNotFound(f"{self.spec.name} has no adapter {name!r}", param="name", model=name)
-        self.adapters.remove(name)
-        if self._pool is not None:
-            self._pool.detach(name)
+        self.adapters.retire(name)
+        for each in self.adapters.unused(request.adapter for request in self.lane.live):
+            self._forget_adapter(each)
         _log.info("%s: adapter %s detached", self.spec.name, name)
         self._around.on_change()
+
+    def _take_back(self, name: str, before: AdapterSpec | None) -> None:
+        """Undo an attachment that some worker refused."""
+        if before is None:
+            self.adapters.retire(name)
+            self._forget_adapter(name)
+        else:
+            self.adapters.add(before)
+            if self._pool is not None:
+                self._pool.attach(before)
+
+    def _forget_adapter(self, name: str) -> None:
+        self.adapters.forget(name)
+        if self._pool is not None:
+            self._pool.detach(name)
 
     async def _answered(self, name: str) -> ErrorInfo | None:
         """Wait until every ready worker has answered for an adapter; the first error among the answers."""
@@ -214,30 +223,18 @@ class Deployment:
 
     async def read(self) -> None:
         """Read what the folder says of the model: what it needs, and its tokenizer. Raises ModelLoadFailed."""
-        self._facts = await asyncio.to_thread(read_facts, self.spec)
+        await self._fitting.read()
         self.tokenizer = await asyncio.to_thread(Tokenizer.from_folder, self.spec.path)
 
     def place(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
         """Where so many new workers go; raises InsufficientMemory with the numbers."""
-        assert self._facts is not None
-        workload = Workload(
-            max_prompts=self.config.max_prompts,
-            step_tokens=self.config.step_tokens,
-            page_tokens=self.config.page_tokens,
-        )
-        return place(workers, self._facts, computable(devices), self.spec, workload)
+        return self._fitting.place(workers, self.config, devices)
 
     def _place_anew(self, spec: ModelSpec) -> Placement | None:
-        """Where a worker goes whose devices are not there any more; None while they are, or where none has room."""
-        devices = self._around.devices()
-        there = {device.id for device in devices}
-        if not devices or all(share.device in there for share in spec.shares):
-            return None
-        try:
-            return self.place(1, devices)[0]
-        except EngineError as error:
-            _log.error("%s: a worker cannot be placed anew: %s", self.spec.name, error.message)
-            return None
+        return self._fitting.anew(spec, self.config, self._around.devices())
+
+    def _loaded(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int) -> None:
+        detached(self._fitting.note(placement, used, resident_bytes))
 
     # -- transitions --------------------------------------------------------------------------------------------
 
@@ -298,7 +295,7 @@ class Deployment:
 
     def place_more(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
         """Placements for the workers that are missing to `workers`, beyond those that drain and can be kept."""
-        if self._pool is None or self._facts is None:
+        if self._pool is None:
             return []
         kept = sum(replica.state not in ("failed", "stopping") for replica in self._pool)
         missing = max(0, workers - kept)
@@ -331,6 +328,8 @@ class Deployment:
             lane=self.lane,
             desk=self._around.desk,
             metrics=self._around.metrics,
+            busy=self._around.busy,
+            on_loaded=self._loaded,
             on_change=self._pool_changed,
             on_dead=self._dead,
         )
@@ -350,20 +349,6 @@ class Deployment:
     def _dead(self, error: ErrorInfo) -> None:
         if self.state in ("ready", "draining"):
             self.fail(error)
-
-
-async def uninterrupted(work: Coroutine[object, object, None]) -> None:
-    """Run `work` to its end even if the caller is cancelled meanwhile; the cancellation then goes on."""
-    task = asyncio.get_running_loop().create_task(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait((task,))
-        except asyncio.CancelledError:
-            cancelled = True
-    task.result()
-    if cancelled:
-        raise asyncio.CancelledError
 
 
 def _now() -> float:

@@ -1,4 +1,4 @@
-"""Fleet: the models that the engine holds, which of them a name means, and what becomes of one when another is loaded.
+"""Fleet: the models that the engine holds, and what becomes of one when another is loaded, unloaded or asked for.
 
 One load or unload runs at a time, as a task of its own: who asked for it may go away.
 """
@@ -6,10 +6,7 @@ One load or unload runs at a time, as a task of its own: who asked for it may go
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from itertools import count
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
 
 import msgspec
 
@@ -17,37 +14,38 @@ from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, EngineConfig, ModelSpec
 from engine.deployment import Deployment, Surroundings
 from engine.desk import Desk
+from engine.devices import BusyTime
 from engine.errors import (
     EngineBusy,
     EngineError,
     InsufficientMemory,
     InvalidRequest,
     LoadCancelled,
-    ModelNotFound,
-    NoModelLoaded,
     QueueFull,
     RequestTimeout,
 )
 from engine.handover import Handover
+from engine.ledger import LedgerFile
 from engine.metrics import Metrics
-from engine.placement import Placement
+from engine.naps import Naps
+from engine.occupancy import occupied, released
 from engine.pool import NewHost, host_factory
-from engine.replica import Replica
 from engine.request import Request
+from engine.roster import Roster
 from engine.sampler import DeviceSampler
 from engine.snapshot import DeviceReading
+from engine.tasks import detached
 from engine.text.tokenizer import Tokenizer
 from engine.worker.hosts import BackendFactory
 
 SWITCH_DRAIN_S = 30.0
-_TAKES_REQUESTS = ("ready", "idle", "loading", "draining", "unloading", "failed")
-"""States, the best first, in which a deployment is what its name means."""
-T = TypeVar("T")
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
     """A model that answers now. key: its deployment; adapter: what a name meant that is an adapter's, else "".
-    adapters: those that a request of it may name."""
+
+    adapters: the names of all that a request may use.
+    """
 
     key: str
     name: str
@@ -59,7 +57,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fleet:
-    """Owns every deployment. config: the knobs that the next model gets. on_change: after every change."""
+    """Moves the deployments of its `roster`. config: what the next model gets. on_change: after every change."""
 
     def __init__(
         self,
@@ -73,103 +71,91 @@ class Fleet:
         on_change: Callable[[], None],
     ) -> None:
         self.config = config
-        self.first: Deployment | None = None
-        self._deployments: list[Deployment] = []
+        self.roster = Roster()
+        self.busy_time = BusyTime()
         self._desk = desk
         self._sampler = sampler
         self._on_change = on_change
         self._around = Surroundings(
             desk=desk,
             metrics=metrics,
+            busy=self.busy_time,
+            ledger=LedgerFile(config.state_dir) if config.state_dir is not None else None,
             new_host=new_host or host_factory(config, backend_factory),
-            devices=lambda: sampler.latest,
-            new_id=self._new_worker_id,
+            new_id=self.roster.new_worker_id,
+            devices=self.devices,
             on_change=on_change,
         )
-        self._numbers = count(1)
+        self._naps = Naps(self._wake)
         self._loading: asyncio.Task[LoadedModel] | None = None
         self._unloading: asyncio.Task[None] | None = None
-        self._naps: dict[str, asyncio.Task[None]] = {}
         self._handover: Handover | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self._waiting = 0
-
-    # -- what is ------------------------------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[Deployment]:
-        return iter(self._deployments)
-
-    def replicas(self) -> tuple[Replica, ...]:
-        """The workers of all models."""
-        return tuple(replica for deployment in self for replica in deployment.replicas())
-
-    def pids(self) -> set[int]:
-        """The processes that are ours: this one and the workers'."""
-        return {os.getpid(), *(replica.pid for replica in self.replicas() if replica.pid is not None)}
 
     @property
     def queued(self) -> int:
         """Requests that wait for a worker, or for the model that is to answer them."""
         held = self._handover.held if self._handover is not None else 0
-        return sum(deployment.lane.queued for deployment in self) + held
+        return sum(deployment.lane.queued for deployment in self.roster) + held
 
-    def names(self) -> list[str]:
-        """What clients may name: models, and their adapters."""
-        adapters = [adapter.name for deployment in self for adapter in deployment.adapters.specs()]
-        return list(dict.fromkeys([*(deployment.spec.name for deployment in self), *adapters]))
+    @property
+    def waiting(self) -> int:
+        """Callers of `serving` that wait for a model."""
+        return self._waiting
 
-    def named(self, name: str) -> tuple[Deployment, str]:
-        """The deployment that `name` means ("" is the first), and the adapter where it is one's name.
+    def devices(self) -> list[DeviceReading]:
+        """The devices as placement must see them: with what workers were promised set aside."""
+        return occupied(self._sampler.latest, self.roster.replicas())
 
-        Raises NoModelLoaded where there is nothing at all, ModelNotFound with what there is.
-        """
-        if self.first is None:
-            raise NoModelLoaded("no model is loaded", state="unloaded")
-        if not name:
-            return self.first, ""
-        for state in _TAKES_REQUESTS:
-            for deployment in reversed(self._deployments):
-                if deployment.state == state and deployment.spec.name == name:
-                    return deployment, ""
-        for deployment in reversed(self._deployments):
-            if name in deployment.adapters:
-                return deployment, name
-        available = ", ".join(self.names())
-        raise ModelNotFound(
-            f"There is no model {name!r} here; available: {available}", param="model", model=name, available=available
-        )
-
-    def by_key(self, key: str) -> Deployment | None:
-        """The deployment of that key, where it still is."""
-        return next((deployment for deployment in self if deployment.key == key), None)
+    # -- requests -----------------------------------------------------------------------------------------------
 
     async def serving(self, name: str) -> Serving:
-        """The model that `name` means, once it answers: one that sleeps is woken, one that is replaced waited for.
-
-        Raises as `named`, NoModelLoaded with the state, QueueFull where too many wait already, RequestTimeout, and what
-        waking it up fails with.
-        """
+        """See Engine.serving."""
         limit_s = self.config.timeout_s
         try:
             async with asyncio.timeout(limit_s or None):
                 while True:
-                    deployment, adapter = self.named(name)
+                    deployment, adapter = self.roster.named(name)
                     if deployment.state == "ready":
-                        return self._serving(deployment, adapter)
+                        return _serving(deployment, adapter)
                     await self._until_ready(deployment)
         except TimeoutError:
             raise RequestTimeout(f"the model was not ready within {limit_s:g} s", timeout_s=limit_s) from None
 
-    def release(self, request: Request) -> None:
-        """An ended request leaves its worker."""
-        for deployment in self:
-            if deployment.lane is request.lane:
-                deployment.release(request)
+    def left(self, request: Request) -> None:
+        """A request ended: it leaves its worker, and others may take its place."""
+        deployment = self.roster.of_lane(request.lane)
+        if deployment is not None:
+            deployment.left(request)
+        self.dispatch()
 
     def dispatch(self) -> None:
         """Give waiting requests to workers with a free place."""
-        for deployment in self:
+        for deployment in self.roster:
             deployment.dispatch()
+
+    async def _until_ready(self, deployment: Deployment) -> None:
+        """Wait for what will make it, or its successor, answer. Raises NoModelLoaded where nothing is on its way, and
+        what waking it up failed with."""
+        nap = self._naps.awaited(deployment)
+        switch = self._loading if self._handover is not None and self._handover.concerns(deployment) else None
+        awaited = nap or switch
+        if awaited is None:
+            raise deployment.not_ready()
+        if self._waiting >= self.config.max_queue:
+            raise QueueFull(
+                f"{self._waiting} requests wait for {deployment.spec.name}, and {self.config.max_queue} may",
+                queued=self._waiting,
+                limit=self.config.max_queue,
+            )
+        self._waiting += 1
+        try:
+            await asyncio.wait((awaited,))
+        finally:
+            self._waiting -= 1
+        if nap is not None and not nap.cancelled() and (error := nap.exception()) is not None:
+            raise error
 
     # -- what is asked ------------------------------------------------------------------------------------------
 
@@ -177,7 +163,7 @@ class Fleet:
         """See Engine.load."""
         if busy := self._busy():
             raise EngineBusy(busy, state="busy")
-        self._loading = _detached(self._load(spec, config, beside=beside))
+        self._loading = detached(self._load(spec, config, beside=beside))
         return await asyncio.shield(self._loading)
 
     async def cancel_load(self) -> None:
@@ -192,22 +178,20 @@ class Fleet:
         await self.cancel_load()
         if self._unloading is not None and not self._unloading.done():
             await asyncio.shield(self._unloading)
-            return
-        if self.first is None:
-            return
-        target = self.named(name)[0]
-        self._unloading = _detached(self._unload(target, drain_s, error))
-        await asyncio.shield(self._unloading)
+        elif self.roster.first is not None or name:
+            target = self.roster.named(name)[0]
+            self._unloading = detached(self._unload(target, drain_s, error))
+            await asyncio.shield(self._unloading)
 
     async def close(self, drain_s: float, error: EngineError) -> None:
         """Unload everything within `drain_s`, whatever is under way."""
         await self.cancel_load()
-        under_way = [*self._naps.values(), *self._leaving, *([self._unloading] if self._unloading else [])]
+        under_way = [*self._naps.cancel(), *self._leaving, *([self._unloading] if self._unloading else [])]
         for task in under_way:
             task.cancel()
         if under_way:
             await asyncio.wait(under_way)
-        await asyncio.gather(*(self._unload(deployment, drain_s, error) for deployment in list(self)))
+        await asyncio.gather(*(self._unload(deployment, drain_s, error) for deployment in list(self.roster)))
 
     def reconfigure(
         self, name: str, *, workers: int | None, max_prompts: int | None, idle_unload_s: float | None
@@ -216,105 +200,97 @@ class Fleet:
         wanted = {"num_workers": workers, "max_prompts": max_prompts, "idle_unload_s": idle_unload_s}
         changes = {field: value for field, value in wanted.items() if value is not None}
         msgspec.structs.replace(self.config, **changes).validate()
-        target = self.named(name)[0] if name or self.first is not None else None
+        first = self.roster.first
+        target = self.roster.named(name)[0] if name else first
         if target is not None:
             config = msgspec.structs.replace(target.config, **changes)
-            placements = target.place_more(config.num_workers, self._sampler.latest) if workers is not None else []
+            placements = target.place_more(config.num_workers, self.devices()) if workers is not None else []
             target.turn(config, placements)
-        if target is self.first:
+        if target is first:
             self.config = msgspec.structs.replace(self.config, **changes)
         self._on_change()
 
     def restart_worker(self, worker_id: str) -> None:
         """See Engine.restart_worker."""
-        found = next((replica for replica in self.replicas() if replica.id == worker_id), None)
+        found = next((replica for replica in self.roster.replicas() if replica.id == worker_id), None)
         if found is None:
             raise InvalidRequest(f"there is no worker {worker_id}", param="worker", value=worker_id)
         found.restart()
 
     async def attach(self, adapter: AdapterSpec, name: str) -> None:
         """See Engine.attach."""
-        target = self.named(name)[0]
-        if adapter.name in self.names() and adapter.name not in target.adapters:
+        target = self.roster.named(name)[0]
+        if adapter.name in self.roster.names() and adapter.name not in target.adapters:
             raise InvalidRequest(f"{adapter.name} is the name of something else already", param="name")
         await target.attach(adapter)
 
-    async def detach(self, adapter: str, name: str) -> None:
+    def detach(self, adapter: str, name: str) -> None:
         """See Engine.detach."""
-        target = self.named(name or adapter)[0]
-        target.detach(adapter)
+        self.roster.named(name or adapter)[0].detach(adapter)
 
     def tick(self, now: float) -> None:
         """Once a second: replace workers that are hung, and put models to sleep that nobody has asked for long."""
-        for replica in self.replicas():
+        for replica in self.roster.replicas():
             replica.check(now)
-        for deployment in self:
-            limit_s = deployment.config.idle_unload_s
-            if limit_s and deployment.state == "ready" and deployment.idle_s(now) >= limit_s and not self._busy():
-                self._naps[deployment.key] = _detached(deployment.take_down("idle"))
+        for deployment in () if self._busy() else self.roster:
+            self._naps.tick(deployment, now)
 
     # -- loading ------------------------------------------------------------------------------------------------
 
     async def _load(self, spec: ModelSpec, config: EngineConfig, *, beside: bool) -> LoadedModel:
-        for dead in [each for each in self if each.state == "failed"]:
+        for dead in [each for each in self.roster if each.state == "failed"]:
             await self._drop(dead)
         old = self._replaced_by(spec, beside)
-        new = Deployment(f"{spec.name}#{next(self._numbers)}", spec, config, self._around)
-        self._deployments.append(new)
-        if self.first is None:
-            self.first = new
+        new = Deployment(self.roster.new_key(spec.name), spec, config, self._around)
+        self.roster.add(new)
         try:
             new.set("loading")
             await new.read()
-            await self._sampler.read(self.pids())
+            await self._sampler.read(self.roster.pids())
             if old is None or not old.replicas():
-                model = await self._load_alone(new, old)
-            else:
-                model = await self._replace(old, new)
+                return await self._load_alone(new, old)
+            return await self._replace(old, new)
         except asyncio.CancelledError:
             await self._drop(new)
             raise LoadCancelled(f"the load of {spec.name} was cancelled", model=spec.name) from None
         except EngineError as error:
-            if self.first is new and len(self._deployments) == 1:
+            if len(self.roster) == 1:
                 new.fail(error.info)
             else:
                 await self._drop(new)
             raise
-        return model
 
     def _replaced_by(self, spec: ModelSpec, beside: bool) -> Deployment | None:
-        same = next((each for each in self if each.spec.name == spec.name and each.state in ("ready", "idle")), None)
-        if not beside:
-            return same or self.first
-        if same is not None:
-            raise InvalidRequest(
-                f"a model named {spec.name} is loaded already; give this one another name", param="name"
-            )
-        return None
+        answering = [each for each in self.roster if each.state in ("ready", "idle")]
+        same = next((each for each in answering if each.spec.name == spec.name), None)
+        if beside and same is not None:
+            raise InvalidRequest(f"there is a model named {spec.name}; give this one another name", param="name")
+        return None if beside else same or self.roster.first
 
     async def _load_alone(self, new: Deployment, old: Deployment | None) -> LoadedModel:
         """Nothing serves that it would replace."""
-        model = await new.bring_up(self._place(new, self._sampler.latest))
+        model = await new.bring_up(new.place(new.config.num_workers, self.devices()))
         if old is not None:
-            self._succeed(old, new)
+            self.roster.succeed(old, new)
             await self._drop(old)
         return model
 
     async def _replace(self, old: Deployment, new: Deployment) -> LoadedModel:
         """`new` for `old`: beside it where both fit, else after it; refused with nothing changed where it cannot."""
+        workers = new.config.num_workers
         self._handover = handover = Handover(old, new, self._desk)
         try:
             try:
-                placements = self._place(new, self._sampler.latest)
+                placements = new.place(workers, self.devices())
             except InsufficientMemory:
-                self._place(new, released(self._sampler.latest, old.replicas()))
+                new.place(workers, released(self.devices(), old.replicas()))
                 await handover.empty(SWITCH_DRAIN_S)
-                self._succeed(old, new)
+                self.roster.succeed(old, new)
                 await self._drop(old)
-                await self._sampler.read(self.pids())
-                placements = self._place(new, self._sampler.latest)
+                await self._sampler.read(self.roster.pids())
+                placements = new.place(workers, self.devices())
             model = await new.bring_up(placements)
-            self._succeed(old, new)
+            self.roster.succeed(old, new)
             handover.complete()
         except asyncio.CancelledError:
             handover.abandon(LoadCancelled(f"the load of {new.spec.name} was cancelled"))
@@ -324,7 +300,7 @@ class Fleet:
             raise
         finally:
             self._handover = None
-        if old in self._deployments:
+        if old in self.roster:
             self._leave(self._see_off(handover, old))
         return model
 
@@ -333,64 +309,12 @@ class Fleet:
         await handover.finish(SWITCH_DRAIN_S)
         await self._drop(old)
 
-    def _succeed(self, old: Deployment, new: Deployment) -> None:
-        if self.first is old:
-            self.first = new
-
-    def _place(self, deployment: Deployment, devices: Sequence[DeviceReading]) -> list[Placement]:
-        return deployment.place(deployment.config.num_workers, devices)
-
-    # -- sleeping -----------------------------------------------------------------------------------------------
-
-    def _serving(self, deployment: Deployment, adapter: str) -> Serving:
-        model, tokenizer = deployment.require_ready()
-        deployment.lane.last_used = asyncio.get_running_loop().time()
-        return Serving(
-            key=deployment.key,
-            name=deployment.spec.name,
-            spec=deployment.spec,
-            model=model,
-            tokenizer=tokenizer,
-            adapter=adapter,
-            adapters=tuple(each.name for each in deployment.adapters.specs()),
-        )
-
-    async def _until_ready(self, deployment: Deployment) -> None:
-        """Wait for what will make it, or its successor, answer; raises NoModelLoaded where nothing is on its way."""
-        nap = self._naps.get(deployment.key)
-        waited: asyncio.Task[None] | asyncio.Task[LoadedModel] | None = None
-        if nap is not None and not nap.done():
-            waited = nap
-        elif deployment.state == "idle":
-            self._naps[deployment.key] = waited = _detached(self._wake(deployment))
-        elif self._handover is not None and self._handover.concerns(deployment):
-            waited = self._loading
-        if waited is None:
-            raise deployment.not_ready()
-        if self._waiting >= self.config.max_queue:
-            raise QueueFull(
-                f"{self._waiting} requests wait for {deployment.spec.name}, and {self.config.max_queue} may",
-                queued=self._waiting,
-                limit=self.config.max_queue,
-            )
-        self._waiting += 1
-        try:
-            await asyncio.wait((waited,))
-        finally:
-            self._waiting -= 1
-        if nap is None and waited in self._naps.values() and not waited.cancelled():
-            waited.result()
-
     async def _wake(self, deployment: Deployment) -> None:
+        """An idle model, once no load is under way any more."""
         if self._loading is not None and not self._loading.done():
             await asyncio.wait((self._loading,))
-        await self._sampler.read(self.pids())
-        try:
-            placements = self._place(deployment, self._sampler.latest)
-            await deployment.bring_up(placements)
-        finally:
-            if deployment.state == "failed" or deployment.state == "unloaded":
-                deployment.set("idle")
+        await self._sampler.read(self.roster.pids())
+        await deployment.bring_up(deployment.place(deployment.config.num_workers, self.devices()))
 
     # -- going --------------------------------------------------------------------------------------------------
 
@@ -410,47 +334,35 @@ class Fleet:
         await self._drop(target)
 
     async def _drop(self, deployment: Deployment) -> None:
-        """Give its memory back and forget it; the next one takes the place of the first."""
+        """Give its memory back and forget it."""
         if deployment.replicas():
             await deployment.take_down()
-        if deployment in self._deployments:
-            self._deployments.remove(deployment)
-        if self.first is deployment:
-            self.first = next((each for each in self if each.state in ("ready", "idle")), None)
+        self.roster.remove(deployment)
         self._on_change()
 
     def _leave(self, work: Coroutine[object, object, None]) -> None:
-        task = _detached(work)
+        task = detached(work)
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
     def _busy(self) -> str:
         """Why a load cannot begin; "" where it can."""
         if any(task is not None and not task.done() for task in (self._loading, self._unloading)):
-            moving = next((each for each in self if each.state in ("loading", "draining", "unloading")), None)
+            moving = next((each for each in self.roster if each.state in ("loading", "draining", "unloading")), None)
             what = f"{moving.spec.name} is {moving.state}" if moving is not None else "a model is on its way"
             return f"{what}; wait, or cancel that first"
         return ""
 
-    def _new_worker_id(self) -> str:
-        taken = {replica.id for replica in self.replicas()}
-        return next(name for name in (f"w{number}" for number in count()) if name not in taken)
 
-
-def released(devices: Sequence[DeviceReading], replicas: Sequence[Replica]) -> list[DeviceReading]:
-    """The devices as they would be without these workers."""
-    freed: dict[str, int] = {}
-    for replica in replicas:
-        for share in replica.shares:
-            freed[share.device] = freed.get(share.device, 0) + share.total_bytes
-    return [
-        msgspec.structs.replace(device, free_bytes=min(device.total_bytes, device.free_bytes + freed.get(device.id, 0)))
-        for device in devices
-    ]
-
-
-def _detached(work: Coroutine[object, object, T]) -> asyncio.Task[T]:
-    """A task whose failure is no news to asyncio if its caller has gone away."""
-    task = asyncio.get_running_loop().create_task(work)
-    task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-    return task
+def _serving(deployment: Deployment, adapter: str) -> Serving:
+    model, tokenizer = deployment.require_ready()
+    deployment.lane.last_used = asyncio.get_running_loop().time()
+    return Serving(
+        key=deployment.key,
+        name=deployment.spec.name,
+        spec=deployment.spec,
+        model=model,
+        tokenizer=tokenizer,
+        adapter=adapter,
+        adapters=tuple(each.name for each in deployment.adapters.specs()),
+    )

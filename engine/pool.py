@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
-from engine.config import AdapterSpec, EngineConfig, ModelSpec
+from engine.config import AdapterSpec, DeviceShare, EngineConfig, ModelSpec
 from engine.desk import Desk
-from engine.devices import usable_cores
+from engine.devices import BusyTime, usable_cores
 from engine.dispatcher import Slot
 from engine.errors import ErrorInfo, from_info
 from engine.lane import Lane
@@ -46,7 +46,8 @@ class Pool:
     """Replicas by worker id, oldest first. It is the owner that each replica reports to.
 
     place_anew: where a worker goes whose devices are not there any more; None while they are, or where none has room.
-    new_id: a worker id that no model uses.  on_change: called after every change of a replica's state or progress, and
+    new_id: a worker id that no model uses.  on_loaded: with what a new worker's load took of each device, and the bytes
+    of its process.  on_change: called after every change of a replica's state or progress, and
     when requests came back to the queue.  on_dead: with the last reason, when no worker is left that could answer.
     """
 
@@ -61,6 +62,8 @@ class Pool:
         lane: Lane,
         desk: Desk,
         metrics: Metrics,
+        busy: BusyTime,
+        on_loaded: Callable[[Placement, Sequence[DeviceShare], int], None],
         on_change: Callable[[], None],
         on_dead: Callable[[ErrorInfo], None],
     ) -> None:
@@ -73,10 +76,13 @@ class Pool:
         self._lane = lane
         self._desk = desk
         self._metrics = metrics
+        self._busy = busy
+        self._on_loaded = on_loaded
         self._on_change = on_change
         self._on_dead = on_dead
         self._adapters: dict[str, AdapterSpec] = {}
         self._replicas: dict[str, Replica] = {}
+        self._unnoted: dict[str, Placement] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._stopped = False
         self._first: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
@@ -114,6 +120,7 @@ class Pool:
                 hang_s=self._config.hang_s,
             )
             self._replicas[worker_id] = replica
+            self._unnoted[worker_id] = placement
             replica.start()
         self._share_cores()
 
@@ -225,6 +232,10 @@ class Pool:
     def replica_stepped(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
         """ReplicaOwner: outputs go to their requests."""
         self._lane.stepped(replica.id, batch)
+        devices = [share.device for share in replica.shares]
+        self._busy.stepped(devices, ended=asyncio.get_running_loop().time(), step_s=batch.step_s)
+        if replica.model is not None and replica.id in self._unnoted:
+            self._on_loaded(self._unnoted.pop(replica.id), replica.model.shares, batch.rss_bytes)
         self._desk.stepped(replica, batch, before)
 
     def replica_lost(self, replica: Replica, requests: list[Request], error: ErrorInfo) -> None:
@@ -287,5 +298,6 @@ class Pool:
         self._lane.forget_workers((replica.id,))
         if self._replicas.get(replica.id) is replica:
             del self._replicas[replica.id]
+            self._unnoted.pop(replica.id, None)
             self._share_cores()
         self._on_change()

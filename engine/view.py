@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from engine.deployment import Deployment
 from engine.desk import Desk
-from engine.devices import Claim, split_memory
+from engine.devices import account
 from engine.fleet import Fleet
 from engine.metrics import E2E, ITL, TTFT, Metrics
 from engine.replica import Replica
-from engine.snapshot import DeviceReading, ModelStatus, RequestRow, Snapshot
+from engine.snapshot import DeviceReading, ModelReading, ModelStatus, RequestRow, Snapshot
 
 
 def build_snapshot(
@@ -26,20 +27,21 @@ def build_snapshot(
     log_total: int,
 ) -> Snapshot:
     """The engine at unix time `at`, which is `now` on the loop's clock."""
-    replicas, config, first = fleet.replicas(), fleet.config, fleet.first
+    roster, config = fleet.roster, fleet.config
+    replicas, first = roster.replicas(), roster.first
     queued = fleet.queued
     return Snapshot(
         at=at,
         uptime_s=now - started,
         status=ModelStatus() if first is None else first.status(),
-        models=tuple(deployment.reading() for deployment in fleet),
+        models=tuple(map(model_reading, roster)),
         target_workers=config.num_workers,
         max_prompts=config.max_prompts,
         max_queue=config.max_queue,
-        devices=tuple(split_memory(device, claim_on(device.id, replicas)) for device in devices),
+        devices=account(devices, {replica.id: replica.shares for replica in replicas}, fleet.busy_time.shares(now)),
         workers=tuple(
             msgspec.structs.replace(replica.reading(now, deployment.config.max_prompts), model=deployment.spec.name)
-            for deployment in fleet
+            for deployment in roster
             for replica in deployment.replicas()
         ),
         requests=(*_live_rows(desk, replicas, now), *reversed(desk.recent)),
@@ -74,21 +76,23 @@ def prefix_hit_rate(replicas: Iterable[Replica]) -> float | None:
     return sum(each.prefix_hit_tokens for each in stats) / queried if queried else None
 
 
-def claim_on(device: str, replicas: Iterable[Replica]) -> Claim:
-    """Weights and KV pages of all replicas on one device; one that does not say how it shares several out is taken to
-    share them evenly."""
-    weights = kv = 0
-    for replica in replicas:
-        shares = [share for share in replica.shares if share.device == device]
-        devices = replica.model.devices if replica.model else (replica.device,)
-        if replica.shares:
-            loaded = replica.model is not None
-            weights += sum(share.weights_bytes for share in shares) if loaded else replica.stats.weights_bytes
-            kv += sum(share.kv_bytes for share in shares) if loaded else replica.stats.kv_bytes
-        elif device in devices:
-            weights += replica.stats.weights_bytes // len(devices)
-            kv += replica.stats.kv_bytes // len(devices)
-    return Claim(weights_bytes=weights, kv_bytes=kv)
+def model_reading(deployment: Deployment) -> ModelReading:
+    """One model. What was planned and used is the first worker's that was loaded."""
+    replicas, config = deployment.replicas(), deployment.config
+    loaded = next((replica for replica in replicas if replica.model is not None), None)
+    return ModelReading(
+        key=deployment.key,
+        name=deployment.spec.name,
+        status=deployment.status(),
+        target_workers=config.num_workers,
+        max_prompts=config.max_prompts,
+        queued=deployment.lane.queued,
+        running=deployment.lane.running,
+        idle_unload_s=config.idle_unload_s,
+        adapters=deployment.adapters.readings(replicas),
+        planned=loaded.planned if loaded is not None else (),
+        used=loaded.shares if loaded is not None else (),
+    )
 
 
 def _live_rows(desk: Desk, replicas: Iterable[Replica], now: float) -> list[RequestRow]:

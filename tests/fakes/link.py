@@ -150,7 +150,7 @@ class FakeLink:
         await self._record("list_models")
         return self.models
 
-    async def load(self, model: str) -> None:
+    async def load(self, model: str, *, beside: bool = False) -> None:
         """Loading while held, then ready; ModelNotFound for a name that is not in the catalogue."""
         entry = next((entry for entry in self.models if model in (entry.name, str(entry.path))), None)
         if entry is None:
@@ -159,7 +159,7 @@ class FakeLink:
         self._load_cancelled = False
         self._change(status=msgspec.structs.replace(scenes.loading().status, spec=spec))
         try:
-            await self._record("load", model=model)
+            await self._record("load", model=model, **({"beside": True} if beside else {}))
             if self._load_cancelled:
                 raise LoadCancelled(f"loading {model} was cancelled")
         except LoadCancelled:
@@ -177,19 +177,23 @@ class FakeLink:
         if "load" in self._gates:
             self.release("load")
 
-    async def unload(self) -> None:
+    async def unload(self, model: str = "") -> None:
         """Back to no model."""
-        await self._record("unload")
+        await self._record("unload", **({"model": model} if model else {}))
         self._change(status=ModelStatus(), workers=(), requests=(), queued=0, running=0)
 
-    async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None) -> None:
+    async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None, model: str = "") -> None:
         """Moves the targets."""
-        knobs = {"workers": workers, "max_prompts": max_prompts}
+        knobs = {"workers": workers, "max_prompts": max_prompts, "model": model or None}
         await self._record("reconfigure", **{name: value for name, value in knobs.items() if value is not None})
         self._change(
             target_workers=self.current.target_workers if workers is None else workers,
             max_prompts=self.current.max_prompts if max_prompts is None else max_prompts,
         )
+
+    async def restart_worker(self, worker_id: str) -> None:
+        """Keeps the call alone."""
+        await self._record("restart_worker", worker_id=worker_id)
 
     async def cancel_request(self, request_id: str) -> None:
         """Finishes that row as cancelled."""
@@ -206,7 +210,9 @@ class FakeLink:
         """A model that suggests a temperature."""
         return SamplingParams(temperature=0.6)
 
-    async def chat(self, messages: Sequence[ChatMessage], params: SamplingParams) -> AsyncIterator[ChatDelta]:
+    async def chat(
+        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = ""
+    ) -> AsyncIterator[ChatDelta]:
         """`answer` in words, each a delta; hold("chat") stops before every word."""
         if self.current.status.state != "ready":
             raise NoModelLoaded("no model is loaded", state=self.current.status.state)
