@@ -60,6 +60,21 @@ class Served:
             assert response.status == 200, answer
             return answer
 
+    async def load(self, **order: Any) -> dict[str, Any]:
+        """How a load over HTTP ended."""
+        async with self.http.post("/admin/load", json=order) as response:
+            report = await response.json()
+            assert response.status in (200, 202), report
+        return await self.load_ended()
+
+    async def load_ended(self) -> dict[str, Any]:
+        """How the last load over HTTP ended, once it has."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                report = await self.get("/admin/load")
+                if report["state"] != "loading":
+                    return report
+
     async def refusal(self, path: str, /, status: int = 400, **body: Any) -> dict[str, Any]:
         """The error object of a POST that must be refused with `status`."""
         async with self.http.post(path, json=body) as response:

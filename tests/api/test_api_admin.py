@@ -45,12 +45,12 @@ async def test_a_model_s_whole_life_over_http(tmp_path: Path) -> None:
         assert operator.orders == []
         async with aiohttp.ClientSession(api.url, headers=BEARER) as http:
             api.http = http
-            report = await api.post("/admin/load", model="one", workers=2, max_prompts=5, idle_unload_s=600)
+            report = await api.load(model="one", workers=2, max_prompts=5, idle_unload_s=600)
             assert (report["model"], report["state"]) == ("one", "ready")
             one = (await models(api))["one"]
             assert (one["status"]["state"], one["target_workers"]) == ("ready", 2)
             assert (one["max_prompts"], one["idle_unload_s"]) == (5, 600)
-            assert (await api.post("/admin/load", model="two", beside=True, max_model_len=64))["state"] == "ready"
+            assert (await api.load(model="two", beside=True, max_model_len=64))["state"] == "ready"
             assert (await models(api))["two"]["status"]["model"]["max_model_len"] == 64
             await api.post("/admin/reconfigure", model="two", max_prompts=7, workers=3)
             two = (await models(api))["two"]
@@ -117,8 +117,7 @@ async def test_a_load_that_takes_long_is_a_202_and_can_be_looked_at(tmp_path: Pa
         assert error["code"] == "engine_busy"
         assert backend.load_gate is not None
         backend.load_gate.open()
-        await until(lambda: api.engine.status.state == "ready")
-        await _until_report(api, "ready")
+        assert (await api.load_ended())["state"] == "ready"
 
 
 async def test_a_load_can_be_cancelled(tmp_path: Path) -> None:
@@ -139,7 +138,8 @@ async def test_a_load_that_fails_later_says_why_where_it_can_be_looked_at(tmp_pa
             assert response.status == 202
         assert backend.load_gate is not None
         backend.load_gate.open()
-        report = await _until_report(api, "failed")
+        report = await api.load_ended()
+        assert report["state"] == "failed"
         assert "bad weights" in report["error"]["message"]
 
 
@@ -194,7 +194,7 @@ async def test_a_replacement_lets_running_requests_of_the_old_model_end(tmp_path
     async with serving(tmp_path, backend, operator=operator, spec=named_spec(tmp_path, "one"), others=second) as api:
         asking = asyncio.create_task(api.post("/generate", prompt=">", max_tokens=3))
         await api.until_row(state="prefill")
-        await api.post("/admin/load", model="two")
+        await api.load(model="two")
         assert (await api.post("/generate", prompt=">", max_tokens=3))["text"] == ">222"
         assert backend.gate is not None
         backend.gate.open()
@@ -271,11 +271,3 @@ async def test_an_unknown_model_cannot_be_unloaded_or_reconfigured(admin: Served
     for path, body in (("/admin/unload", {}), ("/admin/reconfigure", {"workers": 2})):
         error = await admin.refusal(path, status=404, model="three", **body)
         assert error["message"].endswith("available: one")
-
-
-async def _until_report(api: Served, state: str) -> dict[str, Any]:
-    """GET /admin/load once the load is in `state`."""
-    while (report := await api.get("/admin/load"))["state"] == "loading":
-        pass
-    assert report["state"] == state
-    return report

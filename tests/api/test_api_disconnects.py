@@ -30,7 +30,9 @@ class RawClient:
         address = urlsplit(url)
         _, writer = await asyncio.open_connection(address.hostname, address.port)
         content = json.dumps(body).encode()
-        writer.write(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(content)))
+        writer.write(
+            b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(content))
+        )
         writer.write(content)
         await writer.drain()
         return cls(writer)

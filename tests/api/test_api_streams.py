@@ -93,12 +93,12 @@ async def test_a_stream_that_the_operator_cancels_ends_with_an_error(paced_api: 
 
 async def test_a_reader_that_stops_reading_holds_up_nobody_and_is_cut_off(tmp_path: Path) -> None:
     settings = ApiSettings(port=0, write_timeout_s=0.2)
-    spec = fake_spec(tmp_path, kv_cache_tokens=100_000)
-    async with serving(tmp_path, FakeBackend(reply=echo, max_model_len=60_000), settings=settings, spec=spec) as api:
-        body = json.dumps({"prompt": "x" * 40_000, "max_tokens": 5000, "stream": True}).encode()
+    spec = fake_spec(tmp_path, kv_cache_tokens=1_000_000)
+    async with serving(tmp_path, FakeBackend(reply=echo, max_model_len=500_000), settings=settings, spec=spec) as api:
+        body = json.dumps({"prompt": "x" * 400_000, "max_tokens": 5000, "stream": True}).encode()
         reader = _dead_reader(api.url, b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
         reader.sendall(body)
-        await api.until_row(state="decode", prompt_tokens=40_000)
+        await api.until_row(state="decode", prompt_tokens=400_000)
         other = {"prompt": "other", "max_tokens": 10}
         async with api.http.post("/generate", json=other, headers={"Connection": "close"}) as response:
             assert await response.json() == {"text": "other" * 3}

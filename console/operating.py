@@ -1,0 +1,117 @@
+"""What is asked of a runtime over HTTP: names and settings to what the runtime does, and no path that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from console.api.operator import LoadOrder
+from console.estimate import estimate_for
+from console.sources import changed
+from engine.config import AdapterSpec
+from engine.errors import InvalidRequest, UnsupportedModel
+from engine.estimate import Estimate
+from engine.models.adapters import CONFIG, describe_adapter
+from engine.models.discover import DEMO, find_folders
+from engine.models.files import home_expanded
+from engine.models.hub_cache import hub_cache_folder
+from engine.models.resolve import resolve_local
+from engine.snapshot import ModelStatus
+
+if TYPE_CHECKING:
+    from console.runtime import Runtime
+
+_PATH_STARTS = ("/", ".", "~")
+_SETTINGS = {
+    "workers": "num_workers",
+    "max_prompts": "max_prompts",
+    "idle_unload_s": "idle_unload",
+    "max_model_len": "max_model_len",
+    "cache_bits": "cache_bits",
+    "gpu_split": "gpu_split",
+}
+"""Fields of an order, and the settings that they stand for."""
+
+
+class RuntimeOperator:
+    """Implements console.api.operator.Operator."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def load_model(self, order: LoadOrder) -> None:
+        """Find, fetch and load a model."""
+        name = await asyncio.to_thread(self._admitted, order.model)
+        await self._runtime.load(name, beside=order.beside, changes=_changes(order))
+
+    async def cancel_load(self) -> None:
+        """Stop the download or load under way."""
+        await self._runtime.cancel_load()
+
+    def finding(self) -> ModelStatus | None:
+        """The download under way."""
+        return self._runtime.finding()
+
+    async def estimate(self, order: LoadOrder) -> Estimate:
+        """What the load would take of each device now."""
+        name = await asyncio.to_thread(self._admitted, order.model)
+        settings = changed(self._runtime.settings, {**_changes(order), "model": name})
+        return await asyncio.to_thread(estimate_for, settings)
+
+    async def find_adapter(self, name: str, path: str, scale: float) -> AdapterSpec:
+        """The adapter in a folder of ours, or found there under that name."""
+        return AdapterSpec(name=name, path=await asyncio.to_thread(self._adapter_folder, path), scale=scale)
+
+    def _admitted(self, name: str) -> str:
+        """The name by which the settings find the model; one that is loaded and is found by none goes by its folder.
+        Raises InvalidRequest for a folder that is none of ours."""
+        folder = home_expanded(name)
+        if name.startswith(_PATH_STARTS) or (name != DEMO and (folder / "config.json").is_file()):
+            self._refuse_outside(folder, "model")
+        loaded = self._loaded().get(name)
+        if loaded is not None and resolve_local(name, self._runtime.settings.models_dir) is None:
+            return str(loaded)
+        return name
+
+    def _adapter_folder(self, path: str) -> Path:
+        found = {each.name: each.path for each in find_folders(self._runtime.settings.models_dir, CONFIG)}
+        folder = found.get(path)
+        if folder is None:
+            folder = home_expanded(path)
+            self._refuse_outside(folder, "path")
+        if problem := describe_adapter(folder).problem:
+            raise UnsupportedModel(problem, param="path")
+        return folder
+
+    def _refuse_outside(self, folder: Path, param: str) -> None:
+        if ".." in folder.parts or not any(_plain(folder).is_relative_to(_plain(ours)) for ours in self._folders()):
+            raise InvalidRequest(
+                f"{folder} lies in none of the folders that models are taken from; --models-dir adds one", param=param
+            )
+
+    def _folders(self) -> Iterator[Path]:
+        """Where models and adapters may lie. Links in there are the operator's own, so they may lead anywhere."""
+        settings = self._runtime.settings
+        yield from (hub_cache_folder(), *settings.models_dir, *self._loaded().values())
+        if (first := home_expanded(settings.model)).is_dir():
+            yield first
+        if settings.lora is not None:
+            yield home_expanded(settings.lora)
+
+    def _loaded(self) -> dict[str, Path]:
+        models = self._runtime.engine.snapshot().models
+        return {model.name: model.status.spec.path for model in models if model.status.spec is not None}
+
+
+def _plain(folder: Path) -> Path:
+    """Without steps up; links are left as they are."""
+    return Path(os.path.normpath(folder.absolute()))
+
+
+def _changes(order: LoadOrder) -> dict[str, object]:
+    """The settings that the order changes."""
+    asked = {setting: getattr(order, field) for field, setting in _SETTINGS.items()}
+    return {setting: value for setting, value in asked.items() if value is not None}

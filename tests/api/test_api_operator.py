@@ -1,0 +1,169 @@
+"""Orders over HTTP at the real runtime: names and paths to models, settings of a load, adapters, estimates."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from console.runtime import Runtime
+from console.settings import Settings
+from tests.fakes.adapters import make_adapter
+from tests.fakes.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`models` holds tiny, other, an adapter and a link to `linked`; `elsewhere` holds what is not to be touched."""
+    root = tmp_path_factory.mktemp("operator")
+    for name in ("models/tiny", "models/other", "elsewhere/secret", "linked"):
+        make_tiny_model(root / name)
+    (root / "models/link").symlink_to(root / "linked")
+    make_adapter(root / "models/poet-v1", root / "models/tiny")
+    make_adapter(root / "elsewhere/spy", root / "models/tiny")
+    return root
+
+
+class Operated:
+    """A runtime and a client of its server."""
+
+    def __init__(self, runtime: Runtime, http: aiohttp.ClientSession) -> None:
+        self.runtime = runtime
+        self._http = http
+
+    async def post(self, path: str, /, status: int = 200, **body: Any) -> dict[str, Any]:
+        """The JSON answer to a POST."""
+        async with self._http.post(path, json=body) as response:
+            answer = await response.json()
+            assert response.status == status, answer
+            return dict(answer)
+
+    async def refusal(self, path: str, /, status: int = 400, **body: Any) -> str:
+        """The sentence of a POST that must be refused."""
+        return str((await self.post(path, status, **body))["error"]["message"])
+
+    async def load(self, **order: Any) -> None:
+        """Load a model, to the end."""
+        async with self._http.post("/admin/load", json=order) as response:
+            report = await response.json()
+        while report.get("state") == "loading":
+            async with self._http.get("/admin/load") as response:
+                report = await response.json()
+        assert report.get("state") == "ready", report
+
+    def models(self) -> dict[str, Any]:
+        """What is shown of each model, by name."""
+        return {model.name: model for model in self.runtime.engine.snapshot().models}
+
+
+@asynccontextmanager
+async def operated(folders: Path, **fields: Any) -> AsyncIterator[Operated]:
+    """A runtime that may take models from `models`; nothing is loaded."""
+    settings = Settings(port=0, models_dir=(folders / "models",), worker_host="thread", **fields)
+    runtime = Runtime(settings)
+    await runtime.start()
+    try:
+        async with aiohttp.ClientSession(runtime.api_status().url) as http:
+            yield Operated(runtime, http)
+    finally:
+        await runtime.close(drain_s=0.0)
+
+
+async def test_models_are_loaded_by_name_with_settings_of_their_own_and_changed_the_same_way(folders: Path) -> None:
+    async with operated(folders, max_prompts=3) as api:
+        await api.load(model="tiny", max_model_len=128)
+        await api.runtime.engine.reconfigure(max_prompts=2)
+        assert api.models()["tiny"].status.model.max_model_len == 128
+        await api.load(model="other", beside=True)
+        assert api.models()["other"].max_prompts == 2
+        await api.load(model="tiny", max_model_len=64)
+        ready = [model for model in api.runtime.engine.snapshot().models if model.status.state == "ready"]
+        assert {model.name: model.status.model.max_model_len for model in ready if model.status.model} == {
+            "other": 512,
+            "tiny": 64,
+        }
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["elsewhere/secret", "models/../elsewhere/secret", "nowhere", "", "models/../nowhere"],
+    ids=["a folder", "a step up", "no folder", "the root of ours", "no folder by a step up"],
+)
+async def test_a_path_outside_our_folders_is_refused_whether_it_is_there_or_not(folders: Path, path: str) -> None:
+    async with operated(folders) as api:
+        for order in ("/admin/load", "/admin/estimate"):
+            said = await api.refusal(order, model=f"{folders}/{path}")
+            assert "lies in none of the folders that models are taken from" in said
+        assert api.models() == {}
+
+
+async def test_a_folder_beneath_the_working_one_is_no_model_of_ours(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folders / "elsewhere")
+    async with operated(folders) as api:
+        for name in ("secret", "./secret", "../elsewhere/secret"):
+            assert "lies in none of the folders" in await api.refusal("/admin/load", model=name)
+
+
+async def test_paths_inside_our_folders_are_taken_links_there_included(folders: Path) -> None:
+    async with operated(folders) as api:
+        for name in ("models/tiny", "models/link"):
+            found = await api.post("/admin/estimate", model=f"{folders}/{name}")
+            assert found["can_load"] is True
+
+
+async def test_the_model_of_the_start_may_be_loaded_again_wherever_it_lies(folders: Path) -> None:
+    model = folders / "elsewhere/secret"
+    async with operated(folders, model=str(model)) as api:
+        assert (await api.post("/admin/estimate", model=str(model)))["fits"] is True
+        await api.runtime.load(str(model))
+        assert (await api.post("/admin/estimate", model="secret", workers=2))["workers"] == 2
+
+
+async def test_an_unknown_model_is_a_404_with_what_there_is(folders: Path) -> None:
+    async with operated(folders) as api:
+        assert "other" in await api.refusal("/admin/load", 404, model="nothing-like-it")
+
+
+async def test_a_setting_that_the_backend_lacks_is_refused(folders: Path) -> None:
+    async with operated(folders) as api:
+        assert "cache_bits" in await api.refusal("/admin/load", model="tiny", cache_bits=4)
+        assert "max_model_len" in await api.refusal("/admin/load", model="tiny", max_model_len=10**6)
+
+
+async def test_an_estimate_is_a_table_and_a_verdict_before_anything_is_loaded(folders: Path) -> None:
+    async with operated(folders, devices="sim:1,1") as api:
+        found = await api.post("/admin/estimate", model="tiny", workers=3, max_prompts=4)
+        assert (found["can_load"], found["workers"], found["max_prompts"]) == (True, 3, 4)
+        assert [device["id"] for device in found["devices"]] == ["sim:0", "sim:1"]
+        assert found["verdict"]
+        assert api.models() == {}
+
+
+async def test_adapters_are_attached_by_their_found_name_or_folder_and_used(folders: Path) -> None:
+    async with operated(folders) as api:
+        await api.runtime.load("tiny")
+        plain = await api.post("/v1/completions", prompt="a b", max_tokens=8, temperature=0)
+        await api.post("/admin/adapters", name="poet", path="poet-v1")
+        await api.post("/admin/adapters", name="bard", path=str(folders / "models/poet-v1"), scale=2.0)
+        for field in ("model", "lora"):
+            adapted = await api.post("/v1/completions", prompt="a b", max_tokens=8, temperature=0, **{field: "poet"})
+            assert adapted["choices"][0]["text"] != plain["choices"][0]["text"]
+        assert [each.name for each in api.models()["tiny"].adapters] == ["poet", "bard"]
+
+
+async def test_an_adapter_outside_our_folders_or_that_is_none_is_refused(folders: Path) -> None:
+    async with operated(folders) as api:
+        await api.runtime.load("tiny")
+        said = await api.refusal("/admin/adapters", name="spy", path=str(folders / "elsewhere/spy"))
+        assert "lies in none of the folders" in said
+        said = await api.refusal("/admin/adapters", name="tiny2", path=str(folders / "models/tiny"))
+        assert "adapter_config.json" in said
+        assert api.models()["tiny"].adapters == ()
