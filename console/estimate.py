@@ -41,24 +41,27 @@ _COLUMNS = (
 )
 
 
-def estimate_for(settings: Settings) -> Estimate:
-    """The estimate for what `settings` ask for. Raises ModelNotFound, or a ModelLoadFailed for a folder of which
-    nothing can be told."""
+def estimate_for(settings: Settings, devices: Sequence[DeviceReading] | None = None) -> Estimate:
+    """The estimate for what `settings` ask for. devices: as they are now; None reads them.
+
+    Raises ModelNotFound, or a ModelLoadFailed for a folder of which nothing can be told.
+    """
     path = _folder(settings)
     entry = inspect(path, partial(backend_for, settings))
     spec = requested_spec(settings, settings.model, path, entry.backend)
     config = engine_config(settings, None)
-    devices = _usable(new_probe(config.devices).read(), entry.backend)
+    found = new_probe(config.devices).read() if devices is None else devices
+    usable = _usable(found, entry.backend)
     return estimate(
         read_facts(spec),
-        devices,
+        usable,
         spec,
         workers=config.num_workers,
         workload=Workload(
             max_prompts=config.max_prompts, step_tokens=config.step_tokens, page_tokens=config.page_tokens
         ),
         correct=LedgerFile(state_dir()).read().correction,
-        problem=_problem(settings, spec, entry, candidates(devices, spec)[0]),
+        problem=_problem(settings, spec, entry, candidates(usable, spec)[0]),
     )
 
 

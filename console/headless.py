@@ -10,7 +10,7 @@ import sys
 from console.loading import ModelChoice
 from console.logs import logging_to
 from console.runtime import Runtime
-from console.settings import APP_NAME, Settings, log_dir
+from console.settings import APP_NAME, Settings, log_dir, state_dir
 from engine.errors import EngineError
 
 
@@ -20,7 +20,13 @@ def run_headless(settings: Settings, choice: ModelChoice) -> int:
 
 
 async def _serve(settings: Settings, choice: ModelChoice) -> int:
-    runtime = Runtime(settings, log_dir=log_dir())
+    if settings.cluster != "local":
+        _say(f"joining the cluster {settings.cluster}")
+    try:
+        runtime = await Runtime.open(settings, log_dir=log_dir(), state_dir=state_dir())
+    except EngineError as error:
+        _say(error.message)
+        return 1
     stop = _Stop()
     with logging_to(runtime.engine.log, log_dir(), verbose=settings.verbose, stderr=True):
         try:

@@ -14,6 +14,7 @@ from engine.backends.base import FinishReason
 from engine.config import SamplingParams
 from engine.doctor.report import Report
 from engine.errors import ErrorInfo
+from engine.estimate import Estimate
 from engine.models.catalog import ModelEntry
 from engine.snapshot import LogEntry, Snapshot
 
@@ -89,6 +90,15 @@ class EngineLink(Protocol):
 
     async def restart_worker(self, worker_id: str) -> None:
         """Start a worker again: one that was left dead, or one that an operator does not trust any more."""
+
+    async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
+        """What loading a model would take of each device now; the knobs are the settings' unless given."""
+
+    async def attach(self, name: str, path: str, model: str = "") -> None:
+        """Make the LoRA adapter in a folder usable under a name; returns when every ready worker has it."""
+
+    async def detach(self, name: str, model: str = "") -> None:
+        """Forget a LoRA adapter."""
 
     async def cancel_request(self, request_id: str) -> None:
         """Cancel one request, wherever it came from."""

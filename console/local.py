@@ -14,6 +14,7 @@ from engine.config import SamplingParams
 from engine.doctor.report import Report
 from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
 from engine.errors import from_info
+from engine.estimate import Estimate
 from engine.models.catalog import ModelEntry
 from engine.snapshot import LogEntry, Snapshot
 from engine.text.tokenizer import Tokenizer
@@ -67,6 +68,20 @@ class LocalLink:
     async def restart_worker(self, worker_id: str) -> None:
         """Start a worker again."""
         await self._call(self._runtime.engine.restart_worker(worker_id))
+
+    async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
+        """What loading a model would take of each device now."""
+        knobs = {"num_workers": workers, "max_prompts": max_prompts}
+        changes = {name: value for name, value in knobs.items() if value is not None}
+        return await self._call(self._runtime.estimate(model, changes))
+
+    async def attach(self, name: str, path: str, model: str = "") -> None:
+        """Make an adapter usable."""
+        await self._call(self._runtime.attach(name, path, model))
+
+    async def detach(self, name: str, model: str = "") -> None:
+        """Forget an adapter."""
+        await self._call(self._runtime.engine.detach(name, model))
 
     async def cancel_request(self, request_id: str) -> None:
         """Cancel one request."""

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from console.api.operator import LoadOrder
-from console.estimate import estimate_for
-from console.sources import changed
 from engine.config import AdapterSpec
 from engine.errors import InvalidRequest, UnsupportedModel
 from engine.estimate import Estimate
@@ -58,8 +56,7 @@ class RuntimeOperator:
     async def estimate(self, order: LoadOrder) -> Estimate:
         """What the load would take of each device now."""
         name = await asyncio.to_thread(self._admitted, order.model)
-        settings = changed(self._runtime.settings, {**_changes(order), "model": name})
-        return await asyncio.to_thread(estimate_for, settings)
+        return await self._runtime.estimate(name, _changes(order))
 
     async def find_adapter(self, name: str, path: str, scale: float) -> AdapterSpec:
         """The adapter in a folder of ours, or found there under that name."""

@@ -10,27 +10,35 @@ from collections.abc import Container, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from console.doctor import diagnose
+from console.estimate import estimate_for
 from console.link import ApiStatus
 from console.loading import ModelChoice, backend_for, engine_config, find_model
 from console.operating import RuntimeOperator
 from console.settings import Settings
 from console.sources import changed
 from engine.backends.base import LoadProgress
-from engine.config import ModelSpec
+from engine.config import AdapterSpec, ModelSpec
+from engine.devices import parse_devices
 from engine.doctor.report import Report
 from engine.engine import Engine
-from engine.errors import EngineBusy, EngineError, ErrorInfo, LoadCancelled
+from engine.errors import EngineBusy, EngineError, ErrorInfo, LoadCancelled, UnsupportedModel
+from engine.estimate import Estimate
+from engine.models.adapters import describe_adapter
 from engine.models.catalog import ModelEntry
 from engine.models.discover import discover
+from engine.models.files import home_expanded
 from engine.models.inspect import inspect
 from engine.snapshot import ModelStatus
+
+if TYPE_CHECKING:
+    from engine.cluster import Cluster
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -39,12 +47,35 @@ log = logging.getLogger(__name__)
 class Runtime:
     """One engine with its API server. Every coroutine runs on the loop that `start` ran on."""
 
-    def __init__(self, settings: Settings, *, log_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        log_dir: Path | None = None,
+        state_dir: Path | None = None,
+        cluster: Cluster | None = None,
+    ) -> None:
         self.settings = settings
-        self.engine = Engine(engine_config(settings, log_dir))
+        self._cluster = cluster
+        self.engine = Engine(
+            msgspec.structs.replace(engine_config(settings, log_dir), state_dir=state_dir),
+            new_host=cluster.new_host if cluster is not None else None,
+            probe=cluster.probe() if cluster is not None else None,
+        )
         self._api = ApiServer(self.engine, _api_settings(settings), RuntimeOperator(self))
         self._api_error: ErrorInfo | None = None
         self._finding: _Finding | None = None
+
+    @classmethod
+    async def open(cls, settings: Settings, *, log_dir: Path, state_dir: Path) -> Runtime:
+        """A runtime that keeps logs and what it learns, in the cluster where one is asked for. Raises EngineError."""
+        cluster = None
+        if settings.cluster != "local":
+            from engine.cluster import open_cluster
+
+            gib = parse_devices(settings.devices) if settings.devices else ()
+            cluster = await asyncio.to_thread(open_cluster, settings.cluster, gib)
+        return cls(settings, log_dir=log_dir, state_dir=state_dir, cluster=cluster)
 
     async def start(self) -> None:
         """Start the engine; and the API where the settings want it. Raises EngineError when it cannot listen."""
@@ -109,6 +140,27 @@ class Runtime:
         opened = await asyncio.to_thread(inspect, spec.path, choose)
         return [*entries, msgspec.structs.replace(opened, name=spec.name, origin=str(spec.path.parent))]
 
+    async def attach(self, name: str, path: str, model: str = "") -> None:
+        """Make the LoRA adapter in the folder `path` usable under `name`. Raises EngineError."""
+        folder = home_expanded(path)
+        described = await asyncio.to_thread(describe_adapter, folder)
+        if described.problem:
+            raise UnsupportedModel(described.problem, param="path")
+        await self.engine.attach(AdapterSpec(name=name, path=folder), model)
+
+    async def estimate(self, model: str, changes: Mapping[str, object] | None = None) -> Estimate:
+        """What loading a model would take of each device: beside what is loaded, or in place of the first model where
+        it fits only so. Raises EngineError."""
+        settings = changed(self.settings, {**(changes or {}), "model": model})
+        found = await asyncio.to_thread(estimate_for, settings, await self.engine.devices())
+        first = self.engine.status.spec
+        if found.fits or first is None:
+            return found
+        alone = await asyncio.to_thread(estimate_for, settings, await self.engine.devices(without=""))
+        if not alone.fits:
+            return found
+        return msgspec.structs.replace(alone, verdict=f"In place of {first.name}: {alone.verdict}")
+
     async def diagnose(self) -> Report:
         """What this machine has and lacks for the settings; the probes under way end when this is cancelled."""
         cancelled = threading.Event()
@@ -147,6 +199,8 @@ class Runtime:
         until = clock() + drain_s
         await self._api.stop(drain_s=drain_s)
         await self.engine.close(drain_s=max(0.0, until - clock()))
+        if self._cluster is not None:
+            await asyncio.to_thread(self._cluster.close)
 
 
 class _Finding:

@@ -9,7 +9,7 @@ from console.loading import ModelChoice
 from console.local import LocalLink
 from console.logs import logging_to
 from console.runtime import LoopThread, Runtime
-from console.settings import APP_NAME, Settings, data_dir, log_dir
+from console.settings import APP_NAME, Settings, data_dir, log_dir, state_dir
 from engine.errors import EngineError
 
 
@@ -18,7 +18,14 @@ def run_console(settings: Settings, choice: ModelChoice) -> int:
     from console.app import EricApp
 
     loop = LoopThread()
-    runtime = loop.submit(_make(settings)).result()
+    if settings.cluster != "local":
+        print(f"{APP_NAME}: joining the cluster {settings.cluster}", file=sys.stderr)
+    try:
+        runtime = loop.submit(Runtime.open(settings, log_dir=log_dir(), state_dir=state_dir())).result()
+    except EngineError as error:
+        print(f"{APP_NAME}: {error.message}", file=sys.stderr)
+        loop.stop()
+        return 1
     with logging_to(runtime.engine.log, log_dir(), verbose=settings.verbose, stderr=False):
         try:
             loop.submit(_open(runtime, choice))
@@ -30,10 +37,6 @@ def run_console(settings: Settings, choice: ModelChoice) -> int:
             loop.submit(runtime.close()).result()
             loop.stop()
     return code
-
-
-async def _make(settings: Settings) -> Runtime:
-    return Runtime(settings, log_dir=log_dir())
 
 
 async def _open(runtime: Runtime, choice: ModelChoice) -> None:

@@ -24,7 +24,7 @@ from engine.metrics import Metrics
 from engine.pool import NewHost
 from engine.request import GenerateRequest, Request, compact
 from engine.sampler import DeviceSampler
-from engine.snapshot import ModelStatus, Snapshot
+from engine.snapshot import DeviceReading, ModelStatus, Snapshot
 from engine.stream import RequestStream, StreamDelta
 from engine.text.tokenizer import Tokenizer
 from engine.view import build_snapshot, kv_usage
@@ -145,6 +145,13 @@ class Engine:
         changes = {name: value for name, value in knobs.items() if value is not None}
         config = msgspec.structs.replace(self.config, **changes).validate()
         return await self._fleet.load(spec, config, beside=beside)
+
+    async def devices(self, *, without: str | None = None) -> list[DeviceReading]:
+        """The devices as placement sees them now, with what workers were promised set aside.
+
+        without: a model ("" is the first) whose workers are taken as gone. Raises ModelNotFound, NoModelLoaded.
+        """
+        return await self._fleet.read_devices(without)
 
     async def cancel_load(self) -> None:
         """Stop the load under way, if any; returns when its workers are gone. `load` then raises LoadCancelled.

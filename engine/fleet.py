@@ -108,6 +108,12 @@ class Fleet:
         """The devices as placement must see them: with what workers were promised set aside."""
         return occupied(self._sampler.latest, self.roster.replicas())
 
+    async def read_devices(self, without: str | None = None) -> list[DeviceReading]:
+        """See Engine.devices."""
+        gone = () if without is None else self.roster.named(without)[0].replicas()
+        await self._sampler.read(self.roster.pids())
+        return released(self.devices(), gone)
+
     # -- requests -----------------------------------------------------------------------------------------------
 
     async def serving(self, name: str) -> Serving:
