@@ -49,7 +49,7 @@ _log = logging.getLogger("engine")
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What deployments share. devices: as placement sees them now; ledger: what loads really used; new_id: a worker id
-    that none uses; on_change: after every change."""
+    that none uses; count: the workers of all; on_change: after every change."""
 
     desk: Desk
     metrics: Metrics
@@ -58,6 +58,7 @@ class Surroundings:
     new_host: NewHost
     devices: Callable[[], Sequence[DeviceReading]]
     new_id: Callable[[], str]
+    count: Callable[[], int]
     on_change: Callable[[], None]
 
 
@@ -291,6 +292,11 @@ class Deployment:
         self._around.desk.end(self.lane.live, error)
         self._around.on_change()
 
+    def share_cores(self) -> None:
+        """The number of all workers is another one."""
+        if self._pool is not None:
+            self._pool.share_cores()
+
     # -- knobs --------------------------------------------------------------------------------------------------
 
     def place_more(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
@@ -325,6 +331,7 @@ class Deployment:
             new_host=self._around.new_host,
             place_anew=self._place_anew,
             new_id=self._around.new_id,
+            count=self._around.count,
             lane=self.lane,
             desk=self._around.desk,
             metrics=self._around.metrics,

@@ -84,8 +84,10 @@ class Fleet:
             new_host=new_host or host_factory(config, backend_factory),
             new_id=self.roster.new_worker_id,
             devices=self.devices,
-            on_change=on_change,
+            count=lambda: len(self.roster.replicas()),
+            on_change=self._changed,
         )
+        self._workers = 0
         self._naps = Naps(self._wake)
         self._loading: asyncio.Task[LoadedModel] | None = None
         self._unloading: asyncio.Task[None] | None = None
@@ -214,7 +216,7 @@ class Fleet:
             target.turn(config, placements)
         if target is first:
             self.config = msgspec.structs.replace(self.config, **changes)
-        self._on_change()
+        self._changed()
 
     def restart_worker(self, worker_id: str) -> None:
         """See Engine.restart_worker."""
@@ -344,12 +346,21 @@ class Fleet:
         if deployment.replicas():
             await deployment.take_down()
         self.roster.remove(deployment)
-        self._on_change()
+        self._changed()
 
     def _leave(self, work: Coroutine[object, object, None]) -> None:
         task = detached(work)
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
+
+    def _changed(self) -> None:
+        """Workers that compute on more threads than there are cores wait for each other: they share them anew."""
+        workers = len(self.roster.replicas())
+        if workers != self._workers:
+            self._workers = workers
+            for deployment in self.roster:
+                deployment.share_cores()
+        self._on_change()
 
     def _busy(self) -> str:
         """Why a load cannot begin; "" where it can."""

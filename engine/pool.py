@@ -46,9 +46,10 @@ class Pool:
     """Replicas by worker id, oldest first. It is the owner that each replica reports to.
 
     place_anew: where a worker goes whose devices are not there any more; None while they are, or where none has room.
-    new_id: a worker id that no model uses.  on_loaded: with what a new worker's load took of each device, and the bytes
-    of its process.  on_change: called after every change of a replica's state or progress, and
-    when requests came back to the queue.  on_dead: with the last reason, when no worker is left that could answer.
+    new_id: a worker id that no model uses.  count: the workers of all models, which share the CPU cores.
+    on_loaded: with what a new worker's load took of each device, and the bytes of its process.
+    on_change: after every change of a replica's state or progress, and when requests came back to the queue.
+    on_dead: with the last reason, when no worker is left that could answer.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Pool:
         new_host: NewHost,
         place_anew: Callable[[ModelSpec], Placement | None],
         new_id: Callable[[], str],
+        count: Callable[[], int],
         lane: Lane,
         desk: Desk,
         metrics: Metrics,
@@ -73,6 +75,7 @@ class Pool:
         self._new_host = new_host
         self._place_anew = place_anew
         self._new_id = new_id
+        self._count = count
         self._lane = lane
         self._desk = desk
         self._metrics = metrics
@@ -106,7 +109,7 @@ class Pool:
 
     def grow(self, placements: Sequence[Placement]) -> None:
         """Start a replica for each placement, in the background; none once `stop` was called."""
-        total = len(self._replicas) + len(placements)
+        total = self._count() + len(placements)
         for placement in () if self._stopped else placements:
             worker_id = self._new_id()
             replica = Replica(
@@ -122,7 +125,7 @@ class Pool:
             self._replicas[worker_id] = replica
             self._unnoted[worker_id] = placement
             replica.start()
-        self._share_cores()
+        self.share_cores()
 
     def revive(self, limit: int) -> int:
         """Keep up to `limit` draining replicas after all; how many it kept."""
@@ -256,13 +259,13 @@ class Pool:
         loading = [replica.progress for replica in self if replica.progress is not None]
         return min(loading, key=lambda progress: progress.done / max(1, progress.total), default=None)
 
-    def _share_cores(self) -> None:
+    def share_cores(self) -> None:
         """Workers on more threads than there are cores wait for each other at every layer."""
         for replica in self:
-            replica.set_threads(self._threads(len(self._replicas)))
+            replica.set_threads(self._threads(self._count()))
 
     def _threads(self, workers: int) -> int:
-        return self.spec.threads or max(1, usable_cores() // workers)
+        return self.spec.threads or max(1, usable_cores() // max(1, workers))
 
     def _fail(self, errors: Iterable[ErrorInfo | None]) -> None:
         error = next((error for error in errors if error is not None), None)
@@ -299,5 +302,4 @@ class Pool:
         if self._replicas.get(replica.id) is replica:
             del self._replicas[replica.id]
             self._unnoted.pop(replica.id, None)
-            self._share_cores()
         self._on_change()

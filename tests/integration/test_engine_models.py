@@ -374,3 +374,18 @@ async def test_a_request_names_an_adapter_that_is_there(tmp_path: Path) -> None:
         await engine.attach(AdapterSpec(name="polite", path=tmp_path))
         await read(engine.submit(ask("x", adapter="polite")))
         assert backend.submitted[-1].adapter == "polite"
+
+
+async def test_the_workers_of_all_models_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.pool.usable_cores", lambda: 8)
+
+    def threads() -> list[int]:
+        return [replica._load.threads for replica in engine._fleet.roster.replicas()]
+
+    async with started(num_workers=2) as engine:
+        await engine.load(named(tmp_path, "a"))
+        assert threads() == [4, 4]
+        await engine.load(named(tmp_path, "b"), beside=True)
+        assert threads() == [2, 2, 2, 2]
+        await engine.unload("a")
+        assert threads() == [4, 4]
