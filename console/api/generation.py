@@ -61,8 +61,10 @@ class Generation:
     ) -> None:
         self._engine = engine
         movable = not _names_tokens(params)
+        single = len(prompts) * n == 1
         self._requests = [
             GenerateRequest(
+                id=request_id if single else f"{request_id}-{i * n + choice}",
                 prompt_ids=prompt.ids,
                 params=_for_choice(params, choice),
                 priority=priority,
@@ -72,11 +74,8 @@ class Generation:
                 client=client,
                 encode=prompt.encode if movable else None,
             )
-            for prompt in prompts
+            for i, prompt in enumerate(prompts)
             for choice in range(n)
-        ]
-        self._ids = [
-            request_id if len(self._requests) == 1 else f"{request_id}-{i}" for i in range(len(self._requests))
         ]
         self._n = n
         self._cut_by: EngineError | None = None
@@ -85,8 +84,9 @@ class Generation:
         self._cached_tokens = [0] * len(self._requests)
 
     def __enter__(self) -> Generation:
+        requests, self._requests = self._requests, []  # the engine has them from here on
         try:
-            for request in self._requests:
+            for request in requests:
                 self._streams.append(self._engine.submit(request))
         except BaseException:
             self.cancel()
@@ -100,7 +100,7 @@ class Generation:
 
     def cancel(self, reason: EngineError | None = None) -> None:
         """End every answer that has not ended; whoever reads them gets `reason`, or RequestCancelled."""
-        self._cut_by = reason
+        self._cut_by = reason or self._cut_by
         for stream in self._streams:
             stream.cancel()
 
