@@ -10,14 +10,12 @@ import msgspec
 
 from engine.backends.exllama import sizes as exllama
 from engine.backends.exllama.parts import PAGE_TOKENS as EXLLAMA_PAGE_TOKENS
+from engine.backends.torch.kv_size import TYPICAL_TOKENS
 from engine.backends.torch.step_memory import largest_step, step_bytes
 from engine.config import BackendKind, CacheBits, DeviceShare, ModelSpec
 from engine.facts import ModelFacts
 
 DeviceKind = Literal["cpu", "cuda", "simulated"]
-
-TYPICAL_TOKENS = 2048
-"""Tokens of KV that one running request gets on average where nobody says otherwise."""
 
 MAX_HEAD_COPY_BYTES = 256 << 20
 """Up to this size the torch backend packs a tied head for the CPU as a copy of the embedding."""
@@ -59,6 +57,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: a KV page of page_tokens, in one layer.  device_page_bytes: what it takes besides on each device, and
     first_page_bytes on the first.
     working_bytes: on each device, for steps and the runtime.  head_working_bytes: on the last instead.
+    unseen_bytes: of these, what LoadedModel.shares says nothing of.
     shares_weights: whether workers on one device hold them once.
     correction: by which all of these are corrected already.
     """
@@ -80,6 +79,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     first_page_bytes: int = 0
     working_bytes: int = 0
     head_working_bytes: int = 0
+    unseen_bytes: int = 0
     shares_weights: bool = False
     correction: Correction = Correction()
 
@@ -206,6 +206,7 @@ def _torch(
         shares_weights=kind == "cpu" and sys.platform == "linux",
         working_bytes=working,
         head_working_bytes=head_working,
+        unseen_bytes=RUNTIME_BYTES[kind],
     )
 
 

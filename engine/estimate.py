@@ -93,7 +93,7 @@ def estimate(
         max_prompts=workload.max_prompts,
         weights_bytes=costs.weights_bytes,
         kv_token_bytes=costs.kv_token_bytes,
-        devices=tuple(_device(seat, found.placements) for seat in found.seats),
+        devices=tuple(map(_device, found.seats)),
         placements=found.placements,
         fits=found.fits,
         verdict=_verdict(found, problem),
@@ -103,22 +103,16 @@ def estimate(
     )
 
 
-def _device(seat: Seat, placements: Sequence[Placement]) -> DeviceEstimate:
+def _device(seat: Seat) -> DeviceEstimate:
     device = seat.device
-    shares = [
-        share
-        for placement in placements
-        for share in placement.shares
-        if (placement.node, share.device) == (device.node, device.id)
-    ]
     return DeviceEstimate(
         id=device.id,
         name=device.name,
         kind=device.kind,
         total_bytes=device.total_bytes,
-        weights_bytes=seat.used_bytes - sum(share.kv_bytes + share.working_bytes for share in shares),
-        kv_bytes=sum(share.kv_bytes for share in shares),
-        working_bytes=sum(share.working_bytes for share in shares),
+        weights_bytes=seat.weights_bytes,
+        kv_bytes=seat.kv_bytes,
+        working_bytes=seat.working_bytes,
         others_bytes=device.total_bytes - device.free_bytes,
         headroom_bytes=min(seat.headroom_bytes, device.free_bytes),
         free_bytes=max(0, device.free_bytes - seat.headroom_bytes - seat.used_bytes),

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from engine.config import DeviceShare
-from engine.costs import RUNTIME_BYTES, Correction, device_kind
+from engine.costs import Correction, device_kind
 from engine.placement import Placement
 
 MAX_MODELS = 64
@@ -72,7 +72,7 @@ def load_of(placement: Placement, used: Sequence[DeviceShare], resident_bytes: i
     by = placement.correction
     weights = sum(share.weights_bytes for share in used)
     model = weights + sum(share.kv_bytes for share in used)
-    working = sum(share.working_bytes + RUNTIME_BYTES[device_kind(share.device)] for share in used)
+    working = sum(share.working_bytes + placement.unseen_bytes for share in used)
     if resident_bytes and all(device_kind(share.device) == "cpu" for share in used):
         working = resident_bytes - model
     planned = placement.shares

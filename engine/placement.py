@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from engine.arrange import Ground, Worker, automatic, evenly, given, spread
+from engine.backends.torch.kv_size import TYPICAL_TOKENS
 from engine.config import DeviceShare, ModelSpec
-from engine.costs import TYPICAL_TOKENS, Correction, DeviceKind, ModelCosts, Workload, costs_of
+from engine.costs import Correction, DeviceKind, ModelCosts, Workload, costs_of
 from engine.errors import Detail, InsufficientMemory, InvalidRequest
 from engine.facts import ModelFacts
 from engine.processor import native_bfloat16
@@ -33,13 +34,14 @@ _HEADROOM: dict[DeviceKind, tuple[float, int]] = {
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Where one worker goes. shares: per device, in order of the layers.  kv_tokens: what its KV pages are to hold.
 
-    node: the machine, as in DeviceReading.node.  identity, correction: of its ModelCosts, for the ledger.
+    node: the machine, as in DeviceReading.node.  identity, unseen_bytes, correction: of its ModelCosts.
     """
 
     shares: tuple[DeviceShare, ...]
     kv_tokens: int
     node: str = ""
     identity: str = ""
+    unseen_bytes: int = 0
     correction: Correction = Correction()
 
     @property
@@ -49,20 +51,19 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """What is planned for one device. short_bytes: what it lacks of used_bytes + headroom_bytes; 0 where all fits.
-
-    free_bytes: what it had before.
-    """
+    """What is planned for one device. short_bytes: what it lacks of used_bytes + headroom_bytes; 0 where all fits."""
 
     device: DeviceReading
     headroom_bytes: int = 0
-    used_bytes: int = 0
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    working_bytes: int = 0
     short_bytes: int = 0
 
     @property
-    def free_bytes(self) -> int:
-        """Of the device, before anything planned."""
-        return self.device.free_bytes
+    def used_bytes(self) -> int:
+        """All that is planned."""
+        return self.weights_bytes + self.kv_bytes + self.working_bytes
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,8 +82,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def shortage(self) -> str:
         """What each device lacks, the worst first; "" where all fits."""
         return "; ".join(
-            f"{_name(seat)}: needed {_mib(seat.used_bytes)} and {_mib(seat.headroom_bytes)} that stay free, "
-            f"of {_mib(seat.free_bytes, up=False)}: short by {_mib(seat.short_bytes)}"
+            f"{_name(seat)}: needed {_mib(seat.used_bytes)} (weights {_mib(seat.weights_bytes)}, "
+            f"KV pages {_mib(seat.kv_bytes)}, working memory {_mib(seat.working_bytes)}) beside "
+            f"{_mib(seat.headroom_bytes)} kept free, and {_mib(seat.device.free_bytes, up=False)} are free: "
+            f"short by {_mib(seat.short_bytes)}"
             for seat in self._lacking
         )
 
@@ -161,11 +164,8 @@ def plan_costs(
     pages = [least] * workers if any(short) else _grown(ground, arranged, wanted, KV_SHARE[costs.kind])
     placements = tuple(_placement(costs, worker, held, devices) for worker, held in zip(arranged, pages, strict=True))
     used = ground.needs_with(arranged, pages)
-    seats = (
-        Seat(device=device, headroom_bytes=kept, used_bytes=taken, short_bytes=lacking)
-        for device, kept, taken, lacking in zip(devices, headroom, used, short, strict=True)
-    )
-    return Plan(costs=costs, placements=placements, seats=tuple(seats))
+    seats = tuple(map(_seat, devices, headroom, used, short, _by_device(arranged, placements, len(devices))))
+    return Plan(costs=costs, placements=placements, seats=seats)
 
 
 def candidates(devices: Sequence[DeviceReading], spec: ModelSpec) -> list[DeviceReading]:
@@ -244,7 +244,29 @@ def _placement(costs: ModelCosts, worker: Worker, pages: int, devices: Sequence[
         kv_tokens=pages * costs.page_tokens,
         node=devices[worker[0].device].node,
         identity=costs.identity,
+        unseen_bytes=costs.unseen_bytes,
         correction=costs.correction,
+    )
+
+
+def _by_device(arranged: Sequence[Worker], placements: Sequence[Placement], devices: int) -> list[list[DeviceShare]]:
+    found: list[list[DeviceShare]] = [[] for _ in range(devices)]
+    for worker, placement in zip(arranged, placements, strict=True):
+        for segment, share in zip(worker, placement.shares, strict=True):
+            found[segment.device].append(share)
+    return found
+
+
+def _seat(device: DeviceReading, headroom: int, used: int, short: int, shares: Sequence[DeviceShare]) -> Seat:
+    """What workers hold once for all of them is missing in `used`, and is of the weights."""
+    kv, working = sum(share.kv_bytes for share in shares), sum(share.working_bytes for share in shares)
+    return Seat(
+        device=device,
+        headroom_bytes=headroom,
+        weights_bytes=used - kv - working,
+        kv_bytes=kv,
+        working_bytes=working,
+        short_bytes=short,
     )
 
 
@@ -265,7 +287,7 @@ def _headroom_bytes(device: DeviceReading, position: int, spec: ModelSpec) -> in
 def _numbers(seat: Seat) -> dict[str, Detail]:
     return {
         "needed_bytes": seat.used_bytes,
-        "free_bytes": seat.free_bytes,
+        "free_bytes": seat.device.free_bytes,
         "headroom_bytes": seat.headroom_bytes,
         "short_bytes": seat.short_bytes,
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import DeviceShare
-from engine.costs import RUNTIME_BYTES, Correction
+from engine.costs import Correction
 from engine.ledger import MAX_LOADS, MAX_MODELS, Ledger, LedgerFile, Load, load_of
 from engine.placement import Placement
 
@@ -30,6 +30,7 @@ def placed(*shares: tuple[str, int, int], correction: Correction | None = None) 
         ),
         kv_tokens=16,
         identity="m",
+        unseen_bytes=1 if shares[0][0] == "cpu" else 0,
         correction=correction or Correction(),
     )
 
@@ -77,13 +78,13 @@ def test_a_load_is_compared_with_what_was_planned_before_any_correction() -> Non
     assert (found.used_weights_bytes, found.used_working_bytes) == (140, 31)
 
 
-def test_on_a_cpu_all_that_the_process_holds_counts_and_elsewhere_the_runtime_is_added() -> None:
+def test_on_a_cpu_all_that_the_process_holds_counts_and_else_what_shares_leave_out_is_added() -> None:
     used = (DeviceShare(device="cpu", weights_bytes=100, kv_bytes=50, working_bytes=7),)
     placement = placed(("cpu", 100, 20))
     assert load_of(placement, used, resident_bytes=500).used_working_bytes == 350
-    assert load_of(placement, used).used_working_bytes == 7 + RUNTIME_BYTES["cpu"]
+    assert load_of(placement, used).used_working_bytes == 8
     gpu = (DeviceShare(device="cuda:1", weights_bytes=100, working_bytes=7),)
-    assert load_of(placed(("cuda:1", 100, 20)), gpu, resident_bytes=500).used_working_bytes == 7 + RUNTIME_BYTES["cuda"]
+    assert load_of(placed(("cuda:1", 100, 20)), gpu, resident_bytes=500).used_working_bytes == 7
 
 
 def test_what_is_noted_is_read_again_by_anybody(tmp_path: Path) -> None:

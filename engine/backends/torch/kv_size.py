@@ -1,4 +1,4 @@
-"""How many KV pages to allocate: a pure function of what is asked for and what is free."""
+"""How many KV pages to allocate: those that placement or a person asked for; else what is free decides."""
 
 from __future__ import annotations
 
