@@ -16,13 +16,13 @@ from engine.backends.base import (
     TokenEvent,
 )
 from engine.backends.exllama.accounts import PageGauges, check_accounts, page_gauges
-from engine.backends.exllama.faults import device_is_lost, is_out_of_memory, reason
 from engine.backends.exllama.jobs import Job
 from engine.backends.exllama.limits import LEASE_TOKENS, Limits, limits_of, sequence_lengths
 from engine.backends.exllama.line import Counters, Line, Live
 from engine.backends.exllama.loaders import ImportLibrary, LoadParts, Report, loaders
 from engine.backends.exllama.parts import LoadedParts
 from engine.backends.exllama.sampling import refuse_unsupported
+from engine.backends.faults import device_is_lost, is_out_of_memory, reason
 from engine.config import AdapterSpec, ModelSpec, SamplingParams
 from engine.errors import InvalidRequest, LoadCancelled, ModelLoadFailed, WorkerFailed
 

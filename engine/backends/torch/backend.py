@@ -18,8 +18,8 @@ from engine.backends.base import (
     SequenceStats,
     TokenEvent,
 )
+from engine.backends.faults import device_is_lost, is_out_of_memory, reason
 from engine.backends.torch import scheduler as scheduling
-from engine.backends.torch.faults import device_is_lost, is_out_of_memory
 from engine.backends.torch.kv_size import CPU_SHARE, CUDA_SHARE, kv_pages
 from engine.backends.torch.lora import LoraAdapter
 from engine.backends.torch.pages import PagePool
@@ -292,10 +292,7 @@ class TorchBackend:
     def _fail(self, plan: Plan, error: Exception) -> list[TokenEvent]:
         """End every request of a step that failed."""
         _logger.error("a step of %d requests failed", len(plan.sequences), exc_info=error)
-        reason = f"the model failed while working on it: {type(error).__name__}: {error}"
-        if is_out_of_memory(error):
-            reason = f"there is not enough memory left to work on it: {error}"
-        return [self._end(sequence.id, "error", reason) for sequence in plan.sequences]
+        return [self._end(sequence.id, "error", reason(error)) for sequence in plan.sequences]
 
     def _end(self, request_id: str, finish: FinishReason, message: str = "") -> TokenEvent:
         self.cancel(request_id)

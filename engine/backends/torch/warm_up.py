@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from engine.backends.faults import is_out_of_memory
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.device_memory import StepOutOfMemory
-from engine.backends.torch.faults import is_out_of_memory
 from engine.backends.torch.pages import PagePool
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampleRow, sample

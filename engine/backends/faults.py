@@ -1,4 +1,4 @@
-"""What kind of failure an exception out of the library is."""
+"""What kind of failure an exception out of torch, or of a library over it, is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device or the host ran out of memory."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError)
+    """Whether the device or the host ran out of memory, so that a smaller step might have worked."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def device_is_lost(error: Exception) -> bool:
