@@ -19,7 +19,6 @@ def main() -> int:
     sock.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("ray").setLevel(logging.ERROR)
     Driver(sock).run()
     return 0
 

@@ -72,7 +72,8 @@ class DriverClient:
             return future.result(patience_s)
         except TimeoutError:
             name = type(request).__name__.lower()
-            raise ClusterUnavailable(f"the cluster did not answer ({name}) within {patience_s:g} s") from None
+            said = f"; Ray says: {self._tail[-1]}" if self._tail else ""
+            raise ClusterUnavailable(f"the cluster did not answer ({name}) within {patience_s:g} s{said}") from None
 
     def call_soon(self, request: messages.Request) -> Future[Result]:
         """Have it done."""

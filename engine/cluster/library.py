@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ class Ray:
                 "--cluster needs Ray, which is not installed; `pip install 'ericllm[ray]'` brings it", lacks="ray"
             )
         self._ray: Any = importlib.import_module("ray")
+        logging.getLogger("ray").setLevel(logging.ERROR)  # not before: the import sets it
         self._groups: Any = importlib.import_module("ray.util.placement_group")
         self._strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
         self._errors: Any = importlib.import_module("ray.exceptions")
@@ -165,6 +167,8 @@ def unavailable(address: str, error: BaseException) -> ClusterUnavailable:
     where = f"the Ray cluster at {address}" if address else "the Ray cluster of this machine"
     if isinstance(error, ImportError) and "grpc" in text.lower():
         why = "the package grpcio is not installed, which ray:// needs; `pip install 'ericllm[ray]'` brings it"
+    elif "client connection timeout" in text:
+        why = f"{text}; a cluster that asks for a token needs RAY_AUTH_MODE=token and the token on this machine too"
     elif "ersion mismatch" in text:
         why = f"its Ray or Python is not the one of this machine: {text}"
     else:
