@@ -224,8 +224,11 @@ class Deployment:
 
     async def read(self) -> None:
         """Read what the folder says of the model: what it needs, and its tokenizer. Raises ModelLoadFailed."""
-        await self._fitting.read()
-        self.tokenizer = await asyncio.to_thread(Tokenizer.from_folder, self.spec.path)
+        try:
+            await self._fitting.read()
+            self.tokenizer = await asyncio.to_thread(Tokenizer.from_folder, self.spec.path)
+        except OSError as error:
+            raise ModelLoadFailed(f"{self.spec.name} cannot be read: {error}") from error
 
     def place(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
         """Where so many new workers go; raises InsufficientMemory with the numbers."""
