@@ -121,7 +121,15 @@ def _is_local(request: web.Request) -> bool:
     """Whether a program on this machine asks for itself: not a proxy for somebody else, and not a browser for a page
     from elsewhere (pages send Origin; one whose name was pointed at this address sends that name as Host)."""
     handed_on = any(name in request.headers for name in ("Origin", *_PROXIED))
-    return not handed_on and _is_loopback(request.remote or "") and _is_loopback(request.url.host or "")
+    return not handed_on and _is_loopback(request.remote or "") and _is_loopback(_named_host(request))
+
+
+def _named_host(request: web.Request) -> str:
+    """The host that the client believes it asks; "" where that is none."""
+    try:
+        return request.url.host or ""
+    except ValueError:
+        return ""
 
 
 def _is_loopback(host: str) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from console.api.admin import Admin
+from console.api.context import ApiContext
 from console.api.server import ApiSettings
 from tests.api.harness import Served, serving, until
 from tests.api.operators import FolderOperator, named_spec
@@ -75,8 +77,9 @@ async def test_a_model_s_whole_life_over_http(tmp_path: Path) -> None:
         ({"X-Forwarded-For": "203.0.113.7"}, None),
         ({"Forwarded": "for=203.0.113.7"}, None),
         ({}, "evil.example"),
+        ({}, "localhost:port"),
     ],
-    ids=["a page from elsewhere", "a proxy", "a modern proxy", "a name pointed at this address"],
+    ids=["a page from elsewhere", "a proxy", "a modern proxy", "a name pointed at this address", "no host at all"],
 )
 async def test_without_a_key_admin_requests_are_taken_from_this_machine_alone(
     admin: Served, headers: dict[str, str], host: str | None
@@ -97,6 +100,19 @@ async def test_with_a_key_it_matters_no_more_where_admin_requests_come_from(tmp_
         await api.get("/admin/models", headers={**BEARER, "X-Forwarded-For": "203.0.113.7"})
         for path in ("/admin/models", "/admin/snapshot", "/admin/load"):
             await api.get(path, status=401)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "[::ffff:127.0.0.1]"])
+async def test_every_way_to_name_this_machine_is_taken(admin: Served, host: str) -> None:
+    await admin.get("/admin/models", headers={"Host": host})
+
+
+async def test_every_admin_endpoint_is_in_the_manual(admin: Served) -> None:
+    manual = (Path(__file__).parents[2] / "docs/admin-api.md").read_text(encoding="utf-8")
+    context = ApiContext(admin.engine, ApiSettings())
+    for route in Admin(context, FolderOperator(Path())).routes():
+        path = route.path.replace(":.+", "")
+        assert f"## {route.method} {path}\n" in manual
 
 
 async def test_a_server_without_an_operator_has_no_admin_endpoints(api: Served) -> None:
