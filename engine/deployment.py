@@ -232,7 +232,7 @@ class Deployment:
 
     def place(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
         """Where so many new workers go; raises InsufficientMemory with the numbers."""
-        return self._fitting.place(workers, self.config, devices)
+        return self._fitting.place(workers, self.config, devices, held=bool(self.replicas()))
 
     def _place_anew(self, spec: ModelSpec) -> Placement | None:
         return self._fitting.anew(spec, self.config, self._around.devices())

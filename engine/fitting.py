@@ -33,9 +33,13 @@ class Fitting:
         self._facts = await asyncio.to_thread(read_facts, self._spec)
         await self._reread()
 
-    def place(self, workers: int, config: EngineConfig, devices: Sequence[DeviceReading]) -> list[Placement]:
-        """Where so many new workers go. Raises InsufficientMemory with the numbers, InvalidRequest for a device or
-        split that cannot be."""
+    def place(
+        self, workers: int, config: EngineConfig, devices: Sequence[DeviceReading], *, held: bool = False
+    ) -> list[Placement]:
+        """Where so many new workers go. held: others of the model run, whose weights they may share.
+
+        Raises InsufficientMemory with the numbers, InvalidRequest for a device or split that cannot be.
+        """
         return place(
             workers,
             self._known,
@@ -43,6 +47,7 @@ class Fitting:
             self._spec,
             workload_of(config),
             correct=self._ledger.correction,
+            held=held,
         )
 
     def anew(self, spec: ModelSpec, config: EngineConfig, devices: Sequence[DeviceReading]) -> Placement | None:

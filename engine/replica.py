@@ -220,6 +220,9 @@ class Replica:
             deaths_in_a_row=self._deaths.in_a_row,
             retry_in_s=max(0.0, self._retry.when() - now) if self._retry is not None else None,
             log_tail=self._log_tail,
+            planned=self.planned,
+            used=self.model.shares if self.model else (),
+            node=(self.shares[0].device if self.shares else self.device).rpartition("/")[0],
         )
 
     # -- what happens -------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from engine.config import DeviceShare
 from engine.deployment import Deployment
 from engine.desk import Desk
 from engine.devices import account
 from engine.fleet import Fleet
 from engine.metrics import E2E, ITL, TTFT, Metrics
 from engine.replica import Replica
+from engine.roster import Roster
 from engine.snapshot import DeviceReading, ModelReading, ModelStatus, RequestRow, Snapshot
 
 
@@ -38,7 +40,7 @@ def build_snapshot(
         target_workers=config.num_workers,
         max_prompts=config.max_prompts,
         max_queue=config.max_queue,
-        devices=account(devices, {replica.id: replica.shares for replica in replicas}, fleet.busy_time.shares(now)),
+        devices=account(devices, _shares(roster), fleet.busy_time.shares(now)),
         workers=tuple(
             msgspec.structs.replace(replica.reading(now, deployment.config.max_prompts), model=deployment.spec.name)
             for deployment in roster
@@ -74,6 +76,21 @@ def prefix_hit_rate(replicas: Iterable[Replica]) -> float | None:
     stats = [replica.stats for replica in replicas]
     queried = sum(each.prefix_query_tokens for each in stats)
     return sum(each.prefix_hit_tokens for each in stats) / queried if queried else None
+
+
+def _shares(roster: Roster) -> dict[str, tuple[DeviceShare, ...]]:
+    """What each worker holds; weights that a model's CPU workers have in one mapping count for the first of them."""
+    shares: dict[str, tuple[DeviceShare, ...]] = {}
+    for deployment in roster:
+        counted = 0
+        for replica in deployment.replicas():
+            held = replica.shares
+            shared = replica.model.shared_bytes if replica.model is not None else 0
+            if shared and len(held) == 1 and held[0].device.endswith("cpu"):
+                left = held[0].weights_bytes - min(shared, counted)
+                held, counted = (msgspec.structs.replace(held[0], weights_bytes=max(0, left)),), shared
+            shares[replica.id] = held
+    return shares
 
 
 def model_reading(deployment: Deployment) -> ModelReading:

@@ -24,7 +24,7 @@ class HostProbe:
         """One reading; utilisation is that since the last call."""
         ram = read_ram()
         used = ram.total_bytes - ram.free_bytes
-        ours = min(used, sum(map(_resident_bytes, set(pids))))
+        ours = min(used, sum(map(held_bytes, set(pids))))
         return (
             DeviceReading(
                 id="cpu",
@@ -60,7 +60,13 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def _resident_bytes(pid: int) -> int:
+def held_bytes(pid: int) -> int:
+    """RAM that a process holds; where the system tells (Linux), what several processes share counts in parts."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    except (OSError, ValueError, StopIteration):
+        pass  # not Linux, or not ours to read
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
