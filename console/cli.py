@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _doctor(argv[1:])
         if argv[:1] == ["quantize"]:
             return _quantize(argv[1:])
+        if argv[:1] == ["bench"]:
+            return _bench(argv[1:])
         if argv[:1] == ["estimate"]:
             return _estimate(argv[1:])
         return _run(load_settings(_parse(argv, _parser(APP_NAME, ABOUT))))
@@ -92,6 +94,12 @@ def _estimate(argv: Sequence[str]) -> int:
     return 0 if found.can_load else FAILURE
 
 
+def _bench(argv: Sequence[str]) -> int:
+    from console.bench import bench
+
+    return bench(_dashed(argv), _Parser(prog=f"{APP_NAME} bench", allow_abbrev=False))
+
+
 def _run(settings: Settings) -> int:
     from console.loading import choose_model
 
@@ -143,7 +151,7 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
         epilog="Every flag may be written with dashes or underscores, and set as ERICLLM_<NAME> or in config.toml. "
         "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs; "
         "'ericllm doctor' says what this machine has and lacks; 'ericllm estimate' what a model would take; "
-        "'ericllm quantize' makes a smaller EXL2 model.",
+        "'ericllm quantize' makes a smaller EXL2 model; 'ericllm bench' measures what the engine costs.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
     )

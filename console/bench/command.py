@@ -1,0 +1,62 @@
+"""The command line of `ericllm bench`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from console.bench.overhead import OverheadReport, measure_overhead, overhead_text
+from console.bench.plan import plan_for
+from console.bench.progress import Progress
+from console.bench.workers import WorkersReport, measure_workers, workers_text
+
+_DESCRIPTION = (
+    "Measure what the engine costs here. 'overhead': what it adds to a bare loop over the backend, and the memory of a "
+    "waiting request. 'workers': two workers with half the threads each against one with all, and the memory of 1, 2 "
+    "and 4 workers. Measure on a quiet machine; each takes a few minutes."
+)
+
+
+def bench(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Run the command; returns 0. Raises EngineError for what cannot be measured."""
+    given = _parse(argv, parser)
+    plan = plan_for(given.model, threads=given.threads, rounds=given.rounds)
+    progress = Progress(sys.stderr)
+    try:
+        report: OverheadReport | WorkersReport
+        if given.what == "overhead":
+            report = asyncio.run(measure_overhead(plan, given.concurrent, given.waiting, progress.show))
+            text = overhead_text(report)
+        else:
+            report = asyncio.run(measure_workers(plan, progress.show))
+            text = workers_text(report)
+    finally:
+        progress.end()
+    if given.as_json:
+        text = msgspec.json.format(msgspec.json.encode(report)).decode()
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
+    parser.description = _DESCRIPTION
+    parser.add_argument("what", choices=("overhead", "workers"))
+    parser.add_argument("--model", default="demo", help="a folder, or a name as --model takes it (default demo)")
+    parser.add_argument("--threads", type=_positive, help="CPU threads in all (default: the machine's cores)")
+    parser.add_argument("--rounds", type=_positive, default=9, help="rounds of each kind, interleaved (default 9)")
+    parser.add_argument("--concurrent", type=_positive, default=32, help="overhead: requests at once (default 32)")
+    parser.add_argument(
+        "--waiting", type=_positive, default=10_000, help="overhead: requests in the queue (default 10000)"
+    )
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print the numbers for programs")
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+    return int(text)

@@ -1,0 +1,152 @@
+"""`ericllm bench`: what it reports, whatever the numbers are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from console.bench.bare import BareLoop
+from console.bench.overhead import OverheadReport, overhead_text
+from console.bench.plan import PROMPT_TOKENS, Spread, numbers_of, plan_for
+from console.bench.table import table
+from console.bench.waiting import WaitingReport
+from console.bench.workers import measure_workers, workers_text
+from console.cli import main
+from engine.errors import InvalidRequest, WorkerFailed
+from tests.fakes.tiny_models import make_tiny_model
+
+SMALL = ("--rounds", "1", "--concurrent", "2", "--waiting", "50", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("ERICLLM_CONFIG", raising=False)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("bench") / "tiny", num_hidden_layers=1)
+
+
+@pytest.mark.slow
+def test_overhead_reports_both_ways_and_the_memory_of_a_waiting_request(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "overhead", "--model", str(tiny), *SMALL, "--json"]) == 0
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    assert (report["model"], report["threads"], report["concurrent"], report["rounds"]) == ("tiny", 1, 2, 1)
+    for name in ("bare", "engine", "bare_cpu_us", "worker_cpu_us", "engine_cpu_us"):
+        assert report[name]["median"] > 0
+    assert report["overhead"]["median"] == pytest.approx(1 - report["engine"]["median"] / report["bare"]["median"])
+    memory = report["memory"]
+    assert (memory["waiting"], memory["prompt_tokens"]) == (50, PROMPT_TOKENS)
+    assert 0 < memory["traced_bytes"] < 8 * 1024
+    assert "round 1 of 1" in said.err
+
+
+@pytest.mark.slow
+async def test_workers_reports_every_way_and_memory_that_is_shared(tiny: Path) -> None:
+    plan = plan_for(str(tiny), threads=2, rounds=1)
+    said: list[str] = []
+    report = await measure_workers(plan, said.append, concurrent=(1, 2), memory_of=(1, 2))
+    assert [(rate.workers, rate.threads_each, rate.concurrent) for rate in report.rates] == [
+        (1, 2, 1),
+        (2, 1, 1),
+        (1, 2, 2),
+        (2, 1, 2),
+    ]
+    assert all(rate.tokens_per_s.median > 0 for rate in report.rates)
+    assert [each.workers for each in report.memory] == [1, 2]
+    assert all(each.pss_bytes is None or 0 < each.pss_bytes < each.rss_bytes for each in report.memory)
+    assert said[-1] == "round 1 of 1"
+    text = workers_text(report)
+    assert "1 x 2 threads" in text
+    assert "2 x 1 threads" in text
+
+
+async def test_two_workers_on_one_thread_are_refused(tiny: Path) -> None:
+    with pytest.raises(InvalidRequest, match="as many threads"):
+        await measure_workers(plan_for(str(tiny), threads=1, rounds=1), lambda text: None)
+
+
+def test_both_ways_get_the_same_requests_and_no_two_share_a_page(tiny: Path) -> None:
+    plan = plan_for(str(tiny), threads=1, rounds=1)
+    numbers = [*numbers_of(0, 4), *numbers_of(1, 4)]
+    assert numbers == list(range(16))
+    engine = [plan.for_engine(number) for number in numbers]
+    backend = list(plan.for_backend(numbers))
+    assert [(list(each.prompt_ids), each.params) for each in engine] == [(b.prompt_ids, b.params) for b in backend]
+    assert len({tuple(each.prompt_ids[:16]) for each in backend}) == len(backend)
+    assert all(0 <= token < plan.vocab_size for each in backend for token in each.prompt_ids)
+
+
+@pytest.mark.slow
+async def test_a_bare_loop_that_cannot_load_says_why(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "cut", num_hidden_layers=1)
+    plan = plan_for(str(folder), threads=1, rounds=1)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(WorkerFailed, match=r"ended: cut cannot be loaded: .* cut short or damaged"):
+        async with BareLoop(plan, 1):
+            pass
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["overhead", "--model", "no-such-model"],
+        ["overhead", "--rounds", "0"],
+        ["overhead", "--concurrent", "many"],
+        ["sideways"],
+        [],
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.out == ""
+    assert len(said.err.strip().splitlines()) == 1
+
+
+def test_the_report_for_a_person_has_every_number() -> None:
+    of = Spread.of
+    text = overhead_text(
+        OverheadReport(
+            model="demo",
+            dtype="bfloat16",
+            threads=2,
+            concurrent=32,
+            rounds=3,
+            bare=of([3000, 3100, 2900]),
+            engine=of([2900, 2910, 2890]),
+            overhead=of([0.03, 0.05, -0.01]),
+            bare_cpu_us=of([600.0]),
+            worker_cpu_us=of([610.0]),
+            engine_cpu_us=of([21.5]),
+            memory=WaitingReport(waiting=10_000, prompt_tokens=128, traced_bytes=4096, rss_bytes=5120),
+        )
+    )
+    for part in ("3000 tok/s", "2900 to 3100", "3.0%", "-1.0% to 5.0%", "21.5 us/token", "4.0 KiB", "5.0 KiB"):
+        assert part in text
+
+
+def test_columns_line_up() -> None:
+    assert table(["", "median"], [["bare", "3000"], ["the engine", "7"]]).splitlines() == [
+        "            median",
+        "bare          3000",
+        "the engine       7",
+    ]
+
+
+def test_a_spread_is_the_middle_and_the_ends() -> None:
+    assert Spread.of([3, 1, 2, 10]) == Spread(2.5, 1, 10)
