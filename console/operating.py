@@ -43,7 +43,7 @@ class RuntimeOperator:
     async def load_model(self, order: LoadOrder) -> None:
         """Find, fetch and load a model."""
         name = await asyncio.to_thread(self._admitted, order.model)
-        await self._runtime.load(name, beside=order.beside, changes=_changes(order))
+        await self._runtime.load(name, called=order.name, beside=order.beside, changes=_changes(order))
 
     async def cancel_load(self) -> None:
         """Stop the download or load under way."""

@@ -84,11 +84,17 @@ class Runtime:
             await self.start_api()
 
     async def load(
-        self, choice: ModelChoice | str, *, beside: bool = False, changes: Mapping[str, object] | None = None
+        self,
+        choice: ModelChoice | str,
+        *,
+        called: str = "",
+        beside: bool = False,
+        changes: Mapping[str, object] | None = None,
     ) -> None:
         """Find (and download where needed) a model and load it; raises EngineError with the reason.
 
-        beside: keep the models that are loaded.  changes: settings of this model, by their names, for this load alone.
+        called: its name for clients, its own where empty.  beside: keep the models that are loaded.
+        changes: settings of this model, by their names, for this load alone.
         """
         settings = changed(self.settings, changes or {})
         if isinstance(choice, ModelChoice) and choice.spec is not None and not changes:
@@ -104,6 +110,7 @@ class Runtime:
             self._finding = None
         if finding.cancelled.is_set():
             raise LoadCancelled(f"Fetching {name} was cancelled", model=name)
+        spec = msgspec.structs.replace(spec, name=called or spec.name)
         await self._load(spec, settings, changes or (), beside)
 
     async def _load(self, spec: ModelSpec, settings: Settings, changes: Container[str], beside: bool) -> None:

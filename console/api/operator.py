@@ -14,10 +14,12 @@ from engine.snapshot import ModelStatus
 class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     """A model to load, by a name as --model takes it. What is None is left as the settings and the operator have it.
 
-    beside: keep the models that are loaded.  gpu_split: GiB of weights per GPU.
+    name: what clients are to call it, its own name where empty.  beside: keep the models that are loaded.
+    gpu_split: GiB of weights per GPU.
     """
 
     model: str
+    name: str = ""
     beside: bool = False
     workers: int | None = None
     max_prompts: int | None = None

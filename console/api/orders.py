@@ -10,18 +10,19 @@ from console.api.body import Body
 from console.api.operator import LoadOrder
 from engine.config import MAX_TIMEOUT_S, CacheBits
 
+DRAIN_S = 30.0
+MAX_NAME = 256
+
 Seconds = Annotated[float | None, Field(ge=0, le=MAX_TIMEOUT_S)]
 Workers = Annotated[int | None, Field(ge=1, le=64)]
 MaxPrompts = Annotated[int | None, Field(ge=1, le=4096)]
-
-DRAIN_S = 30.0
-MAX_NAME = 256
 
 
 class LoadBody(Body):
     """See LoadOrder."""
 
     model: Annotated[str, Field(min_length=1, max_length=4096)]
+    name: Annotated[str, Field(max_length=MAX_NAME)] = ""
     beside: bool = False
     workers: Workers = None
     max_prompts: MaxPrompts = None

@@ -90,6 +90,16 @@ async def test_models_are_loaded_by_name_with_settings_of_their_own_and_changed_
         }
 
 
+async def test_a_folder_may_be_loaded_beside_itself_under_another_name(folders: Path) -> None:
+    async with operated(folders) as api:
+        await api.load(model="tiny")
+        await api.load(model="tiny", name="small", beside=True, max_model_len=32)
+        assert {name: model.status.model.max_model_len for name, model in api.models().items()} == {
+            "tiny": 512,
+            "small": 32,
+        }
+
+
 @pytest.mark.parametrize(
     "path",
     ["elsewhere/secret", "models/../elsewhere/secret", "nowhere", "", "models/../nowhere"],
