@@ -28,7 +28,6 @@ from engine.errors import (
     ModelLoadFailed,
     ModelNotFound,
     NoModelLoaded,
-    from_info,
 )
 from engine.fitting import Fitting
 from engine.lane import Lane
@@ -78,7 +77,6 @@ class Deployment:
         self._status = ModelStatus(since_s=time.time())
         self._fitting = Fitting(spec, around.ledger)
         self._pool: Pool | None = None
-        self._news = asyncio.Event()
 
     # -- what is ------------------------------------------------------------------------------------------------
 
@@ -125,7 +123,7 @@ class Deployment:
 
     def idle_s(self, now: float) -> float:
         """Seconds since a request last came or ended; 0 while any is live."""
-        return 0.0 if self.lane.live else now - self.lane.last_used
+        return 0.0 if not self.lane.idle else now - self.lane.last_used
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -138,8 +136,7 @@ class Deployment:
     def left(self, request: Request) -> None:
         """A request ended: it leaves its worker, and adapters that were kept for it alone may go."""
         self._release(request)
-        for name in self.adapters.unused(request.adapter for request in self.lane.live):
-            self._forget_adapter(name)
+        self.adapters.settle(self.lane)
 
     def _release(self, request: Request) -> None:
         if self._pool is not None and request.worker is not None:
@@ -166,15 +163,7 @@ class Deployment:
                 f"the {model.backend} backend applies an adapter to every request: load {self.spec.name} with --lora",
                 param="adapter",
             )
-        pool = self._pool
-        assert pool is not None
-        before = self.adapters.get(adapter.name)
-        self.adapters.add(adapter)
-        pool.attach(adapter)
-        error = await self._answered(adapter.name)
-        if error is not None:
-            self._take_back(adapter.name, before)
-            raise from_info(error)
+        await self.adapters.attach(adapter)
         _log.info("%s: adapter %s attached", self.spec.name, adapter.name)
         self._around.on_change()
 
@@ -185,40 +174,9 @@ class Deployment:
         """
         if name not in self.adapters:
             raise ModelNotFound(f"{self.spec.name} has no adapter {name!r}", param="name", model=name)
-        self.adapters.retire(name)
-        for each in self.adapters.unused(request.adapter for request in self.lane.live):
-            self._forget_adapter(each)
+        self.adapters.detach(name, self.lane)
         _log.info("%s: adapter %s detached", self.spec.name, name)
         self._around.on_change()
-
-    def _take_back(self, name: str, before: AdapterSpec | None) -> None:
-        """Undo an attachment that some worker refused."""
-        if before is None:
-            self.adapters.retire(name)
-            self._forget_adapter(name)
-        else:
-            self.adapters.add(before)
-            if self._pool is not None:
-                self._pool.attach(before)
-
-    def _forget_adapter(self, name: str) -> None:
-        self.adapters.forget(name)
-        if self._pool is not None:
-            self._pool.detach(name)
-
-    async def _answered(self, name: str) -> ErrorInfo | None:
-        """Wait until every ready worker has answered for an adapter; the first error among the answers."""
-        while True:
-            settled, error = self.adapters.settled(name, self.replicas())
-            if settled or error is not None:
-                return error
-            self._news.clear()
-            await self._news.wait()
-
-    def inherit(self, old: Deployment) -> None:
-        """Take over what belongs to the model and not to its settings: its adapters."""
-        for adapter in old.adapters.specs():
-            self.adapters.add(adapter)
 
     # -- placement ----------------------------------------------------------------------------------------------
 
@@ -276,6 +234,7 @@ class Deployment:
         if pool is not None:
             await pool.stop()
         self._pool = None
+        self.adapters.give(None)
 
     def set(self, state: ModelState, model: LoadedModel | None = None) -> None:
         """Go to a state, log it and show it. model: what a load ended with, kept until the memory is given back."""
@@ -343,13 +302,12 @@ class Deployment:
             on_change=self._pool_changed,
             on_dead=self._dead,
         )
-        for adapter in self.adapters.specs():
-            pool.attach(adapter)
+        self.adapters.give(pool)
         return pool
 
     def _pool_changed(self) -> None:
         """A model whose workers were all dead answers again once one of them is back."""
-        self._news.set()
+        self.adapters.changed()
         if self.state == "failed":
             model = next((replica.model for replica in self.replicas() if replica.state == "ready"), None)
             if model is not None:

@@ -144,7 +144,7 @@ class Engine:
         knobs = {"num_workers": workers, "max_prompts": max_prompts, "idle_unload_s": idle_unload_s}
         changes = {name: value for name, value in knobs.items() if value is not None}
         config = msgspec.structs.replace(self.config, **changes).validate()
-        return await self._fleet.load(spec, config, beside=beside)
+        return await self._fleet.switch.load(spec, config, beside=beside)
 
     async def devices(self, *, without: str | None = None) -> list[DeviceReading]:
         """The devices as placement sees them now, with what workers were promised set aside.
@@ -158,7 +158,7 @@ class Engine:
 
         While the model that it replaces still drains, that one goes on.
         """
-        await self._fleet.cancel_load()
+        await self._fleet.switch.cancel_load()
 
     async def unload(self, model: str = "", drain_s: float = 30.0) -> None:
         """Give running requests `drain_s`, end the rest with an error, and unload. Cancels a load under way.
@@ -167,7 +167,7 @@ class Engine:
         """
         self._refuse_if_closed()
         gone = NoModelLoaded("the model was unloaded before the answer was complete")
-        await self._fleet.unload(model, drain_s, gone)
+        await self._fleet.switch.unload(model, drain_s, gone)
 
     async def reconfigure(
         self,

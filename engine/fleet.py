@@ -1,12 +1,9 @@
-"""Fleet: the models that the engine holds, and what becomes of one when another is loaded, unloaded or asked for.
-
-One load or unload runs at a time, as a task of its own: who asked for it may go away.
-"""
+"""Fleet: the models that the engine holds, the requests that look for one, and the knobs of each."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,15 +13,11 @@ from engine.deployment import Deployment, Surroundings
 from engine.desk import Desk
 from engine.devices import BusyTime
 from engine.errors import (
-    EngineBusy,
     EngineError,
-    InsufficientMemory,
     InvalidRequest,
-    LoadCancelled,
     QueueFull,
     RequestTimeout,
 )
-from engine.handover import Handover
 from engine.ledger import LedgerFile
 from engine.metrics import Metrics
 from engine.naps import Naps
@@ -34,11 +27,9 @@ from engine.request import Request
 from engine.roster import Roster
 from engine.sampler import DeviceSampler
 from engine.snapshot import DeviceReading
-from engine.tasks import detached
+from engine.switch import Switch
 from engine.text.tokenizer import Tokenizer
 from engine.worker.hosts import BackendFactory
-
-SWITCH_DRAIN_S = 30.0
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +48,10 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fleet:
-    """Moves the deployments of its `roster`. config: what the next model gets. on_change: after every change."""
+    """The deployments of its `roster`; `switch` loads and unloads them. config: what the next model gets.
+
+    on_change: after every change.
+    """
 
     def __init__(
         self,
@@ -89,17 +83,13 @@ class Fleet:
         )
         self._workers = 0
         self._naps = Naps(self._wake)
-        self._loading: asyncio.Task[LoadedModel] | None = None
-        self._unloading: asyncio.Task[None] | None = None
-        self._handover: Handover | None = None
-        self._leaving: set[asyncio.Task[None]] = set()
+        self.switch = Switch(self.roster, self._around, desk=desk, sampler=sampler, on_change=self._changed)
         self._waiting = 0
 
     @property
     def queued(self) -> int:
         """Requests that wait for a worker, or for the model that is to answer them."""
-        held = self._handover.held if self._handover is not None else 0
-        return sum(deployment.lane.queued for deployment in self.roster) + held
+        return sum(deployment.lane.queued for deployment in self.roster) + self.switch.held
 
     @property
     def waiting(self) -> int:
@@ -147,8 +137,7 @@ class Fleet:
         """Wait for what will make it, or its successor, answer. Raises NoModelLoaded where nothing is on its way, and
         what waking it up failed with."""
         nap = self._naps.awaited(deployment)
-        switch = self._loading if self._handover is not None and self._handover.concerns(deployment) else None
-        awaited = nap or switch
+        awaited = nap or self.switch.awaited(deployment)
         if awaited is None:
             raise deployment.not_ready()
         if self._waiting >= self.config.max_queue:
@@ -167,39 +156,11 @@ class Fleet:
 
     # -- what is asked ------------------------------------------------------------------------------------------
 
-    async def load(self, spec: ModelSpec, config: EngineConfig, *, beside: bool) -> LoadedModel:
-        """See Engine.load."""
-        if busy := self._busy():
-            raise EngineBusy(busy, state="busy")
-        self._loading = detached(self._load(spec, config, beside=beside))
-        return await asyncio.shield(self._loading)
-
-    async def cancel_load(self) -> None:
-        """See Engine.cancel_load."""
-        task = self._loading
-        if task is not None and not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
-
-    async def unload(self, name: str, drain_s: float, error: EngineError) -> None:
-        """Drain and unload one model, the first by default; `error` ends the requests that took too long."""
-        await self.cancel_load()
-        if self._unloading is not None and not self._unloading.done():
-            await asyncio.shield(self._unloading)
-        elif self.roster.first is not None or name:
-            target = self.roster.named(name)[0]
-            self._unloading = detached(self._unload(target, drain_s, error))
-            await asyncio.shield(self._unloading)
-
     async def close(self, drain_s: float, error: EngineError) -> None:
         """Unload everything within `drain_s`, whatever is under way."""
-        await self.cancel_load()
-        under_way = [*self._naps.cancel(), *self._leaving, *([self._unloading] if self._unloading else [])]
-        for task in under_way:
-            task.cancel()
-        if under_way:
-            await asyncio.wait(under_way)
-        await asyncio.gather(*(self._unload(deployment, drain_s, error) for deployment in list(self.roster)))
+        if naps := self._naps.cancel():
+            await asyncio.wait(naps)
+        await self.switch.close(drain_s, error)
 
     def reconfigure(
         self, name: str, *, workers: int | None, max_prompts: int | None, idle_unload_s: float | None
@@ -240,118 +201,15 @@ class Fleet:
         """Once a second: replace workers that are hung, and put models to sleep that nobody has asked for long."""
         for replica in self.roster.replicas():
             replica.check(now)
-        for deployment in () if self._busy() else self.roster:
+        for deployment in () if self.switch.busy() else self.roster:
             self._naps.tick(deployment, now)
-
-    # -- loading ------------------------------------------------------------------------------------------------
-
-    async def _load(self, spec: ModelSpec, config: EngineConfig, *, beside: bool) -> LoadedModel:
-        for dead in [each for each in self.roster if each.state == "failed"]:
-            await self._drop(dead)
-        old = self._replaced_by(spec, beside)
-        new = Deployment(self.roster.new_key(spec.name), spec, config, self._around)
-        self.roster.add(new)
-        try:
-            new.set("loading")
-            await new.read()
-            await self._sampler.read(self.roster.pids())
-            if old is None or not old.replicas():
-                return await self._load_alone(new, old)
-            return await self._replace(old, new)
-        except asyncio.CancelledError:
-            await self._drop(new)
-            raise LoadCancelled(f"the load of {spec.name} was cancelled", model=spec.name) from None
-        except EngineError as error:
-            if len(self.roster) == 1:
-                new.fail(error.info)
-            else:
-                await self._drop(new)
-            raise
-
-    def _replaced_by(self, spec: ModelSpec, beside: bool) -> Deployment | None:
-        answering = [each for each in self.roster if each.state in ("ready", "idle")]
-        same = next((each for each in answering if each.spec.name == spec.name), None)
-        if beside and same is not None:
-            raise InvalidRequest(f"there is a model named {spec.name}; give this one another name", param="name")
-        return None if beside else same or self.roster.first
-
-    async def _load_alone(self, new: Deployment, old: Deployment | None) -> LoadedModel:
-        """Nothing serves that it would replace."""
-        model = await new.bring_up(new.place(new.config.num_workers, self.devices()))
-        if old is not None:
-            self.roster.succeed(old, new)
-            await self._drop(old)
-        return model
-
-    async def _replace(self, old: Deployment, new: Deployment) -> LoadedModel:
-        """`new` for `old`: beside it where both fit, else after it; refused with nothing changed where it cannot."""
-        workers = new.config.num_workers
-        self._handover = handover = Handover(old, new, self._desk)
-        try:
-            try:
-                placements = new.place(workers, self.devices())
-            except InsufficientMemory:
-                new.place(workers, released(self.devices(), old.replicas()))
-                await handover.empty(SWITCH_DRAIN_S)
-                self.roster.succeed(old, new)
-                await self._drop(old)
-                await self._sampler.read(self.roster.pids())
-                placements = new.place(workers, self.devices())
-            model = await new.bring_up(placements)
-            self.roster.succeed(old, new)
-            handover.complete()
-        except asyncio.CancelledError:
-            handover.abandon(LoadCancelled(f"the load of {new.spec.name} was cancelled"))
-            raise
-        except EngineError as error:
-            handover.abandon(error)
-            raise
-        finally:
-            self._handover = None
-        if old in self.roster:
-            self._leave(self._see_off(handover, old))
-        return model
-
-    async def _see_off(self, handover: Handover, old: Deployment) -> None:
-        """Let a replaced model finish what is its own, and give its memory back."""
-        await handover.finish(SWITCH_DRAIN_S)
-        await self._drop(old)
 
     async def _wake(self, deployment: Deployment) -> None:
         """An idle model, once no load is under way any more."""
-        if self._loading is not None and not self._loading.done():
-            await asyncio.wait((self._loading,))
+        if (loading := self.switch.loading) is not None:
+            await asyncio.wait((loading,))
         await self._sampler.read(self.roster.pids())
         await deployment.bring_up(deployment.place(deployment.config.num_workers, self.devices()))
-
-    # -- going --------------------------------------------------------------------------------------------------
-
-    async def _unload(self, target: Deployment, drain_s: float, error: EngineError) -> None:
-        """ready -> draining -> unloading -> gone. Cancelled while it drains, the model goes on."""
-        if target.state == "ready":
-            target.set("draining")
-            try:
-                async with asyncio.timeout(drain_s):
-                    await target.lane.wait_idle()
-            except TimeoutError:
-                pass
-            except asyncio.CancelledError:
-                target.set("ready", target.model)
-                raise
-        self._desk.end(target.lane.live, error.info)
-        await self._drop(target)
-
-    async def _drop(self, deployment: Deployment) -> None:
-        """Give its memory back and forget it."""
-        if deployment.replicas():
-            await deployment.take_down()
-        self.roster.remove(deployment)
-        self._changed()
-
-    def _leave(self, work: Coroutine[object, object, None]) -> None:
-        task = detached(work)
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
 
     def _changed(self) -> None:
         """Workers that compute on more threads than there are cores wait for each other: they share them anew."""
@@ -361,14 +219,6 @@ class Fleet:
             for deployment in self.roster:
                 deployment.share_cores()
         self._on_change()
-
-    def _busy(self) -> str:
-        """Why a load cannot begin; "" where it can."""
-        if any(task is not None and not task.done() for task in (self._loading, self._unloading)):
-            moving = next((each for each in self.roster if each.state in ("loading", "draining", "unloading")), None)
-            what = f"{moving.spec.name} is {moving.state}" if moving is not None else "a model is on its way"
-            return f"{what}; wait, or cancel that first"
-        return ""
 
 
 def _serving(deployment: Deployment, adapter: str) -> Serving:

@@ -23,7 +23,7 @@ class Handover:
         self._held: list[Request] = []
         self._same = old.spec.path == new.spec.path
         if self._same:
-            new.inherit(old)
+            new.adapters.inherit(old.adapters)
 
     @property
     def held(self) -> int:

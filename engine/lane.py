@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from engine.dispatcher import Dispatcher, Slot
@@ -34,8 +34,17 @@ class Lane:
         return len(self._live) - len(self._queue)
 
     @property
-    def live(self) -> tuple[Request, ...]:
+    def idle(self) -> bool:
+        """Whether no request is live."""
+        return not self._live
+
+    def __iter__(self) -> Iterator[Request]:
         """Every request that has not ended, in order of arrival here."""
+        return iter(self._live.values())
+
+    @property
+    def live(self) -> tuple[Request, ...]:
+        """Those requests now, whatever becomes of them meanwhile."""
         return tuple(self._live.values())
 
     async def wait_idle(self) -> None:
