@@ -10,8 +10,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -45,17 +46,25 @@ _RETRY_AFTER_S = 5
 _log = logging.getLogger("engine")
 
 
+class LookAtDevices(Protocol):
+    """See Fleet.devices."""
+
+    def __call__(self, gone: Collection[Replica] = ()) -> Sequence[DeviceReading]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What deployments share. devices: as placement sees them now; ledger: what loads really used; new_id: a worker id
-    that none uses; count: the workers of all; on_change: after every change."""
+    """What deployments share. devices: as placement sees them now; ledger: what loads really used.
+
+    new_id: a worker id that none uses.  count: the workers of all.  on_change: after every change.
+    """
 
     desk: Desk
     metrics: Metrics
     busy: BusyTime
     ledger: LedgerFile | None
     new_host: NewHost
-    devices: Callable[[], Sequence[DeviceReading]]
+    devices: LookAtDevices
     new_id: Callable[[], str]
     count: Callable[[], int]
     on_change: Callable[[], None]

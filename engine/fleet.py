@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -21,8 +21,9 @@ from engine.errors import (
 from engine.ledger import LedgerFile
 from engine.metrics import Metrics
 from engine.naps import Naps
-from engine.occupancy import occupied, released
+from engine.occupancy import occupied
 from engine.pool import NewHost, host_factory
+from engine.replica import Replica
 from engine.request import Request
 from engine.roster import Roster
 from engine.sampler import DeviceSampler
@@ -96,15 +97,15 @@ class Fleet:
         """Callers of `serving` that wait for a model."""
         return self._waiting
 
-    def devices(self) -> list[DeviceReading]:
-        """The devices as placement must see them: with what workers were promised set aside."""
-        return occupied(self._sampler.latest, self.roster.replicas())
+    def devices(self, gone: Collection[Replica] = ()) -> list[DeviceReading]:
+        """The devices as placement must see them: with what workers were promised set aside, and without those gone."""
+        return occupied(self._sampler.latest, self.roster.replicas(), gone)
 
     async def read_devices(self, without: str | None = None) -> list[DeviceReading]:
         """See Engine.devices."""
         gone = () if without is None else self.roster.named(without)[0].replicas()
         await self._sampler.read(self.roster.pids())
-        return released(self.devices(), gone)
+        return self.devices(gone)
 
     # -- requests -----------------------------------------------------------------------------------------------
 

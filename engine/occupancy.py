@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -27,21 +27,21 @@ class Occupant(Protocol):
     def shares(self) -> tuple[DeviceShare, ...]: ...
 
 
-def occupied(readings: Sequence[DeviceReading], workers: Sequence[Occupant]) -> list[DeviceReading]:
+def occupied(
+    readings: Sequence[DeviceReading], workers: Sequence[Occupant], gone: Collection[Occupant] = ()
+) -> list[DeviceReading]:
     """The devices with the memory set aside that workers were promised and do not hold yet; on simulated ones, which
-    nothing else accounts for, with all that was promised."""
-    simulated = account(readings, {worker.id: worker.planned for worker in workers})
-    promised = _sums(worker.planned for worker in workers if worker.state in _TO_COME)
+    nothing else accounts for, with all that was promised. gone: workers that are taken as gone."""
+    staying = [worker for worker in workers if worker not in gone]
+    simulated = account(readings, {worker.id: worker.planned for worker in staying})
+    promised = _sums(worker.planned for worker in staying if worker.state in _TO_COME)
+    freed = _sums(worker.shares for worker in gone if worker.state not in _TO_COME)
     return [
-        accounted if reading.kind == "simulated" else _with(reading, -promised.get(reading.id, 0))
+        accounted
+        if reading.kind == "simulated"
+        else _with(reading, freed.get(reading.id, 0) - promised.get(reading.id, 0))
         for reading, accounted in zip(readings, simulated, strict=True)
     ]
-
-
-def released(readings: Sequence[DeviceReading], workers: Iterable[Occupant]) -> list[DeviceReading]:
-    """The devices as they would be without these workers."""
-    freed = _sums(worker.shares for worker in workers)
-    return [_with(reading, freed.get(reading.id, 0)) for reading in readings]
 
 
 def _sums(shares: Iterable[Iterable[DeviceShare]]) -> dict[str, int]:

@@ -14,7 +14,6 @@ from engine.deployment import Deployment, Surroundings
 from engine.desk import Desk
 from engine.errors import EngineBusy, EngineError, InsufficientMemory, InvalidRequest, LoadCancelled
 from engine.handover import Handover
-from engine.occupancy import released
 from engine.roster import Roster
 from engine.sampler import DeviceSampler
 from engine.tasks import detached
@@ -103,7 +102,7 @@ class Switch:
     # -- loading ------------------------------------------------------------------------------------------------
 
     async def _load(self, spec: ModelSpec, config: EngineConfig, *, beside: bool) -> LoadedModel:
-        for dead in [each for each in self._roster if each.state == "failed"]:
+        for dead in [each for each in self._roster if each.state == "failed" and not (beside and each.replicas())]:
             await self._drop(dead)
         old = self._replaced_by(spec, beside)
         new = Deployment(self._roster.new_key(spec.name), spec, config, self._around)
@@ -148,7 +147,7 @@ class Switch:
             try:
                 placements = new.place(workers, self._around.devices())
             except InsufficientMemory:
-                new.place(workers, released(self._around.devices(), old.replicas()))
+                new.place(workers, self._around.devices(old.replicas()))
                 await handover.empty(SWITCH_DRAIN_S)
                 self._roster.succeed(old, new)
                 await self._drop(old)

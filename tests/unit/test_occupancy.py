@@ -1,0 +1,64 @@
+"""What placement sees of the devices: memory that workers were promised is set aside, and what goes is given back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.config import DeviceShare
+from engine.devices import simulated_readings
+from engine.occupancy import occupied
+from engine.snapshot import DeviceReading, WorkerState
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker that was promised `planned` and holds `shares`."""
+
+    id: str
+    state: WorkerState
+    planned: tuple[DeviceShare, ...]
+    shares: tuple[DeviceShare, ...] = field(default=())
+
+
+def share(device: str, gib: float) -> DeviceShare:
+    return DeviceShare(device=device, weights_bytes=int(gib * GIB))
+
+
+def card(free_gib: float) -> DeviceReading:
+    return DeviceReading(
+        id="cuda:0", name="a card", kind="cuda", utilisation=None, total_bytes=24 * GIB, free_bytes=int(free_gib * GIB)
+    )
+
+
+@pytest.mark.parametrize("state", ["starting", "loading", "restarting"])
+def test_what_a_worker_is_still_to_load_is_set_aside(state: WorkerState) -> None:
+    worker = Worker("w0", state, (share("cuda:0", 5),))
+    assert occupied([card(20)], [worker])[0].free_bytes == 15 * GIB
+
+
+def test_what_a_worker_holds_is_in_the_reading_already() -> None:
+    worker = Worker("w0", "ready", (share("cuda:0", 5),), (share("cuda:0", 4),))
+    assert occupied([card(20)], [worker])[0].free_bytes == 20 * GIB
+
+
+def test_a_worker_that_is_to_go_gives_back_what_it_holds_and_no_more_than_there_is() -> None:
+    worker = Worker("w0", "ready", (share("cuda:0", 5),), (share("cuda:0", 4),))
+    assert occupied([card(10)], [worker], gone=[worker])[0].free_bytes == 14 * GIB
+    assert occupied([card(23)], [worker], gone=[worker])[0].free_bytes == 24 * GIB
+
+
+def test_a_worker_that_is_to_go_before_it_has_loaded_gives_back_nothing() -> None:
+    worker = Worker("w0", "loading", (share("cuda:0", 5),))
+    assert occupied([card(10)], [worker], gone=[worker])[0].free_bytes == 10 * GIB
+
+
+def test_a_simulated_device_has_nothing_but_what_was_promised() -> None:
+    first = Worker("w0", "ready", (share("sim:0", 5),), (share("sim:0", 4),))
+    second = Worker("w1", "loading", (share("sim:0", 6),))
+    readings = simulated_readings((24.0,))
+    assert occupied(readings, [first, second])[0].free_bytes == 13 * GIB
+    assert occupied(readings, [first, second], gone=[first])[0].free_bytes == 18 * GIB
