@@ -10,15 +10,16 @@ from typing import Any, ClassVar
 from textual.app import App, SystemCommand
 from textual.screen import Screen
 
-from console import keymap, modes
+from console import in_view, keymap, modes
 from console.commands import BindingCommands
 from console.knobs import KnobName, Knobs
 from console.link import EngineLink
-from console.screens.base import ConsoleScreen
+from console.screens.base import Live
 from console.theme import DEFAULT_THEME, builtin_folder, load_themes, user_folder, variable_defaults
 from console.widgets import text
 from console.widgets.glyphs import wants_ascii
 from engine.errors import EngineError
+from engine.snapshot import Snapshot
 
 REFRESH_S = 0.25
 PALETTE_GONE_S = 0.1
@@ -52,6 +53,8 @@ class EricApp(App[None], inherit_bindings=False):
         self.link = link
         self.chats = chats
         self._knobs = Knobs()
+        self._viewed = ""
+        self._several = False
         self._start = start if start in self.MODES else None
         super().__init__()
         self.set_class(wants_ascii(), "-ascii")
@@ -80,11 +83,38 @@ class EricApp(App[None], inherit_bindings=False):
         self.set_interval(REFRESH_S, self.refresh_screen)
 
     def refresh_screen(self) -> None:
-        """Show the latest snapshot on the screen that is seen; the others catch up when they are opened."""
-        self._knobs.settled(self.link.snapshot())
-        base = next(iter(self.screen_stack), None)
-        if self.is_running and isinstance(base, ConsoleScreen) and base.is_mounted:
-            base.refresh_view()
+        """Show the latest snapshot on the screen that is seen and on what covers it; others catch up when opened."""
+        snapshot = self.snapshot()
+        self._knobs.settled(snapshot)
+        if (several := len(snapshot.models) > 1) != self._several:
+            self._several = several
+            self.screen.refresh_bindings()
+        for screen in self.screen_stack if self.is_running else ():
+            if isinstance(screen, Live) and screen.is_mounted:
+                screen.refresh_view()
+
+    # -- the model in view ---------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The latest snapshot, its state and knobs those of the model in view."""
+        return in_view.in_view(self.link.snapshot(), self._viewed)
+
+    @property
+    def viewed_model(self) -> str:
+        """The name of the model in view where there are several; "" is the only one, or the engine's first."""
+        snapshot = self.link.snapshot()
+        model = in_view.viewed(snapshot, self._viewed)
+        return model.name if model is not None and len(snapshot.models) > 1 else ""
+
+    def action_next_model(self) -> None:
+        """Bring the next model into view."""
+        self._viewed = in_view.after(self.link.snapshot(), self._viewed)
+        self._knobs = Knobs()
+        self.refresh_screen()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Another model can be brought into view where there is one."""
+        return len(self.link.snapshot().models) > 1 if action == "next_model" else True
 
     def _fatal_error(self) -> None:
         """A defect of the console: all of it goes to the log, one line to the person (Textual would print it all)."""
@@ -110,13 +140,14 @@ class EricApp(App[None], inherit_bindings=False):
 
     def action_step(self, knob: KnobName, by: int) -> None:
         """Turn a knob by `by`."""
-        target = self._knobs.step(self.link.snapshot(), knob, by)
+        target = self._knobs.step(self.snapshot(), knob, by)
         self.run_worker(self._turn(knob, target), group="commands", exit_on_error=False)
 
     async def _turn(self, knob: KnobName, target: int) -> None:
         workers, max_prompts = (target, None) if knob == "workers" else (None, target)
-        if not await self._perform(self.link.reconfigure(workers=workers, max_prompts=max_prompts), ""):
-            self._knobs.refused(knob)
+        model, knobs = self.viewed_model, self._knobs
+        if not await self._perform(self.link.reconfigure(workers=workers, max_prompts=max_prompts, model=model), ""):
+            knobs.refused(knob)
 
     def action_toggle_api(self) -> None:
         """The HTTP API on or off."""

@@ -47,6 +47,13 @@ BINDINGS: list[Binding] = [
     Binding("q", "app.quit", "Quit", id="quit", tooltip="Quit the console"),
     Binding("a", "app.toggle_api", "API", id="api.toggle", tooltip="Switch the HTTP API on or off"),
     Binding(
+        "m",
+        "app.next_model",
+        "Model",
+        id="model.next",
+        tooltip="Look at the next model: its state, its knobs, its chat",
+    ),
+    Binding(
         "left_square_bracket",
         "app.step('workers', -1)",
         "Workers −",

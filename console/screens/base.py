@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from textual.app import ComposeResult
 from textual.screen import Screen
@@ -16,6 +16,14 @@ from engine.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from console.app import EricApp
+
+
+@runtime_checkable
+class Live(Protocol):
+    """A screen that shows the engine as it is now."""
+
+    def refresh_view(self) -> None:
+        """Show the latest snapshot; called four times a second while it can be seen."""
 
 
 class ConsoleScreen(Screen[None]):
@@ -56,7 +64,7 @@ class ConsoleScreen(Screen[None]):
 
     def refresh_view(self) -> None:
         """Show the latest snapshot now."""
-        snapshot, api = self.link.snapshot(), self.link.api_status()
+        snapshot, api = self.console.snapshot(), self.link.api_status()
         with self.app.batch_update():
             self.query_one(StatusLine).show(snapshot, api)
             self.query_one(TabRow).show(snapshot)

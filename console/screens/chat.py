@@ -25,6 +25,7 @@ from engine.snapshot import Snapshot
 
 NO_MODEL = "No model is loaded. Press F2 to choose one; your question stays here."
 HINT = "Ask the model something. Its answer streams here, with its speed beneath."
+ANSWERING = ("ready", "idle")  # an idle model loads first
 
 
 class ChatScreen(ConsoleScreen):
@@ -76,7 +77,7 @@ class ChatScreen(ConsoleScreen):
     def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
         """Say who would answer."""
         spec = snapshot.status.spec
-        ready = snapshot.status.state == "ready" and spec is not None
+        ready = snapshot.status.state in ANSWERING and spec is not None
         self.query_one(ChatTranscript).border_subtitle = spec.name if ready and spec else "no model"
 
     # -- conversations -----------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ class ChatScreen(ConsoleScreen):
 
     async def on_chat_input_submitted(self, event: ChatInput.Submitted) -> None:
         """Send a question, if there is who could answer it."""
-        if self.link.snapshot().status.state != "ready":
+        if self.console.snapshot().status.state not in ANSWERING:
             self.notify(NO_MODEL, severity="warning", markup=False)
             return
         await self._halt()
@@ -212,12 +213,12 @@ class ChatScreen(ConsoleScreen):
                 await worker.wait()
 
     async def _converse(self, answer: Answer) -> None:
-        spec = self.link.snapshot().status.spec
+        spec = self.console.snapshot().status.spec
         note = TurnNote(model=spec.name if spec else "")
         finish, problem = "cancelled", ""
         try:
             params = sampling(self._settings, self.link.sampling_defaults())
-            stream = self.link.chat(self._messages(), params)
+            stream = self.link.chat(self._messages(), params, self.console.viewed_model)
             async with contextlib.aclosing(stream) as deltas:  # type: ignore[type-var]
                 async for delta in deltas:
                     note = _note(note, delta)

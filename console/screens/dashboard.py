@@ -10,6 +10,7 @@ from textual.containers import Container, Vertical
 
 from console.link import ApiStatus
 from console.screens.base import ConsoleScreen
+from console.screens.worker import WorkerScreen
 from console.widgets.devices import DevicesPanel
 from console.widgets.requests import RequestsPanel
 from console.widgets.session import SessionPanel
@@ -27,6 +28,7 @@ class DashboardScreen(ConsoleScreen):
         Binding(
             "x,delete", "cancel", "Cancel", id="request.cancel", tooltip="Cancel the selected request", key_display="x"
         ),
+        Binding("i", "inspect", "Worker", id="worker.open", tooltip="Look closely at the selected worker"),
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
     ]
 
@@ -47,6 +49,18 @@ class DashboardScreen(ConsoleScreen):
         self.query_one(SessionPanel).show(snapshot)
         self.query_one(ThroughputPanel).show(snapshot)
         self.query_one(RequestsPanel).show(snapshot)
+
+    def on_workers_panel_opened(self, event: WorkersPanel.Opened) -> None:
+        """Enter on a worker, or two clicks."""
+        self.app.push_screen(WorkerScreen(event.worker))
+
+    def action_inspect(self) -> None:
+        """Look at the worker under the cursor, or the first one."""
+        table = self.query_one(WorkersPanel).table
+        if table.rows:
+            table.action_choose()
+        else:
+            self.notify("There is no worker yet. Press 2 to load a model.", severity="warning")
 
     def action_zoom(self) -> None:
         """Another span in the graphs."""

@@ -12,7 +12,8 @@ from textual.widget import Widget
 from console.widgets import text
 from console.widgets.bars import Part, meter, stack
 from console.widgets.glyphs import fitted, is_ascii
-from engine.snapshot import DeviceReading
+from console.widgets.names import reading_name
+from engine.snapshot import DeviceReading, ProcessMemory
 
 HOT_C = 85.0
 _FEW = 2
@@ -38,8 +39,9 @@ class DevicesPanel(Widget):
         """Draw anew, where anything changed."""
         if devices == self._devices:
             return
-        resized = len(devices) != len(self._devices)
+        resized = len(devices) != len(self._devices) or [d.others for d in devices] != [d.others for d in self._devices]
         self._devices = devices
+        self.border_title = title(devices)
         self.refresh(layout=resized)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
@@ -59,35 +61,43 @@ class DevicesPanel(Widget):
             lines = paired(self._devices, width, ascii_only=ascii_only)
         else:
             lines = brief(self._devices, width, ascii_only=ascii_only)
+        if not self.screen.has_class("-short"):
+            lines += strangers(self._devices, width)
         return [fitted(self.app, line) for line in lines]
 
 
-def short_name(device: DeviceReading) -> str:
-    """ "GPU0" for cuda:0, "CPU" for the machine itself."""
-    return f"GPU{device.id.removeprefix('cuda:')}" if device.kind == "cuda" else device.id.upper()
+def title(devices: Sequence[DeviceReading]) -> str:
+    """The frame's: that devices are simulated stands there in every form."""
+    cards = [device for device in devices if device.kind != "cpu"]
+    simulated = sum(device.kind == "simulated" for device in cards)
+    if not simulated:
+        return "Devices"
+    return "Devices (simulated)" if simulated == len(cards) else f"Devices ({simulated} of {len(cards)} simulated)"
 
 
 def detailed(devices: Sequence[DeviceReading], width: int, *, ascii_only: bool = False) -> list[Content]:
     """Name and readings, utilisation, memory, legend; an empty row between devices."""
-    legends = [Content("  ").join(_legend_parts(device)) for device in devices]
+    legends = [_joined(_legend_parts(device), width) for device in devices]
     indent = max(0, min(_LABEL, width - max((legend.cell_length for legend in legends), default=0)))
+    label = max((len(reading_name(device)) for device in devices), default=0) + 2
     lines: list[Content] = []
     for device, legend in zip(devices, legends, strict=True):
         if lines:
             lines.append(Content(""))
-        lines += [*_detail(device, width, ascii_only), legend.pad_left(indent)]
+        lines += [*_detail(device, width, max(_LABEL, label), ascii_only), legend.pad_left(indent)]
     return lines
 
 
 def brief(devices: Sequence[DeviceReading], width: int, *, ascii_only: bool = False) -> list[Content]:
     """One row each, and the legend: with the numbers where there is one device."""
-    names = max((len(short_name(device)) for device in devices), default=0)
+    names = max((len(reading_name(device)) for device in devices), default=0)
     lines = [_row(device, names, width, ascii_only) for device in devices]
     if not devices:
         return lines
-    indent = " " * (names + 1)
     if len(devices) > 1:
-        return [*lines, Content.assemble(indent, _colours())]
+        colours = _colours(width)
+        return [*lines, colours.pad_left(max(0, min(names + 1, width - colours.cell_length)))]
+    indent = " " * (names + 1)
     parts = _legend_parts(devices[0])
     whole = Content("  ").join(parts)
     if whole.cell_length + len(indent) <= width:
@@ -97,13 +107,13 @@ def brief(devices: Sequence[DeviceReading], width: int, *, ascii_only: bool = Fa
 
 def paired(devices: Sequence[DeviceReading], width: int, *, ascii_only: bool = False) -> list[Content]:
     """Two devices in each row, without their temperature and power; the legend last."""
-    names = max((len(short_name(device)) for device in devices), default=0)
+    names = max((len(reading_name(device)) for device in devices), default=0)
     room = (width - 2) // 2
     cells = [
         _row(msgspec.structs.replace(device, temperature_c=None, power_w=None), names, room, ascii_only)
         for device in devices
     ]
-    return [*(Content("  ").join(cells[at : at + 2]) for at in range(0, len(cells), 2)), _colours()]
+    return [*(Content("  ").join(cells[at : at + 2]) for at in range(0, len(cells), 2)), _colours(width)]
 
 
 _PARTS = (
@@ -124,10 +134,10 @@ def _parts(device: DeviceReading) -> list[Part]:
     ]
 
 
-def _detail(device: DeviceReading, width: int, ascii_only: bool) -> list[Content]:
+def _detail(device: DeviceReading, width: int, label: int, ascii_only: bool) -> list[Content]:
     readings = Content("   ").join(_readings(device))
-    name = text.clip(device.name, width - _LABEL - readings.cell_length - 1)
-    title = Content.assemble((f"{short_name(device):<{_LABEL}}", "bold $foreground"), (name, "$muted"))
+    name = text.clip(device.name, width - label - readings.cell_length - 1)
+    title = Content.assemble((f"{reading_name(device):<{label}}", "bold $foreground"), (name, "$muted"))
     used = device.total_bytes - device.free_bytes
     busy = text.percent(device.utilisation)
     total = text.gib(device.total_bytes)
@@ -155,10 +165,15 @@ def _legend_parts(device: DeviceReading) -> list[Content]:
     ]
 
 
-def _colours() -> Content:
-    return Content("  ").join(
-        Content.assemble((f"{mark} ", style), (name, "$muted")) for name, _, style, mark in _PARTS
-    )
+def _colours(width: int) -> Content:
+    parts = [Content.assemble((f"{mark} ", style), (name, "$muted")) for name, _, style, mark in _PARTS]
+    return _joined(parts, width)
+
+
+def _joined(parts: Sequence[Content], width: int) -> Content:
+    """Side by side, closer where there is less room."""
+    wide = Content("  ").join(parts)
+    return wide if wide.cell_length <= width else Content(" ").join(parts)
 
 
 def _row(device: DeviceReading, names: int, width: int, ascii_only: bool) -> Content:
@@ -172,7 +187,7 @@ def _row(device: DeviceReading, names: int, width: int, ascii_only: bool) -> Con
     room = max(8, width - fixed - (readings.cell_length + 2 if readings else 0))
     level = max(3, room // 3)
     return Content.assemble(
-        (f"{short_name(device):<{names}} ", "bold $foreground"),
+        (f"{reading_name(device):<{names}} ", "bold $foreground"),
         meter(device.utilisation, level, "$gpu-use"),
         (f" {text.percent(device.utilisation):>4}  ", "bold $foreground"),
         stack(_parts(device), room - level, ascii_only=ascii_only),
@@ -181,6 +196,25 @@ def _row(device: DeviceReading, names: int, width: int, ascii_only: bool) -> Con
         "  " if readings else "",
         readings,
     )
+
+
+def strangers(devices: Sequence[DeviceReading], width: int) -> list[Content]:
+    """One row with the programs that hold the memory called others, where the driver tells; the largest first."""
+    found = [
+        (process.used_bytes, _stranger(reading_name(device), process))
+        for device in devices
+        for process in device.others
+    ]
+    if not found:
+        return []
+    named = Content(", ").join(line for _, line in sorted(found, key=lambda one: -one[0]))
+    return [Content.assemble(("others: ", "$muted"), named).truncate(width, ellipsis=True)]
+
+
+def _stranger(device: str, process: ProcessMemory) -> Content:
+    name = process.name.rpartition("/")[2] or "process"
+    held = f" {text.size(process.used_bytes)}" if process.used_bytes else ""
+    return Content.assemble(f"{text.clip(name, 20)} ({process.pid})", (f"{held} on {device}", "$muted"))
 
 
 def _readings(device: DeviceReading, *, brief: bool = False) -> list[Content]:

@@ -7,20 +7,10 @@ from textual.widgets import Static
 
 from console.widgets import text
 from console.widgets.glyphs import is_ascii, to_ascii
+from console.widgets.load_phases import phase_lines
 from console.widgets.states import model_state, worker_state
-from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
+from engine.backends.base import LoadedModel
 from engine.snapshot import ModelStatus, Snapshot, WorkerReading
-
-_BAR_CELLS = 12
-_PHASES: tuple[tuple[LoadPhase, str], ...] = (
-    ("download", "Download"),
-    ("inspect", "Inspect"),
-    ("kernels", "Compile kernels"),
-    ("weights", "Read weights"),
-    ("kv_cache", "Allocate KV pages"),
-    ("warm_up", "Warm up"),
-)
-_RARE = {"download", "kernels"}
 
 
 class ModelLoad(Static):
@@ -46,7 +36,7 @@ def describe(snapshot: Snapshot) -> Content:
     name = status.spec.name if status.spec else ""
     lines = [Content.assemble(model_state(status.state).content, (f"  {name}", "bold $foreground"))]
     if status.state == "loading":
-        lines += _phases(status.progress)
+        lines += phase_lines(status.progress)
         lines += [_worker(worker) for worker in snapshot.workers if len(snapshot.workers) > 1]
         lines.append(Content.styled("c cancels", "$muted"))
     elif status.state == "failed" and status.error is not None:
@@ -56,34 +46,6 @@ def describe(snapshot: Snapshot) -> Content:
     elif status.state == "unloaded":
         lines.append(Content.styled("Choose a model and press Enter.", "$muted"))
     return Content("\n").join(lines)
-
-
-def _phases(progress: LoadProgress | None) -> list[Content]:
-    names = [phase for phase, _ in _PHASES]
-    now = names.index(progress.phase) if progress else -1
-    lines = []
-    for index, (phase, label) in enumerate(_PHASES):
-        if phase in _RARE and index != now:
-            continue
-        if progress is not None and index == now:
-            lines.append(_bar(label, progress))
-        else:
-            glyph, style = ("✓", "$success") if index < now else ("○", "$muted")
-            lines.append(Content.styled(f"{glyph} {label}", style))
-    return lines
-
-
-def _bar(label: str, progress: LoadProgress) -> Content:
-    done = text.fraction(progress)
-    filled = round(done * _BAR_CELLS)
-    in_bytes = f"{text.size(progress.done)} of {text.size(progress.total)}"
-    numbers = in_bytes if progress.unit == "bytes" else f"{progress.done} of {progress.total}"
-    return Content.assemble(
-        (f"◔ {label:<18}", "$worker-loading"),
-        ("━" * filled, "$worker-loading"),
-        ("━" * (_BAR_CELLS - filled), "$gpu-free"),
-        f" {text.percent(done)}  {numbers}",
-    )
 
 
 def _worker(worker: WorkerReading) -> Content:

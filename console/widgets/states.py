@@ -27,6 +27,7 @@ _MODEL: dict[ModelState, State] = {
     "unloaded": State("○", "no model", "$worker-draining"),
     "loading": State("◔", "loading", "$worker-loading"),
     "ready": State("●", "ready", "$worker-busy"),
+    "idle": State("○", "idle", "$worker-idle"),
     "draining": State("◒", "draining", "$worker-draining"),
     "unloading": State("◒", "unloading", "$worker-draining"),
     "failed": State("✖", "failed", "$worker-failed"),
@@ -39,6 +40,7 @@ _WORKER = {
     "restarting": State("↻", "restarting", "$worker-failed"),
     "failed": State("✖", "failed", "$worker-failed"),
 }
+_DEAD = State("✖", "dead", "$worker-failed")
 _BUSY = State("●", "busy", "$worker-busy")
 _IDLE = State("○", "idle", "$worker-idle")
 _REQUEST = {
@@ -49,6 +51,7 @@ _REQUEST = {
 _FINISH = {
     "stop": State("✓", "done", "$request-done"),
     "length": State("◆", "length", "$request-done"),
+    "timeout": State("◇", "timeout", "$request-failed"),
     "cancelled": State("○", "cancelled", "$request-done"),
     "error": State("✖", "error", "$request-failed"),
 }
@@ -60,10 +63,15 @@ def model_state(state: ModelState) -> State:
 
 
 def worker_state(worker: WorkerReading) -> State:
-    """A worker's; one that is ready is busy or idle."""
+    """A worker's; one that is ready is busy or idle, one that is not tried again is dead."""
     if worker.state == "ready":
         return _BUSY if worker.active else _IDLE
-    return _WORKER[worker.state]
+    return _DEAD if is_dead(worker) else _WORKER[worker.state]
+
+
+def is_dead(worker: WorkerReading) -> bool:
+    """Whether it died so often that it is left so; others that failed never got ready."""
+    return worker.state == "failed" and worker.last_error is not None and "deaths" in worker.last_error.details
 
 
 def request_state(row: RequestRow) -> State:

@@ -6,17 +6,20 @@ import time
 from dataclasses import dataclass
 
 from textual.content import Content
+from textual.style import Style
 from textual.widget import Widget
 
 from console.link import ApiStatus
 from console.widgets import text
 from console.widgets.glyphs import fitted
+from console.widgets.names import simulated
 from console.widgets.states import model_state
 from engine.snapshot import Snapshot
 
 _MUTED = "$muted"
 _DOT = Content.styled(" · ", "$graph-axis")
 _BAR_CELLS = 10
+_BREVITIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,11 @@ class StatusLine(Widget):
     """One row. It says less where there is less room, but always model, state and clock."""
 
     DEFAULT_CSS = """
-    StatusLine { height: 1; width: 1fr; padding: 0 1; background: $panel; }
+    StatusLine {
+        height: 1; width: 1fr; padding: 0 1; background: $panel;
+        link-style: none; link-color: $accent; link-background: transparent;
+        link-style-hover: bold; link-color-hover: $primary; link-background-hover: $panel;
+    }
     """
 
     def __init__(self) -> None:
@@ -53,22 +60,24 @@ def status_line(snapshot: Snapshot, api: ApiStatus, width: int) -> Content:
     """The whole line in `width` cells."""
     clock = Content.styled(time.strftime("%H:%M:%S", time.localtime(snapshot.at)), _MUTED)
     room = width - clock.cell_length - 2
-    forms = (_left(snapshot, api, brevity, room) for brevity in range(4))
+    forms = (_left(snapshot, api, brevity, room) for brevity in range(_BREVITIES))
     left = next((form for form in forms if form.cell_length <= room), None)
     if left is None:
-        left = _left(snapshot, api, 3, room).truncate(room, ellipsis=True)
+        left = _left(snapshot, api, _BREVITIES - 1, room).truncate(room, ellipsis=True)
     return Content.assemble(left, " " * (width - left.cell_length - clock.cell_length), clock)
 
 
 def _left(snapshot: Snapshot, api: ApiStatus, brevity: int, room: int) -> Content:
-    parts = [Content.styled("EricLLM", "bold $primary")]
+    parts = [Content.styled("EricLLM", "bold $primary")] if brevity < _BREVITIES - 1 else []
     name = _model(snapshot, brevity)
     if name is not None:
         parts.append(name)
-    parts.append(_state(snapshot, brevity, room - sum(part.cell_length + 3 for part in parts)))
+    told = _told(snapshot, brevity)
+    parts.append(_state(snapshot, brevity, room - sum(part.cell_length + 3 for part in (*parts, *told))))
     status = snapshot.status
     if status.state in ("ready", "draining"):
         parts.append(_shape(snapshot, brevity))
+    parts += told
     if status.state != "failed" or brevity == 0:
         parts.append(_api(api, brevity))
     return _DOT.join(parts)
@@ -78,7 +87,7 @@ def _model(snapshot: Snapshot, brevity: int) -> Content | None:
     status = snapshot.status
     if status.spec is None:
         return None
-    name = Content.styled(text.clip(status.spec.name, (48, 36, 24, 18)[brevity]), "bold $foreground")
+    name = Content.styled(text.clip(status.spec.name, (48, 36, 24, 18, 15)[brevity]), "bold $foreground")
     if status.model is None or brevity > 2:
         return name
     return Content.assemble(name, (f" {text.dtype(status.model.dtype)}", _MUTED))
@@ -102,6 +111,17 @@ def _state(snapshot: Snapshot, brevity: int, room: int) -> Content:
     )
 
 
+def _told(snapshot: Snapshot, brevity: int) -> list[Content]:
+    """That there are more models than this one, and that devices are simulated."""
+    told: list[Content] = []
+    if (more := len(snapshot.models) - 1) > 0:
+        words = f"+{more}" if brevity > 2 else f"+{text.plural(more, 'model')}"
+        told.append(Content.styled(words, "$accent").stylize(Style.from_meta({"@click": "app.next_model"})))
+    if simulated(snapshot):
+        told.append(Content.styled("simulated", "$warning"))
+    return told
+
+
 def _shape(snapshot: Snapshot, brevity: int) -> Content:
     workers, prompts = snapshot.target_workers, snapshot.max_prompts
     if brevity > 0:
@@ -115,5 +135,7 @@ def _api(api: ApiStatus, brevity: int) -> Content:
     if not api.running:
         return Content.styled("○ API off", _MUTED)
     address = f":{api.port}" if brevity > 1 else api.url.removeprefix("http://")
+    if brevity > 3:
+        return Content.styled(f"API {address}", "$foreground")
     clients = f", {api.clients}" if brevity > 1 else f", {text.plural(api.clients, 'client')}"
     return Content.assemble((f"API {address} on", "$foreground"), (clients, _MUTED))

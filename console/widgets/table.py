@@ -43,14 +43,15 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """key: stays the same as long as the row means the same thing. One cell for each column."""
+    """key: stays the same as long as the row means the same thing. One cell for each column; where there are fewer,
+    the last one takes the room of those that lack."""
 
     key: str
     cells: tuple[Cell, ...]
 
 
 class Table(ScrollView, can_focus=True):
-    """columns: fixed for good. empty: what to say where there is no row."""
+    """columns: until `show` gives others. empty: what to say where there is no row."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"table--header", "table--cursor", "table--empty"}
     DEFAULT_CSS = """
@@ -71,11 +72,19 @@ class Table(ScrollView, can_focus=True):
             "home", "move(-1000000)", "First", id="row.first", tooltip="Go to the first row", show=False, system=True
         ),
         Binding("end", "move(1000000)", "Last", id="row.last", tooltip="Go to the last row", show=False, system=True),
+        Binding("enter", "choose", "Open", id="row.open", tooltip="Open the row", show=False, system=True),
     ]
 
     @dataclass
     class Moved(Message):
         """The cursor is on another row."""
+
+        table: Table
+        key: str
+
+    @dataclass
+    class Chosen(Message):
+        """A row is to be opened: by Enter, or by clicking twice."""
 
         table: Table
         key: str
@@ -99,8 +108,11 @@ class Table(ScrollView, can_focus=True):
         """The key of the row under the cursor; None until somebody moved it there."""
         return self._cursor
 
-    def show(self, rows: Sequence[Row], *, empty: str | None = None) -> None:
-        """Replace the rows; `empty` replaces what is said where there is none."""
+    def show(self, rows: Sequence[Row], *, empty: str | None = None, columns: Sequence[Column] | None = None) -> None:
+        """Replace the rows; `empty` replaces what is said where there is none, `columns` the columns."""
+        if columns is not None and tuple(columns) != self._columns:
+            self._columns = tuple(columns)
+            self.refresh()
         before, self._rows = self._rows, tuple(rows)
         if empty is not None and empty != self._empty:
             self._empty = empty
@@ -150,10 +162,11 @@ class Table(ScrollView, can_focus=True):
         """The cells of one row in `width`: columns that do not fit are left out, the growing one takes the rest."""
         shown = fitting(self._columns, width)
         widths, gap = spread([self._columns[at] for at in shown], width)
-        parts = [
-            _fit(Content.assemble(*cells[at]), room, self._columns[at].align)
-            for at, room in zip(shown, widths, strict=True)
-        ]
+        placed = [(at, room) for at, room in zip(shown, widths, strict=True) if at < len(cells)]
+        if len(placed) < len(shown):
+            last, room = placed[-1]
+            placed[-1] = last, room + sum(widths[len(placed) :]) + gap * (len(shown) - len(placed))
+        parts = [_fit(Content.assemble(*cells[at]), room, self._columns[at].align) for at, room in placed]
         line = Content(" " * gap).join(parts)
         return fitted(self.app, line)
 
@@ -184,10 +197,19 @@ class Table(ScrollView, can_focus=True):
         """Up or down by what is seen."""
         self.action_move(by * max(1, self.size.height - 2))
 
+    def action_choose(self) -> None:
+        """Open the row under the cursor, the first where it is nowhere yet."""
+        if self._cursor is None:
+            self.move_to(0)
+        if self._cursor is not None:
+            self.post_message(self.Chosen(self, self._cursor))
+
     def on_click(self, event: events.Click) -> None:
-        """The row that was clicked."""
+        """The row that was clicked; twice opens it."""
         if event.y > 0 and (at := event.y - 1 + round(self.scroll_offset.y)) < len(self._rows):
             self.move_to(at)
+            if event.chain == 2:
+                self.action_choose()
 
 
 def fitting(columns: Sequence[Column], width: int) -> list[int]:

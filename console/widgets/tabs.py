@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from textual.content import Content
 from textual.style import Style
 from textual.widget import Widget
 
+from console.in_view import prompts_limit, workers_now
 from console.modes import MODES
 from console.widgets.glyphs import fitted
 from engine.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What the knobs show. now: workers there are while they become `workers`; limit: what memory allows of prompts,
+    0 where that is all."""
+
+    workers: int = 0
+    now: int = 0
+    prompts: int = 0
+    limit: int = 0
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Knobs:
+        """Those of the model in view."""
+        return cls(
+            workers=snapshot.target_workers,
+            now=workers_now(snapshot),
+            prompts=snapshot.max_prompts,
+            limit=prompts_limit(snapshot),
+        )
 
 
 class TabRow(Widget):
@@ -25,11 +49,11 @@ class TabRow(Widget):
     def __init__(self, mode: str) -> None:
         super().__init__()
         self._mode = mode
-        self._knobs = (0, 0)
+        self._knobs = Knobs()
 
     def show(self, snapshot: Snapshot) -> None:
         """The knobs as they are set."""
-        knobs = (snapshot.target_workers, snapshot.max_prompts)
+        knobs = Knobs.of(snapshot)
         if knobs != self._knobs:
             self._knobs = knobs
             self.refresh()
@@ -37,15 +61,27 @@ class TabRow(Widget):
     def render(self) -> Content:
         """Tabs on the left, knobs on the right."""
         tabs = Content("").join(_tab(mode.name, mode.digit, mode.title, mode.name == self._mode) for mode in MODES)
-        knobs = self._knob_row("Max prompts")
-        if tabs.cell_length + knobs.cell_length >= self.size.width:
-            knobs = self._knob_row("Prompts")
-        gap = max(1, self.size.width - tabs.cell_length - knobs.cell_length)
-        return fitted(self.app, Content.assemble(tabs, " " * gap, knobs))
+        room = self.size.width - tabs.cell_length
+        forms = (knob_row(self._knobs, brevity) for brevity in range(BREVITIES))
+        knobs = next((form for form in forms if form.cell_length < room), knob_row(self._knobs, BREVITIES - 1))
+        return fitted(self.app, Content.assemble(tabs, " " * max(1, room - knobs.cell_length), knobs))
 
-    def _knob_row(self, prompts_title: str) -> Content:
-        workers, prompts = self._knobs
-        return Content("  ").join((_knob("Workers", "workers", workers), _knob(prompts_title, "max_prompts", prompts)))
+
+BREVITIES = 4
+
+
+def knob_row(knobs: Knobs, brevity: int) -> Content:
+    """Both knobs. brevity: 0 says most; the last of BREVITIES is the narrowest form."""
+    coming = f"{knobs.now}→" if knobs.now != knobs.workers else ""
+    allowed = (f", memory allows {knobs.limit}", f", memory allows {knobs.limit}", f", fits {knobs.limit}")
+    limit = "" if not knobs.limit else (*allowed, f" ({knobs.limit})")[brevity]
+    tight = brevity == BREVITIES - 1
+    return Content("  ").join(
+        (
+            _knob("Workers", "workers", f"{coming}{knobs.workers}", tight=tight),
+            _knob("Prompts" if brevity else "Max prompts", "max_prompts", str(knobs.prompts), limit, tight=tight),
+        )
+    )
 
 
 def _link(text: str, style: str, action: str) -> Content:
@@ -58,10 +94,14 @@ def _tab(name: str, digit: str, title: str, here: bool) -> Content:
     return Content.assemble((f" {digit}", "$primary"), _link(f" {title} ", "$foreground", f"app.open('{name}')"))
 
 
-def _knob(title: str, name: str, value: int) -> Content:
+def _knob(title: str, name: str, value: str, limit: str = "", *, tight: bool) -> Content:
+    """limit: what memory allows, said behind the value. tight: no more spaces than it needs."""
+    pad = "" if tight else " "
     return Content.assemble(
         (f"{title} ", "$muted"),
-        _link(" − ", "bold $primary", f"app.step('{name}', -1)"),
-        (f" {value} ", "bold $foreground"),
-        _link(" + ", "bold $primary", f"app.step('{name}', 1)"),
+        _link(f"{pad}−{pad}", "bold $primary", f"app.step('{name}', -1)"),
+        (f" {value}", "bold $foreground"),
+        (limit, "$warning"),
+        " ",
+        _link(f"{pad}+{pad}", "bold $primary", f"app.step('{name}', 1)"),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.backends.base import LoadProgress
 
 _KIB = 1024
@@ -28,6 +30,16 @@ def gib(size_bytes: float) -> str:
     """GiB without the unit, one decimal: "9.4"; two for what is small: "0.02"."""
     value = size_bytes / _KIB**3
     return f"{value:.1f}" if value >= 0.095 or value == 0 else f"{value:.2f}"
+
+
+def common_unit(sizes_bytes: Iterable[int]) -> str:
+    """The unit that a column of sizes reads well in: GiB, or MiB where none of them reaches half a GiB."""
+    return "GiB" if max(sizes_bytes, default=0) >= _KIB**3 / 2 else "MiB"
+
+
+def in_unit(size_bytes: float, unit: str) -> str:
+    """The number alone: "9.4" in GiB, "1,204" in MiB."""
+    return gib(size_bytes) if unit == "GiB" else f"{size_bytes / _KIB**2:,.0f}"
 
 
 def seconds(value_s: float | None) -> str:

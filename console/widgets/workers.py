@@ -1,23 +1,21 @@
-"""Workers: one row for each copy of the model."""
+"""Workers: one row for each copy of a model."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from textual.app import ComposeResult
 from textual.containers import Vertical
+from textual.message import Message
 
 from console.widgets import text
+from console.widgets.names import devices_name
 from console.widgets.states import worker_state
 from console.widgets.table import Cell, Column, Row, Table, cell
+from console.widgets.worker_words import places, trouble
 from engine.snapshot import Snapshot, WorkerReading
 
-_COLUMNS = (
-    Column("id", 3),
-    Column("state", 13, grow=60),
-    Column("device", 6),
-    Column("active", 6, "right"),
-    Column("tok/s", 5, "right"),
-    Column("KV", 4, "right"),
-)
+_MODEL = Column("model", 8, grow=16)
 
 
 class WorkersPanel(Vertical):
@@ -27,37 +25,74 @@ class WorkersPanel(Vertical):
     WorkersPanel { height: 1fr; width: 1fr; }
     """
 
+    @dataclass
+    class Opened(Message):
+        """A worker is to be looked at."""
+
+        worker: str
+
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id, classes="panel")
         self.border_title = "Workers"
 
     def compose(self) -> ComposeResult:
         """The table alone."""
-        yield Table(_COLUMNS, id="worker-table")
+        yield Table(columns(()), id="worker-table")
+
+    @property
+    def table(self) -> Table:
+        """The table."""
+        return self.query_one(Table)
 
     def show(self, snapshot: Snapshot) -> None:
-        """The workers now."""
-        table = self.query_one(Table)
-        brief = self.screen.has_class("-medium")
-        table.show([worker_row(worker, brief=brief) for worker in snapshot.workers], empty=_empty(snapshot))
-        ready = sum(worker.state == "ready" for worker in snapshot.workers)
-        self.border_subtitle = f"{ready} of {snapshot.target_workers} ready" if snapshot.workers else ""
+        """The workers now, with their models where these are several."""
+        workers, several = snapshot.workers, len(snapshot.models) > 1
+        brief = several and self.screen.has_class("-medium")
+        rows = [worker_row(worker, brief=brief, model=several) for worker in workers]
+        self.table.show(rows, empty=_empty(snapshot), columns=columns(workers, model=several))
+        ready = sum(worker.state == "ready" for worker in workers)
+        wanted = sum(model.target_workers for model in snapshot.models) or snapshot.target_workers
+        self.border_subtitle = f"{ready} of {wanted} ready" if workers else ""
+
+    def on_table_chosen(self, event: Table.Chosen) -> None:
+        """Enter, or two clicks."""
+        event.stop()
+        self.post_message(self.Opened(event.key))
 
 
-def worker_row(worker: WorkerReading, *, brief: bool = False) -> Row:
-    """One worker's cells; `brief`: a load in per cent instead of phase and bytes."""
-    serving = worker.state in ("ready", "draining")
+def columns(workers: tuple[WorkerReading, ...], *, model: bool = False) -> tuple[Column, ...]:
+    """Wide enough for the names of where `workers` are. model: whether one says which model each has."""
+    device = max((len(devices_name(worker.devices)) for worker in workers), default=0)
+    return (
+        Column("id", max((len(worker.id) for worker in workers), default=2)),
+        Column("device", min(15, max(6, device))),
+        *((_MODEL,) if model else ()),
+        Column("state", 9, grow=60),
+        Column("active", 6, "right"),
+        Column("tok/s", 5, "right"),
+        Column("KV", 4, "right", drop=1),
+    )
+
+
+def worker_row(worker: WorkerReading, *, brief: bool = False, model: bool = False) -> Row:
+    """One worker's cells; the state of one that does not serve takes the room of the numbers that it has not.
+
+    brief: a load in per cent instead of phase and bytes.
+    """
     pages = worker.stats.pages_total
     usage = 1 - worker.stats.pages_free / pages if pages else None
-    devices = ",".join(device.replace("cuda:", "GPU").replace("cpu", "CPU") for device in worker.devices)
     cells: tuple[Cell, ...] = (
         cell(worker.id, "bold"),
+        cell(devices_name(worker.devices)),
+        *((cell(worker.model or "–", "$muted"),) if model else ()),
         _state(worker, brief),
-        cell(devices or "–"),
-        cell(f"{worker.active}/{worker.max_prompts}" if serving else "–"),
-        cell(text.rate(worker.tokens_per_s) if serving else "–", "bold"),
-        cell(text.percent(usage) if serving else "–"),
     )
+    if worker.state in ("ready", "draining"):
+        cells += (
+            cell(f"{worker.active}/{places(worker)}"),
+            cell(text.rate(worker.tokens_per_s), "bold"),
+            cell(text.percent(usage)),
+        )
     return Row(worker.id, cells)
 
 
@@ -68,8 +103,8 @@ def _state(worker: WorkerReading, brief: bool) -> Cell:
     if worker.state == "loading" and worker.progress is not None:
         done = text.percent(text.fraction(worker.progress)) if brief else text.progress(worker.progress)
         pieces.append((f" {done}", state.style))
-    if worker.state in ("failed", "restarting") and worker.last_error is not None:
-        pieces.append((f" {text.clip(worker.last_error.message, 120)}", "$muted"))
+    if said := trouble(worker):
+        pieces.append((said, "$foreground"))
     if worker.restarts:
         pieces.append((f" ↻{worker.restarts}", "$worker-failed"))
     return tuple(pieces)
@@ -81,4 +116,6 @@ def _empty(snapshot: Snapshot) -> str:
         return f"Loading failed: {text.clip(status.error.message, 300).rstrip('.')}. Press 2 to choose another model."
     if status.state == "loading":
         return "Starting …"
+    if status.state == "idle":
+        return "Unloaded while nobody asks; the next request loads the model again."
     return "No model loaded. Press 2 to choose one."

@@ -23,9 +23,10 @@ from engine.config import ModelSpec, SamplingParams
 from engine.doctor.examine import examine
 from engine.doctor.report import Report
 from engine.errors import EngineError, LoadCancelled, ModelNotFound, NoModelLoaded
+from engine.estimate import Estimate
 from engine.models.catalog import ModelEntry
 from engine.snapshot import LogEntry, ModelStatus, RequestRow, Snapshot
-from tests.fakes import machines, scenes
+from tests.fakes import estimates, machines, scenes
 
 MODELS = (
     ModelEntry(
@@ -92,6 +93,9 @@ class FakeLink:
         self.commands: list[tuple[str, dict[str, Any]]] = []
         self.failures: dict[str, EngineError] = {}
         self.chats: list[tuple[list[ChatMessage], SamplingParams]] = []
+        self.chat_models: list[str] = []
+        self.estimates: list[dict[str, Any]] = []
+        self.expected = estimates.estimate()
         self.closed_chats = 0
         self._gates: dict[str, asyncio.Event] = {}
         self._load_cancelled = False
@@ -157,9 +161,12 @@ class FakeLink:
             raise ModelNotFound(f"no model is called {model}", model=model)
         spec = ModelSpec(path=entry.path, name=entry.name)
         self._load_cancelled = False
+        if beside:
+            await self._record("load", model=model, beside=True)
+            return
         self._change(status=msgspec.structs.replace(scenes.loading().status, spec=spec))
         try:
-            await self._record("load", model=model, **({"beside": True} if beside else {}))
+            await self._record("load", model=model)
             if self._load_cancelled:
                 raise LoadCancelled(f"loading {model} was cancelled")
         except LoadCancelled:
@@ -180,12 +187,17 @@ class FakeLink:
     async def unload(self, model: str = "") -> None:
         """Back to no model."""
         await self._record("unload", **({"model": model} if model else {}))
+        if len(self.current.models) > 1:
+            self._change(models=tuple(each for each in self.current.models if each.name != model))
+            return
         self._change(status=ModelStatus(), workers=(), requests=(), queued=0, running=0)
 
     async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None, model: str = "") -> None:
         """Moves the targets."""
         knobs = {"workers": workers, "max_prompts": max_prompts, "model": model or None}
         await self._record("reconfigure", **{name: value for name, value in knobs.items() if value is not None})
+        if model:
+            return
         self._change(
             target_workers=self.current.target_workers if workers is None else workers,
             max_prompts=self.current.max_prompts if max_prompts is None else max_prompts,
@@ -194,6 +206,22 @@ class FakeLink:
     async def restart_worker(self, worker_id: str) -> None:
         """Keeps the call alone."""
         await self._record("restart_worker", worker_id=worker_id)
+
+    async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
+        """`expected`, whatever is asked for; `estimates` keeps what that was."""
+        self.estimates.append({"model": model, "workers": workers, "max_prompts": max_prompts})
+        await self._gate("estimate")
+        if "estimate" in self.failures:
+            raise self.failures.pop("estimate")
+        return self.expected
+
+    async def attach(self, name: str, path: str, model: str = "") -> None:
+        """Keeps the call alone."""
+        await self._record("attach", name=name, path=path, **({"model": model} if model else {}))
+
+    async def detach(self, name: str, model: str = "") -> None:
+        """Keeps the call alone."""
+        await self._record("detach", name=name, **({"model": model} if model else {}))
 
     async def cancel_request(self, request_id: str) -> None:
         """Finishes that row as cancelled."""
@@ -214,9 +242,10 @@ class FakeLink:
         self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = ""
     ) -> AsyncIterator[ChatDelta]:
         """`answer` in words, each a delta; hold("chat") stops before every word."""
-        if self.current.status.state != "ready":
+        if self.current.status.state not in ("ready", "idle"):
             raise NoModelLoaded("no model is loaded", state=self.current.status.state)
         self.chats.append((list(messages), params))
+        self.chat_models.append(model)
         if "chat" in self.failures:
             raise self.failures.pop("chat")
         words = self.answer.split(" ")

@@ -1,0 +1,95 @@
+"""One worker, looked at closely while it lives, dies and comes back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from console.screens.confirm import ConfirmScreen
+from console.widgets import text
+from console.widgets.glyphs import fitted, is_ascii
+from console.widgets.worker_card import card
+from engine.snapshot import WorkerReading
+
+if TYPE_CHECKING:
+    from console.app import EricApp
+
+_FRAME_CELLS = 6
+
+
+class WorkerScreen(ModalScreen[None]):
+    """worker: its id. What was last known of a worker that is gone stays to be read."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("r", "restart", "Restart", id="worker.restart", tooltip="Restart this worker"),
+        Binding("escape,q", "dismiss", "Close", id="worker.close", tooltip="Close the worker", show=False),
+    ]
+
+    def __init__(self, worker: str) -> None:
+        super().__init__()
+        self._worker = worker
+        self._shown: Content | None = None
+
+    def compose(self) -> ComposeResult:
+        """One page that scrolls where it is long."""
+        with VerticalScroll(classes="dialog worker") as page:
+            page.border_title = f"Worker {self._worker}"
+            page.border_subtitle = "r restarts it, esc closes"
+            yield Static(id="card", markup=False)
+
+    def on_mount(self) -> None:
+        """Never empty."""
+        self.refresh_view()
+
+    def on_resize(self) -> None:
+        """Bars and lines are cut to the width."""
+        self.call_after_refresh(self.refresh_view)
+
+    @property
+    def console(self) -> EricApp:
+        """The app, by its own type."""
+        from console.app import EricApp
+
+        assert isinstance(self.app, EricApp)
+        return self.app
+
+    @property
+    def reading(self) -> WorkerReading | None:
+        """The worker now; None once it is gone."""
+        workers = self.console.link.snapshot().workers
+        return next((worker for worker in workers if worker.id == self._worker), None)
+
+    def refresh_view(self) -> None:
+        """Show the worker as it is now."""
+        worker = self.reading
+        page = self.query_one(VerticalScroll)
+        if worker is None:
+            page.border_subtitle = "it is gone; esc closes"
+            return
+        width = max(40, page.scrollable_content_region.width or self.app.size.width - _FRAME_CELLS)
+        shown = card(worker, self.console.link.snapshot(), width, ascii_only=is_ascii(self.app))
+        if self._shown is None or not shown.is_same(self._shown):
+            self._shown = shown
+            self.query_one("#card", Static).update(fitted(self.app, shown))
+
+    def action_restart(self) -> None:
+        """Start it again; ask first where requests would have to move."""
+        worker = self.reading
+        if worker is None:
+            self.notify(f"{self._worker} is gone.", severity="warning", markup=False)
+        elif worker.active:
+            works = f"{worker.id} works on {text.plural(worker.active, 'request')}."
+            moved = "They go on where they are, on another worker or on this one when it is back. Restart it?"
+            question = ConfirmScreen(works, moved, yes="Restart", no="Leave it")
+            self.app.push_screen(question, lambda yes: self._restart() if yes else None)
+        else:
+            self._restart()
+
+    def _restart(self) -> None:
+        self.console.perform(self.console.link.restart_worker(self._worker), done=f"{self._worker} is started again")

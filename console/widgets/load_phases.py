@@ -1,0 +1,48 @@
+"""The phases of a load, one line each: done, under way with its bytes, still to come."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from console.widgets import text
+from engine.backends.base import LoadPhase, LoadProgress
+
+_BAR_CELLS = 12
+_PHASES: tuple[tuple[LoadPhase, str], ...] = (
+    ("download", "Download"),
+    ("inspect", "Inspect"),
+    ("kernels", "Compile kernels"),
+    ("weights", "Read weights"),
+    ("kv_cache", "Allocate KV pages"),
+    ("warm_up", "Warm up"),
+)
+_RARE = {"download", "kernels"}
+
+
+def phase_lines(progress: LoadProgress | None) -> list[Content]:
+    """All of them; those that few loads have only while they are under way."""
+    names = [phase for phase, _ in _PHASES]
+    now = names.index(progress.phase) if progress else -1
+    lines = []
+    for index, (phase, label) in enumerate(_PHASES):
+        if phase in _RARE and index != now:
+            continue
+        if progress is not None and index == now:
+            lines.append(_bar(label, progress))
+        else:
+            glyph, style = ("✓", "$success") if index < now else ("○", "$muted")
+            lines.append(Content.styled(f"{glyph} {label}", style))
+    return lines
+
+
+def _bar(label: str, progress: LoadProgress) -> Content:
+    done = text.fraction(progress)
+    filled = round(done * _BAR_CELLS)
+    in_bytes = f"{text.size(progress.done)} of {text.size(progress.total)}"
+    numbers = in_bytes if progress.unit == "bytes" else f"{progress.done} of {progress.total}"
+    return Content.assemble(
+        (f"◔ {label:<18}", "$worker-loading"),
+        ("━" * filled, "$worker-loading"),
+        ("━" * (_BAR_CELLS - filled), "$gpu-free"),
+        f" {text.percent(done)}  {numbers}",
+    )
