@@ -15,6 +15,7 @@ from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.layout import Layout, Span
 from engine.backends.torch.linear import Linear, LinearFactory, PackedLinear
+from engine.backends.torch.mlp import GatedMlp
 from engine.backends.torch.model import Block, Decoder, Stage
 from engine.backends.torch.model_config import ModelConfig
 from engine.backends.torch.quant.weight import is_quantised, method_of
@@ -161,8 +162,10 @@ class DecoderLoader:
             qk_norm=qk_norm,
             o=linear(names.o, bias=traits.o_bias),
             mlp_norm=norm(names.mlp_norm),
-            gate_up=linear(names.gate, names.up, bias=traits.mlp_bias),
-            down=linear(names.down, bias=traits.mlp_bias),
+            mlp=GatedMlp(
+                gate_up=linear(names.gate, names.up, bias=traits.mlp_bias),
+                down=linear(names.down, bias=traits.mlp_bias),
+            ),
             window=traits.windows[layer],
         )
 

@@ -12,6 +12,7 @@ from engine.backends.torch.attention import attend
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.linear import Linear
 from engine.backends.torch.lora import add_adapters
+from engine.backends.torch.mlp import Mlp
 from engine.backends.torch.model_config import ModelConfig
 from engine.backends.torch.rope import RotaryEmbedding, rotate_
 from engine.backends.torch.step_plan import StepPlan
@@ -19,15 +20,14 @@ from engine.backends.torch.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Weights of one layer. qkv and gate_up are fused; qk_norm [heads + kv_heads, head_dim] where the model has it."""
+    """Weights of one layer. qkv is fused; qk_norm [heads + kv_heads, head_dim] where the model has it."""
 
     input_norm: Tensor
     qkv: Linear
     qk_norm: Tensor | None
     o: Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
     window: int | None
 
 
@@ -65,7 +65,7 @@ class Decoder:
             cos, sin = stage.rope.angles(plan.positions, hidden.dtype)
             for layer, block in enumerate(stage.blocks, stage.first_layer):
                 hidden = hidden + self._attention(layer, block, hidden, plan, kv, cos, sin)
-                hidden = hidden + self._mlp(layer, block, hidden, plan)
+                hidden = hidden + block.mlp(self._norm(hidden, block.mlp_norm), layer, plan.adapted)
         sampled = hidden.index_select(0, plan.sampled_rows)
         return self.head(self._norm(sampled, self.final_norm)).float()
 
@@ -83,12 +83,6 @@ class Decoder:
         kv.write(layer, plan.slots, qkv[:, heads:])
         attended = attend(layer, block.window, qkv, plan, kv, heads)
         return add_adapters(block.o(attended), attended, layer, "o", plan.adapted)
-
-    def _mlp(self, layer: int, block: Block, hidden: Tensor, plan: StepPlan) -> Tensor:
-        normed = self._norm(hidden, block.mlp_norm)
-        gate, up = add_adapters(block.gate_up(normed), normed, layer, "gate_up", plan.adapted).chunk(2, dim=-1)
-        gated = F.silu(gate) * up
-        return add_adapters(block.down(gated), gated, layer, "down", plan.adapted)
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
