@@ -96,7 +96,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     shared_bytes: int = 0
 
 
-class SequenceStats(msgspec.Struct, frozen=True, kw_only=True):
+class SequenceStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """How far one live request is: tokens whose KV is computed, of the tokens known."""
 
     request_id: str

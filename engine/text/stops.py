@@ -22,6 +22,8 @@ class StopMatcher:
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take more text: what is visible now, and whether a stop string was found (all later text is dropped)."""
+        if not self._stops:
+            return text, False
         if self._matched:
             return "", True
         text = self._held + text

@@ -135,8 +135,11 @@ class Answer:
     def _settle(self, text: str, output: Output) -> None:
         """Tell every token that was held, and their text."""
         output.text += text
-        output.token_ids += [event.token_id for event in self._unsettled if event.token_id is not None]
-        output.logprobs += [event.logprob for event in self._unsettled if event.logprob is not None]
+        for event in self._unsettled:
+            if event.token_id is not None:
+                output.token_ids.append(event.token_id)
+            if event.logprob is not None:
+                output.logprobs.append(event.logprob)
         if not self._begun:
             output.cached_tokens, self._begun = self._cached_tokens, bool(output.token_ids)
         self._unsettled.clear()

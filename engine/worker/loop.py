@@ -202,7 +202,9 @@ class WorkerLoop:
         answer = self._answers.get(event.request_id)
         if answer is None or answer.rewinding:
             return
-        output = self._outputs.setdefault(event.request_id, Output())
+        output = self._outputs.get(event.request_id)
+        if output is None:
+            output = self._outputs[event.request_id] = Output()
         try:
             answer.take(event, output)
         except Exception as error:

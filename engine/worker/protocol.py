@@ -124,7 +124,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
     request_id: str
 
 
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step brought for one request.
 
     token_ids: new ids (all of them, whether shown or not); text: new visible text, "" while it is held back for a
