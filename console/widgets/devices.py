@@ -77,7 +77,7 @@ def title(devices: Sequence[DeviceReading]) -> str:
 
 def detailed(devices: Sequence[DeviceReading], width: int, *, ascii_only: bool = False) -> list[Content]:
     """Name and readings, utilisation, memory, legend; an empty row between devices."""
-    legends = [_joined(_legend_parts(device), width) for device in devices]
+    legends = [_legend(device, width) for device in devices]
     indent = max(0, min(_LABEL, width - max((legend.cell_length for legend in legends), default=0)))
     label = max((len(reading_name(device)) for device in devices), default=0) + 2
     lines: list[Content] = []
@@ -158,11 +158,18 @@ def _detail(device: DeviceReading, width: int, label: int, ascii_only: bool) -> 
     ]
 
 
-def _legend_parts(device: DeviceReading) -> list[Content]:
+def _legend_parts(device: DeviceReading, gap: str = " ") -> list[Content]:
+    """Nobody else can hold memory of a simulated device."""
+    shown = [part for part in _PARTS if device.kind != "simulated" or part[0] != "others"]
     return [
-        Content.assemble((f"{mark} ", style), (f"{label} ", "$muted"), text.gib(getattr(device, field)))
-        for label, field, style, mark in _PARTS
+        Content.assemble((f"{mark}{gap}", style), (f"{label} ", "$muted"), text.gib(getattr(device, field)))
+        for label, field, style, mark in shown
     ]
+
+
+def _legend(device: DeviceReading, width: int) -> Content:
+    line = _joined(_legend_parts(device), width)
+    return line if line.cell_length <= width else Content(" ").join(_legend_parts(device, gap=""))
 
 
 def _colours(width: int) -> Content:

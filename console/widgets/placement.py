@@ -13,6 +13,7 @@ from engine.config import DeviceShare
 
 _LEAST_BAR, _MOST_BAR = 8, 40
 _NUMBER = 8
+_MUCH_MORE = 5
 _KINDS = (
     ("weights", "weights_bytes", "$gpu-weights", "w"),
     ("KV", "kv_bytes", "$gpu-kv", "k"),
@@ -29,7 +30,7 @@ def placement_map(
     ascii_only: bool = False,
 ) -> list[Content]:
     """A head, then two rows for each device. totals: bytes of each device by id, what its bars are measured against."""
-    devices = list(dict.fromkeys(share.device for share in (*planned, *used)))
+    devices = devices_of(planned, used)
     if not devices:
         return []
     unit = text.common_unit([share.total_bytes for share in (*planned, *used)])
@@ -52,20 +53,26 @@ def placement_map(
 
 
 def difference(planned: Sequence[DeviceShare], used: Sequence[DeviceShare], device: str) -> Content:
-    """ "16.7 GiB planned → 16.2 GiB used, 3% less", of one device."""
+    """ "planned 16.7 → used 16.2 GiB, −3%", of one device."""
     before, after = _share(planned, device), _share(used, device)
-    if before is None or after is None:
-        only, word = (before, "planned") if after is None else (after, "used")
-        return Content.assemble(text.size(only.total_bytes) if only else "–", (f" {word}", "$muted"))
-    change = after.total_bytes / before.total_bytes - 1 if before.total_bytes else 0.0
-    said = "as planned" if abs(change) < 0.005 else f"{abs(change):.0%} {'more' if change > 0 else 'less'}"
-    return Content.assemble(
-        text.size(before.total_bytes),
-        (" planned → ", "$muted"),
-        text.size(after.total_bytes),
-        (" used, ", "$muted"),
-        (said, "$warning" if change > 0.05 else "$muted"),
-    )
+    known = [share.total_bytes for share in (before, after) if share is not None]
+    unit = text.common_unit(known)
+    numbers = [
+        Content.assemble((f"{word} ", "$muted"), text.in_unit(share.total_bytes, unit))
+        for word, share in (("planned", before), ("used", after))
+        if share is not None
+    ]
+    line = Content.assemble(Content.styled(" → ", "$muted").join(numbers), f" {unit}")
+    if before is None or after is None or not before.total_bytes:
+        return line
+    change = round(100 * (after.total_bytes / before.total_bytes - 1))
+    said = f"{'+' if change > 0 else '−'}{abs(change)}%" if change else "as planned"
+    return Content.assemble(line, (f", {said}", "$warning" if change > _MUCH_MORE else "$muted"))
+
+
+def devices_of(*shares: Sequence[DeviceShare]) -> list[str]:
+    """Every device that is named, once, in order."""
+    return list(dict.fromkeys(share.device for group in shares for share in group))
 
 
 def _share(shares: Sequence[DeviceShare], device: str) -> DeviceShare | None:
