@@ -1,0 +1,309 @@
+"""Workers and their devices: where each lies, what became of it, and what an operator can do about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from textual.pilot import Pilot
+
+from console.app import EricApp
+from console.commands import entries
+from console.screens.confirm import ConfirmScreen
+from console.screens.worker import WorkerScreen
+from console.widgets.devices import brief, detailed, paired, title
+from console.widgets.names import device_name, devices_name
+from console.widgets.placement import difference, placement_map
+from console.widgets.requests import request_row
+from console.widgets.tabs import BREVITIES, Knobs, knob_row
+from console.widgets.worker_words import reason, trouble
+from engine.errors import EngineError, ErrorInfo
+from engine.snapshot import ProcessMemory, Snapshot, WorkerReading
+from tests.fakes import fleet_scenes, scenes
+from tests.fakes.link import FakeLink
+from tests.ui.seen import rows, screen_text
+
+SIZES = [(80, 24), (100, 30), (120, 40)]
+
+
+async def _seen(snapshot: Snapshot, size: tuple[int, int]) -> str:
+    app = EricApp(FakeLink(snapshot))
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        return screen_text(app)
+
+
+def _worker(snapshot: Snapshot, worker: str, **changes: Any) -> Snapshot:
+    """`snapshot` with one worker changed."""
+    changed = (msgspec.structs.replace(each, **changes) if each.id == worker else each for each in snapshot.workers)
+    return scenes.changed(snapshot, workers=tuple(changed))
+
+
+async def _opened(pilot: Pilot[None], worker: int) -> str:
+    """The worker's screen, over the dashboard."""
+    await pilot.press("shift+tab", *["down"] * (worker + 1), "enter")
+    await pilot.pause()
+    assert isinstance(pilot.app.screen, WorkerScreen)
+    return screen_text(pilot.app)
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_simulated_is_written_at_every_size(size: tuple[int, int]) -> None:
+    seen = await _seen(fleet_scenes.simulated(), size)
+    assert "simulated" in seen.splitlines()[0]
+    assert "Devices (simulated)" in seen
+    assert all(name in seen for name in ("SIM0", "SIM1", "SIM0+1"))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (140, 40)])
+async def test_eight_simulated_devices_are_all_seen(size: tuple[int, int]) -> None:
+    seen = await _seen(fleet_scenes.eight_simulated(), size)
+    assert all(f"SIM{index}" in seen for index in range(8))
+    assert "Devices (simulated)" in seen
+    assert "decode" in seen
+
+
+def test_every_form_names_simulated_devices_and_those_of_other_nodes() -> None:
+    devices = (fleet_scenes.sim(0), scenes.gpu(1, id="node2/cuda:1", node="node2"))
+    for form in (brief, detailed, paired):
+        drawn = "\n".join(line.plain for line in form(devices, 90))
+        assert "SIM0" in drawn
+        assert "node2 GPU1" in drawn
+    assert title(devices) == "Devices (1 of 2 simulated)"
+    assert title((scenes.gpu(0), scenes.cpu())) == "Devices"
+    assert title((fleet_scenes.sim(0), scenes.cpu())) == "Devices (simulated)"
+
+
+@pytest.mark.parametrize("width", [46, 56, 66, 90])
+def test_no_line_of_a_device_is_wider_than_the_panel(width: int) -> None:
+    devices = (scenes.gpu(0), fleet_scenes.sim(1), scenes.gpu(2, id="node2/cuda:2", node="node2"))
+    forms = [brief, *([detailed] if width >= 56 else []), *([paired] if width >= 72 else [])]
+    assert [line.plain for form in forms for line in form(devices, width) if line.cell_length > width] == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "shown"),
+    [
+        (("cuda:0",), "GPU0"),
+        (("cpu",), "CPU"),
+        (("sim:0", "sim:1"), "SIM0+1"),
+        (("node2/cuda:0", "node2/cuda:3"), "node2 GPU0+3"),
+        (("cuda:0", "sim:1"), "GPU0+SIM1"),
+        ((), "–"),
+    ],
+)
+def test_devices_have_short_names(devices: tuple[str, ...], shown: str) -> None:
+    assert devices_name(devices) == shown
+
+
+def test_a_node_with_a_long_name_keeps_the_device_in_sight() -> None:
+    assert device_name("a-node-with-a-long-name/cuda:7") == "a-node-wi… GPU7"
+
+
+async def test_programs_that_hold_memory_are_named() -> None:
+    stranger = ProcessMemory(pid=2211, name="/usr/lib/xorg/Xorg", used_bytes=int(1.5 * scenes.GIB))
+    seen = await _seen(scenes.busy(devices=(scenes.gpu(0, others=(stranger,)), scenes.gpu(1))), (100, 30))
+    assert "others: Xorg (2211) 1.5 GiB on GPU0" in seen
+
+
+async def test_nodes_stand_beside_this_machine() -> None:
+    seen = await _seen(fleet_scenes.two_nodes(), (100, 30))
+    assert seen.count("node2 GPU0") == 2
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_crash_its_reason_and_the_back_off_are_seen(size: tuple[int, int]) -> None:
+    seen = await _seen(fleet_scenes.simulated(), size)
+    assert "↻ restarting in 4 s: SIGKILL" in seen
+    assert "✖ dead after 5 deaths: exit code" in seen
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (fleet_scenes.crash("w1"), "SIGKILL"),
+        (fleet_scenes.left_dead("w1"), "exit code 139"),
+        (ErrorInfo(code="worker_failed", message="...", details={"silent_s": 31.2}), "hung, silent for 31 s"),
+        (ErrorInfo(code="load_failed", message="worker w1 found no weights"), "found no weights"),
+        (None, ""),
+    ],
+)
+def test_the_reason_of_a_death_is_short(error: ErrorInfo | None, said: str) -> None:
+    assert reason(WorkerReading(id="w1", state="restarting", last_error=error)) == said
+
+
+def test_nothing_is_said_of_the_trouble_of_a_worker_that_is_well() -> None:
+    worker = WorkerReading(id="w1", state="ready", last_error=fleet_scenes.crash("w1"), restarts=1)
+    assert trouble(worker) == ""
+    assert trouble(msgspec.structs.replace(worker, state="restarting")) == ": SIGKILL"
+
+
+def test_a_request_that_took_too_long_says_so() -> None:
+    row = msgspec.structs.replace(scenes.requests()[0], state="finished", finish="timeout")
+    assert request_row(row).cells[2][0][0] == "◇ timeout"
+
+
+# -- one worker -------------------------------------------------------------------------------------------------------
+
+
+async def test_enter_opens_a_worker_with_its_placement() -> None:
+    app = EricApp(FakeLink(fleet_scenes.simulated()))
+    async with app.run_test(size=(100, 40)) as pilot:
+        seen = await _opened(pilot, 0)
+        for words in ("Worker w0", "SIM0+1 (simulated)", "planned", "16 on SIM0, 16 on SIM1", "31 ms", "pid 4100"):
+            assert words in seen, words
+        await pilot.press("escape")
+        assert not isinstance(app.screen, WorkerScreen)
+
+
+async def test_a_dead_worker_shows_how_it_died_and_its_last_lines() -> None:
+    app = EricApp(FakeLink(fleet_scenes.simulated()))
+    async with app.run_test(size=(80, 40)) as pilot:
+        seen = await _opened(pilot, 2)
+        for words in ("dead after 5 deaths", "exit code 139", "▏ Fatal Python error: Segmentation fault", "5 in a row"):
+            assert words in seen, words
+
+
+async def test_a_worker_that_is_open_goes_on_changing() -> None:
+    snapshot = fleet_scenes.simulated()
+    link = FakeLink(snapshot)
+    app = EricApp(link)
+    async with app.run_test(size=(100, 40)) as pilot:
+        assert "restarting in 4 s" in await _opened(pilot, 1)
+        progress = scenes.loading().status.progress
+        link.show(_worker(snapshot, "w1", state="loading", progress=progress, retry_in_s=None))
+        app.refresh_screen()
+        await pilot.pause()
+        assert "Read weights" in screen_text(app)
+        link.show(scenes.changed(snapshot, workers=snapshot.workers[:1]))
+        app.refresh_screen()
+        await pilot.pause()
+        assert "it is gone" in screen_text(app)
+
+
+async def test_a_click_selects_a_worker_and_two_open_it() -> None:
+    app = EricApp(FakeLink(fleet_scenes.simulated()))
+    async with app.run_test(size=(100, 40)) as pilot:
+        await pilot.pause()
+        line = next(at for at, row in enumerate(rows(app)) if "restarting" in row)
+        await pilot.click(offset=(10, line))
+        assert not isinstance(app.screen, WorkerScreen)
+        await pilot.click(offset=(10, line), times=2)
+        await pilot.pause()
+        assert "Worker w1" in screen_text(app)
+
+
+async def test_r_starts_a_dead_worker_again_at_once() -> None:
+    link = FakeLink(fleet_scenes.simulated())
+    app = EricApp(link)
+    async with app.run_test(size=(100, 40)) as pilot:
+        await _opened(pilot, 2)
+        await pilot.press("r")
+        await app.workers.wait_for_complete()
+    assert link.commands == [("restart_worker", {"worker_id": "w2"})]
+
+
+async def test_r_asks_before_requests_have_to_move() -> None:
+    link = FakeLink(fleet_scenes.simulated())
+    app = EricApp(link)
+    async with app.run_test(size=(100, 40)) as pilot:
+        await _opened(pilot, 0)
+        await pilot.press("r")
+        assert isinstance(app.screen, ConfirmScreen)
+        assert "w0 works on 7 requests" in screen_text(app)
+        await pilot.press("n")
+        assert link.commands == []
+        await pilot.press("r", "y")
+        await app.workers.wait_for_complete()
+    assert link.commands == [("restart_worker", {"worker_id": "w0"})]
+
+
+async def test_a_restart_that_is_refused_says_why() -> None:
+    link = FakeLink(fleet_scenes.simulated())
+    link.failures["restart_worker"] = EngineError("there is no worker w2")
+    app = EricApp(link)
+    async with app.run_test(size=(100, 40), notifications=True) as pilot:
+        await _opened(pilot, 2)
+        await pilot.press("r")
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert "there is no worker w2" in [toast.message for toast in app._notifications]
+
+
+async def test_the_palette_has_what_the_keys_of_workers_do() -> None:
+    app = EricApp(FakeLink(fleet_scenes.simulated()))
+    async with app.run_test(size=(100, 40)) as pilot:
+        assert "Look closely at the selected worker" in {entry.title for entry in entries(app.screen)}
+        await pilot.press("i")
+        await pilot.pause()
+        assert {"Restart this worker", "Close the worker"} <= {entry.title for entry in entries(app.screen)}
+
+
+async def test_a_worker_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "linux")
+    app = EricApp(FakeLink(fleet_scenes.simulated()))
+    async with app.run_test(size=(100, 40)) as pilot:
+        await _opened(pilot, 2)
+        drawn = rows(app)[:-1]
+    assert [char for line in drawn for char in line if ord(char) > 126 and not char.isalnum()] == []
+
+
+def test_planned_and_used_stand_beneath_each_other() -> None:
+    share = fleet_scenes.share
+    lines = [
+        line.plain
+        for line in placement_map((share("sim:0"),), (share("sim:0", scale=0.5),), {"sim:0": 24 * scenes.GIB}, 90)
+    ]
+    assert {len(line) for line in lines} == {len(lines[0])}
+    assert lines[1].split()[-4:] == ["9.4", "6.1", "1.2", "16.7"]
+    assert lines[2].split()[-4:] == ["4.7", "6.1", "1.2", "12.0"]
+    assert difference((share("sim:0"),), (share("sim:0", scale=0.5),), "sim:0").plain.endswith("12.0 GiB, −28%")
+
+
+# -- the knobs --------------------------------------------------------------------------------------------------------
+
+
+async def test_the_knobs_show_the_limit_that_memory_set_and_workers_that_come() -> None:
+    wide = (await _seen(fleet_scenes.memory_ran_out(), (140, 40))).splitlines()[1]
+    assert "Workers  −  1→2  +   Max prompts  −  16, memory allows 11  +" in wide
+    narrow = (await _seen(fleet_scenes.memory_ran_out(), (80, 24))).splitlines()[1]
+    assert "− 1→2 +  Prompts − 16 (11) +" in narrow
+
+
+def test_a_worker_that_comes_back_does_not_make_the_knob_move() -> None:
+    assert Knobs.of(scenes.busy()).now == 2
+    assert Knobs.of(fleet_scenes.simulated()).now == 3
+    draining = scenes.busy(target_workers=1, workers=(scenes.worker(0), scenes.worker(1, state="draining")))
+    assert knob_row(Knobs.of(draining), 0).plain.startswith("Workers  −  2→1  +")
+
+
+def test_each_form_of_the_knobs_is_narrower_than_the_one_before() -> None:
+    knobs = Knobs(workers=2, now=1, prompts=16, limit=11)
+    widths = [knob_row(knobs, brevity).cell_length for brevity in range(BREVITIES)]
+    assert widths == sorted(widths, reverse=True)
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def test_simulated_devices_and_dead_workers_look_right(snap_compare: object) -> None:
+    app = EricApp(FakeLink(fleet_scenes.simulated()))
+    assert snap_compare(app, terminal_size=(100, 30))  # type: ignore[operator]
+
+
+def test_a_worker_looks_right(snap_compare: object) -> None:
+    app = EricApp(FakeLink(fleet_scenes.simulated()))
+    assert snap_compare(app, terminal_size=(120, 40), press=["i"])  # type: ignore[operator]
+
+
+def test_a_dead_worker_looks_right_on_a_small_terminal(snap_compare: object) -> None:
+    app = EricApp(FakeLink(fleet_scenes.simulated()))
+    keys = ["shift+tab", "down", "down", "down", "enter"]
+    assert snap_compare(app, terminal_size=(80, 24), press=keys)  # type: ignore[operator]
