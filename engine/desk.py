@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.backends.base import BackendStats, FinishReason
@@ -92,15 +92,18 @@ class Desk:
         for counter in ("preemptions", "draft_tokens", "draft_accepted"):
             self._metrics.count(counter, max(0, getattr(batch.stats, counter) - getattr(before, counter)))
         tokens = 0
+        gaps: Counter[tuple[float, int]] = Counter()  # requests of one step mostly have the same
         for output in batch.outputs:
             request = replica.active.get(output.request_id)
             if request is None:
                 continue
             tokens += len(output.token_ids)
-            self._take(request, output, now)
+            self._take(request, output, now, gaps)
             if output.finish is not None:
                 del replica.active[output.request_id]
                 self._finish(request, output.finish, _error_of(output, replica.id))
+        for (seconds, each), requests in gaps.items():
+            self._metrics.gap(now, seconds, each, requests)
         if tokens:
             replica.rate.add(now, tokens)
             self._metrics.produced(now, tokens)
@@ -126,9 +129,15 @@ class Desk:
         request.worker = None
         request.lane.enter(request, _now())
 
-    def _take(self, request: Request, output: RequestOutput, now: float) -> None:
+    def _take(self, request: Request, output: RequestOutput, now: float, gaps: Counter[tuple[float, int]]) -> None:
+        """Hand an output to its request; the time since its last one, with its tokens, is counted into `gaps`."""
         if output.token_ids:
-            self._count_tokens(request, output, now)
+            if request.first_token is None:
+                self._begin(request, output, now)
+            elif request.last_token is not None:
+                gaps[now - request.last_token, len(output.token_ids)] += 1
+            request.last_token = now
+            request.generated.extend(output.token_ids)
         request.stream.push(
             output.text,
             output.token_ids,
@@ -137,15 +146,11 @@ class Desk:
             ttft_s=request.ttft_s,
         )
 
-    def _count_tokens(self, request: Request, output: RequestOutput, now: float) -> None:
-        if request.first_token is None:
-            request.first_token = now
-            request.cached_tokens = output.cached_tokens or 0
-            self._metrics.started(now, len(request.prompt_ids), request.cached_tokens, now - request.created)
-        elif request.last_token is not None:
-            self._metrics.gap(now, now - request.last_token, len(output.token_ids))
-        request.last_token = now
-        request.generated.extend(output.token_ids)
+    def _begin(self, request: Request, output: RequestOutput, now: float) -> None:
+        """Its first token came."""
+        request.first_token = now
+        request.cached_tokens = output.cached_tokens or 0
+        self._metrics.started(now, len(request.prompt_ids), request.cached_tokens, now - request.created)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

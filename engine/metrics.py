@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 
 from engine.backends.base import FinishReason
 from engine.snapshot import Histogram, Mark, Percentiles, Second, Totals
@@ -98,9 +98,9 @@ class Window:
         self._window_s = window_s
         self._samples: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
 
-    def add(self, now: float, value: float) -> None:
-        """Take a sample."""
-        self._samples.append((now, value))
+    def add(self, now: float, value: float, times: int = 1) -> None:
+        """Take a sample, `times` times."""
+        self._samples.extend(repeat((now, value), times))
 
     def percentiles(self, now: float) -> Percentiles:
         """p50, p95 and p99 of the samples still in the window."""
@@ -155,9 +155,9 @@ class Metrics:
         self._second_tokens["output_tokens"] += tokens
         self.output_rate.add(now, tokens)
 
-    def gap(self, now: float, seconds: float, tokens: int) -> None:
-        """`tokens` tokens of one request came `seconds` after those before, all at once."""
-        self._sample(ITL, now, seconds / tokens, tokens)
+    def gap(self, now: float, seconds: float, tokens: int, requests: int = 1) -> None:
+        """For each of `requests` requests, `tokens` tokens came `seconds` after those before, all at once."""
+        self._sample(ITL, now, seconds / tokens, tokens=tokens, requests=requests)
 
     def dispatched(self, queued_s: float) -> None:
         """A worker took a request for the first time."""
@@ -177,10 +177,10 @@ class Metrics:
         """Remember what an operator did."""
         self._marks.append(Mark(at=at, text=text))
 
-    def _sample(self, name: str, now: float, value: float, times: int = 1) -> None:
-        self.histograms[name].observe(value, times)
-        self.windows[name].add(now, value)
-        self._second_samples[name].append(value)
+    def _sample(self, name: str, now: float, value: float, *, tokens: int = 1, requests: int = 1) -> None:
+        self.histograms[name].observe(value, tokens * requests)
+        self.windows[name].add(now, value, requests)
+        self._second_samples[name].extend(repeat(value, requests))
 
     # -- what is shown ------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class WorkerView:
             missing = self._missing.get(sequence.request_id)
             if missing is not None:
                 self._missing[sequence.request_id] = min(missing, sequence.known_tokens - sequence.computed_tokens)
-        for output in batch.outputs:
+        for output in batch.outputs if self._missing else ():
             if output.token_ids or output.finish is not None:
                 self._missing.pop(output.request_id, None)
 
