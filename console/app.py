@@ -53,7 +53,7 @@ class EricApp(App[None], inherit_bindings=False):
         self.link = link
         self.chats = chats
         self._knobs = Knobs()
-        self._viewed = ""
+        self.viewed_key = ""
         self._several = False
         self._start = start if start in self.MODES else None
         super().__init__()
@@ -97,18 +97,18 @@ class EricApp(App[None], inherit_bindings=False):
 
     def snapshot(self) -> Snapshot:
         """The latest snapshot, its state and knobs those of the model in view."""
-        return in_view.in_view(self.link.snapshot(), self._viewed)
+        return in_view.in_view(self.link.snapshot(), self.viewed_key)
 
     @property
     def viewed_model(self) -> str:
         """The name of the model in view where there are several; "" is the only one, or the engine's first."""
         snapshot = self.link.snapshot()
-        model = in_view.viewed(snapshot, self._viewed)
+        model = in_view.viewed(snapshot, self.viewed_key)
         return model.name if model is not None and len(snapshot.models) > 1 else ""
 
     def action_next_model(self) -> None:
         """Bring the next model into view."""
-        self._viewed = in_view.after(self.link.snapshot(), self._viewed)
+        self.viewed_key = in_view.after(self.link.snapshot(), self.viewed_key)
         self._knobs = Knobs()
         self.refresh_screen()
 

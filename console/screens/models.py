@@ -10,8 +10,9 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.timer import Timer
 from textual.widgets import Input
 
-from console.in_view import first
+from console.in_view import first, viewed
 from console.link import ApiStatus
+from console.screens.adapters import AdaptersScreen
 from console.screens.base import ConsoleScreen
 from console.widgets.model_details import Fit, ModelDetails
 from console.widgets.model_load import ModelLoad
@@ -31,7 +32,7 @@ class ModelsScreen(ConsoleScreen):
     AUTO_FOCUS = "ModelTable"
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("c", "cancel_load", "Cancel load", id="models.cancel", tooltip="Cancel the load under way"),
+        Binding("c", "cancel_load", "Cancel", id="models.cancel", tooltip="Cancel the load under way"),
         Binding(
             "u",
             "unload",
@@ -39,8 +40,11 @@ class ModelsScreen(ConsoleScreen):
             id="models.unload",
             tooltip="Let requests end, then unload the selected model, else the one in view",
         ),
-        Binding("r", "rescan", "Rescan", id="models.rescan", tooltip="Look for models again"),
+        Binding("r", "rescan", "Rescan", id="models.rescan", tooltip="Look for models again", show=False),
         Binding("o", "other", "Other", id="models.other", tooltip="Load a folder or a hub id by name"),
+        Binding(
+            "d", "adapters", "Adapters", id="models.adapters", tooltip="Attach or detach LoRA adapters", show=False
+        ),
         Binding("escape", "leave", "Leave", id="models.leave", tooltip="Leave the box", show=False),
     ]
 
@@ -176,6 +180,14 @@ class ModelsScreen(ConsoleScreen):
             self.notify("No model is loaded.", severity="warning")
         else:
             self.perform(self.link.unload(name if len(snapshot.models) > 1 else ""), done=f"{shown} is unloaded")
+
+    def action_adapters(self) -> None:
+        """The adapters of the model in view."""
+        model = viewed(self.link.snapshot(), self.console.viewed_key)
+        if model is None or model.status.state not in ("ready", "idle"):
+            self.notify("Load a model first: adapters are attached to one that serves.", severity="warning")
+        else:
+            self.app.push_screen(AdaptersScreen(model.key))
 
     def _load(self, name: str, *, beside: bool = False) -> None:
         self.perform(self.link.load(name, beside=beside), done=f"{name.rpartition('/')[2]} is ready")

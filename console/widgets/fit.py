@@ -17,7 +17,7 @@ _COLUMNS = (
     ("in use", "others_bytes"),
     ("free", "free_bytes"),
 )
-_CELLS = 7
+_CELLS = 8
 
 
 def verdict(found: Estimate) -> Content:
@@ -43,11 +43,11 @@ def fit_lines(found: Estimate) -> Iterator[Content]:
 
 
 def _table(found: Estimate) -> Iterator[Content]:
-    """Devices that would hold something or lack it, in one unit; what lacks stands where others have what is left."""
+    """Devices that would hold something or lack it, in one unit; what is lacking is less than nothing free."""
     rows = [device for device in found.devices if device.weights_bytes or device.short_bytes or len(found.devices) == 1]
     if not rows:
         return
-    names = max(7, *(len(_name(device)) for device in rows))
+    names = max(5, *(len(_name(device)) for device in rows))
     unit = text.common_unit([device.total_bytes for device in rows])
     head = "".join(f"{title:>{_CELLS}}" for title, _ in _COLUMNS)
     yield Content.styled(f"{unit:<{names}}{head}", "$muted")
@@ -59,7 +59,8 @@ def _device(device: DeviceEstimate, names: int, unit: str) -> Content:
     *parts, (_, free) = _COLUMNS
     numbers = "".join(f"{text.in_unit(getattr(device, field), unit):>{_CELLS}}" for _, field in parts)
     if device.short_bytes:
-        left = Content.styled(f"  ✖ short {text.size(device.short_bytes)}", "bold $error")
+        lacking = f"✖ −{text.in_unit(device.short_bytes, unit)}"
+        left = Content.styled(f"{lacking:>{_CELLS}}", "bold $error")
     else:
         left = Content.styled(f"{text.in_unit(getattr(device, free), unit):>{_CELLS}}", "$success")
     return Content.assemble((f"{_name(device):<{names}}", "bold $foreground"), numbers, left)

@@ -134,7 +134,7 @@ def _rows(model: ModelReading, snapshot: Snapshot, *, full: bool) -> Iterator[Co
             yield _row(device_name(device), difference(model.planned, model.used, device))
     yield from (_row("adapter", _adapter(adapter, model)) for adapter in model.adapters)
     if full and model.status.state in ("ready", "idle"):
-        yield Content.styled("u unloads", "$muted")
+        yield Content.styled("u unloads, d shows adapters", "$muted")
 
 
 def _row(label: str, value: Content) -> Content:
@@ -153,7 +153,7 @@ def _facts(model: LoadedModel, snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     yield "backend", f"{model.backend}, {text.dtype(model.dtype)}, on {devices_name(model.devices)}"
     if model.attention:
         yield "attention", f"{model.attention}: {model.attention_reason}"
-    yield "weights", f"{text.size(model.weights_bytes)} a worker, {model.parameters / 1e6:,.0f} M parameters"
+    yield "weights", f"{text.size(model.weights_bytes)} a worker, {text.count(model.parameters)} parameters"
     yield "KV pages", f"{text.size(model.kv_bytes)} a worker, {model.kv_tokens:,} tokens"
     yield "context", f"{model.max_model_len:,} tokens, {model.page_tokens} a page"
     loaded = next((worker.load_s for worker in workers_of(snapshot) if worker.load_s), None)

@@ -15,21 +15,21 @@ def places(worker: WorkerReading) -> int:
 
 
 def reason(worker: WorkerReading) -> str:
-    """Why it died: "SIGKILL", "exit code 1", "hung, silent for 31 s", else the whole sentence; "" where it did not."""
+    """Why it died: "SIGKILL", "exit 1", "hung, silent for 31 s", else the whole sentence; "" where it did not."""
     if worker.last_error is None:
         return ""
     details = worker.last_error.details
     if signal := details.get("signal"):
         return str(signal)
     if (code := details.get("code")) is not None:
-        return f"exit code {code}"
+        return f"exit {code}"
     if isinstance(silent_s := details.get("silent_s"), float | int):
         return f"hung, silent for {silent_s:.0f} s"
     return worker.last_error.message.removeprefix(f"worker {worker.id} ")
 
 
 def trouble(worker: WorkerReading) -> str:
-    """What follows the state's word: " in 4 s: SIGKILL", " after 5 deaths: exit code 1"; "" where all is well."""
+    """What follows the state's word: " in 4 s: SIGKILL", " after 5 deaths: exit 1"; "" where all is well."""
     if worker.state not in ("restarting", "failed"):
         return ""
     why = text.clip(reason(worker), 160)

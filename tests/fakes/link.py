@@ -122,7 +122,7 @@ class FakeLink:
         """The commands called, in order."""
         return [name for name, _ in self.commands]
 
-    async def _record(self, name: str, **arguments: Any) -> None:
+    async def _record(self, name: str, /, **arguments: Any) -> None:
         self.commands.append((name, arguments))
         if name in self.failures:
             raise self.failures.pop(name)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from textual.app import App
+from textual.pilot import Pilot
+
+from console.widgets.model_details import ModelDetails
+from console.widgets.model_table import ModelTable
+from tests.fakes.link import MODELS
 
 
 def rows(app: App[Any]) -> list[str]:
@@ -17,3 +23,31 @@ def rows(app: App[Any]) -> list[str]:
 def screen_text(app: App[Any]) -> str:
     """All of it."""
     return "\n".join(rows(app))
+
+
+async def until(pilot: Pilot[None], met: Callable[[], bool]) -> None:
+    """Let the app go on until something is the case."""
+    for _ in range(500):
+        if met():
+            return
+        await pilot.pause(0.01)
+    raise AssertionError("it did not happen")
+
+
+async def listed(pilot: Pilot[None]) -> ModelTable:
+    """The table of the Models screen, once its rows are there."""
+    await until(pilot, lambda: bool(pilot.app.screen.query(ModelTable)))
+    table = pilot.app.screen.query_one(ModelTable)
+    await until(pilot, lambda: table.row_count == len(MODELS))
+    return table
+
+
+def selected(pilot: Pilot[None]) -> str:
+    """What is said of the selected model."""
+    return str(pilot.app.screen.query_one(ModelDetails).content)
+
+
+async def foretold(pilot: Pilot[None]) -> None:
+    """The Models screen, once it says whether the selected model fits."""
+    await listed(pilot)
+    await until(pilot, lambda: "fit" in selected(pilot))

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 from textual.binding import Binding
+from textual.screen import ModalScreen
 
 from console import keymap, modes
 from console.app import EricApp
+from console.screens.adapters import AdaptersScreen
 from console.screens.confirm import ConfirmScreen
 from console.screens.help import HelpScreen
+from console.screens.worker import WorkerScreen
+from console.widgets.model_table import ModelTable
 from console.widgets.table import Table
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows
@@ -21,7 +25,8 @@ def _own(bindings: object) -> Iterator[Binding]:
     yield from Binding.make_bindings(bindings)  # type: ignore[arg-type]
 
 
-OWNERS = [HelpScreen, ConfirmScreen, Table, *(type(mode.factory()) for mode in modes.MODES)]
+DIALOGS = [HelpScreen, ConfirmScreen, WorkerScreen, AdaptersScreen]
+OWNERS = [*DIALOGS, Table, ModelTable, *(type(mode.factory()) for mode in modes.MODES)]
 
 
 def test_every_binding_has_an_id_and_a_tooltip() -> None:
@@ -39,7 +44,7 @@ def test_no_key_is_bound_twice_in_one_place() -> None:
 def test_no_screen_takes_a_key_of_the_whole_console() -> None:
     everywhere = {binding.key for binding in _own(keymap.BINDINGS)}
     for owner in OWNERS:
-        if owner in (HelpScreen, ConfirmScreen):
+        if issubclass(owner, ModalScreen):
             continue  # they cover the console: its keys sleep beneath them
         assert not everywhere & {binding.key for binding in _own(owner.__dict__.get("BINDINGS", []))}, owner
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -21,21 +20,7 @@ from engine.errors import InsufficientMemory
 from engine.snapshot import ModelStatus, Totals
 from tests.fakes import scenes
 from tests.fakes.link import MODELS, FakeLink
-
-
-async def until(pilot: Pilot[None], met: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if met():
-            return
-        await pilot.pause(0.01)
-    raise AssertionError("it did not happen")
-
-
-async def listed(pilot: Pilot[None]) -> ModelTable:
-    await until(pilot, lambda: bool(pilot.app.screen.query(ModelTable)))
-    table = pilot.app.screen.query_one(ModelTable)
-    await until(pilot, lambda: table.row_count == len(MODELS))
-    return table
+from tests.ui.seen import listed, until
 
 
 async def test_every_model_found_is_listed_with_what_it_is() -> None:

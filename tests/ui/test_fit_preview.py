@@ -1,0 +1,93 @@
+"""Whether the selected model would fit: foretold while one chooses, and never in the way."""
+
+from __future__ import annotations
+
+import msgspec
+
+from console.app import EricApp
+from console.widgets.fit import fit_lines
+from engine.costs import Correction
+from engine.errors import InsufficientMemory
+from tests.fakes import estimates, scenes
+from tests.fakes.link import MODELS, FakeLink
+from tests.ui.seen import foretold, listed, screen_text, selected, until
+
+
+async def test_the_selected_model_says_whether_it_fits_and_what_it_takes() -> None:
+    link = FakeLink(scenes.busy())
+    async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
+        await listed(pilot)
+        await until(pilot, lambda: "✓ It fits: 2 workers" in selected(pilot))
+        assert ["GPU1", "9.4", "6.1", "1.2", "1.5", "5.6"] in [line.split() for line in selected(pilot).splitlines()]
+        assert "w0 GPU0  w1 GPU1" in selected(pilot)
+        assert "Enter loads it in place of NeuralHermes-7B, b beside it" in selected(pilot)
+    assert link.estimates == [{"model": "demo", "workers": 2, "max_prompts": 8}]
+
+
+async def test_what_does_not_fit_says_how_much_is_lacking_where() -> None:
+    link = FakeLink(scenes.busy())
+    link.expected = estimates.estimate_that_lacks()
+    async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
+        await listed(pilot)
+        await until(pilot, lambda: "✖ It does not fit" in selected(pilot))
+        assert "✖ −2.3" in selected(pilot)
+
+
+async def test_the_fit_is_computed_anew_when_a_knob_or_the_selection_moves() -> None:
+    link = FakeLink(scenes.busy())
+    app = EricApp(link, start="models")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await listed(pilot)
+        await until(pilot, lambda: len(link.estimates) == 1)
+        link.show(scenes.busy(target_workers=3))
+        app.refresh_screen()
+        await until(pilot, lambda: len(link.estimates) == 2)
+        await pilot.press("down")
+        await until(pilot, lambda: len(link.estimates) == 3)
+    assert [asked["workers"] for asked in link.estimates] == [2, 3, 3]
+    assert link.estimates[-1]["model"] == str(MODELS[1].path)
+
+
+async def test_an_answer_that_comes_late_is_not_taken_for_another_model() -> None:
+    link = FakeLink(scenes.busy())
+    link.hold("estimate")
+    async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
+        await listed(pilot)
+        await until(pilot, lambda: len(link.estimates) == 1)
+        assert "◌ Finding out" in selected(pilot)
+        await pilot.press("down", "down")
+        await until(pilot, lambda: "pickles" in selected(pilot))
+        link.release("estimate")
+        await pilot.app.workers.wait_for_complete()
+        assert "It fits" not in selected(pilot)
+
+
+async def test_what_cannot_be_foretold_is_a_sentence() -> None:
+    link = FakeLink(scenes.busy())
+    link.failures["estimate"] = InsufficientMemory("config.json says nothing of layers")
+    async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
+        await listed(pilot)
+        await until(pilot, lambda: "✖ config.json says nothing of layers" in selected(pilot))
+
+
+async def test_a_small_terminal_says_in_a_line_whether_it_fits() -> None:
+    app = EricApp(FakeLink(scenes.busy()), start="models")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await listed(pilot)
+        await until(pilot, lambda: "demo  ✓ It fits: 2 workers" in screen_text(app))
+
+
+def test_a_fit_on_simulated_devices_says_so_and_what_was_learned() -> None:
+    device = msgspec.structs.replace(estimates.estimate().devices[0], id="node2/sim:0", node="node2", kind="simulated")
+    found = estimates.estimate(devices=(device,), simulated=True, learned=Correction(weights_factor=1.02, loads=3))
+    shown = "\n".join(line.plain for line in fit_lines(found))
+    assert "node2 SIM0" in shown
+    assert "The devices are simulated" in shown
+    assert "Corrected by 3 earlier loads." in shown
+
+
+def test_a_model_that_does_not_fit_looks_right(snap_compare: object) -> None:
+    link = FakeLink(scenes.busy())
+    link.expected = estimates.estimate_that_lacks()
+    app = EricApp(link, start="models")
+    assert snap_compare(app, terminal_size=(100, 30), run_before=foretold)  # type: ignore[operator]
