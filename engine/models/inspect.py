@@ -10,6 +10,7 @@ import msgspec
 
 from engine.backends.exllama.folder import read_folder
 from engine.backends.torch.model_config import read_model_config
+from engine.backends.torch.quant.declared import FP8_KINDS, FP8_SCALES, method_of_words, read_quantisation
 from engine.config import BackendKind
 from engine.errors import EngineError, UnsupportedModel
 from engine.models.catalog import ModelEntry
@@ -20,7 +21,6 @@ from engine.models.parts import elements
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FLOATS |= {"F8_E4M3": "float8_e4m3", "F8_E5M2": "float8_e5m2"}
 _READABLE = ("bfloat16", "float16", "float32")
-_MARKS = {".q_weight": "exl2", ".qweight": "gptq"}
 
 
 class _Weights(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,13 +92,31 @@ def _read_weights(path: Path, config: Mapping[str, object]) -> _Weights:
         file_bytes=sum(file.stat().st_size for file in files),
         parameters=sum(elements(name, tensors, quantised_bits(config)) for name in tensors),
         dtype=next((dtype for dtype, _ in plain_bytes.most_common(1)), ""),
-        packing=next((method for mark, method in _MARKS.items() if any(name.endswith(mark) for name in tensors)), ""),
+        packing=next((method for name in tensors if (method := _packing(name, tensors))), ""),
     )
+
+
+def _packing(name: str, tensors: Mapping[str, TensorHeader]) -> str:
+    """The method that a tensor gives away, "" for none."""
+    stem, _, kind = name.rpartition(".")
+    match kind:
+        case "q_weight":
+            return "exl2"
+        case "qweight":
+            return method_of_words(_width(tensors[name]), _width(tensors.get(f"{stem}.scales")))
+        case "weight" if tensors[name].dtype in FP8_KINDS and any(f"{stem}.{scale}" in tensors for scale in FP8_SCALES):
+            return "fp8"
+        case _:
+            return ""
+
+
+def _width(tensor: TensorHeader | None) -> int:
+    return tensor.shape[-1] if tensor is not None and tensor.shape else 0
 
 
 def _refuse_unreadable(path: Path, weights: _Weights) -> None:
     """Raise UnsupportedModel for what config.json does not show: a rare dtype, no tokenizer."""
-    if weights.dtype not in _READABLE:
+    if weights.dtype not in _READABLE and weights.packing != "fp8":
         raise UnsupportedModel(f"the weights are {weights.dtype or 'no floats'}; {', '.join(_READABLE)} can be read")
     if not (path / "tokenizer.json").is_file():
         raise UnsupportedModel("the folder has no tokenizer.json, which is needed to read and write text")
@@ -122,11 +140,20 @@ def read_context(config: Mapping[str, object]) -> int:
 
 def _quantisation(config: Mapping[str, object], weights: _Weights) -> str:
     """ "exl2 5.0 bpw", "gptq 4-bit", "fp8", ..."""
-    method = _quantisation_config(config).get("quant_method") or weights.packing
+    method = _method(config) or weights.packing
     bits = quantised_bits(config)
     if not method or bits is None:
         return str(method)
     return f"{method} {bits:.1f} bpw" if method == "exl2" else f"{method} {bits:g}-bit"
+
+
+def _method(config: Mapping[str, object]) -> object:
+    """What config.json names, as it is known here: compressed-tensors of 8-bit floats are fp8."""
+    try:
+        declared = read_quantisation(config)
+    except UnsupportedModel:
+        return _quantisation_config(config).get("quant_method")
+    return declared.method if declared is not None else None
 
 
 def quantised_bits(config: Mapping[str, object]) -> float | None:

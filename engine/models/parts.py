@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from engine.backends.torch.quant.declared import FP8_KINDS
 from engine.models.headers import TensorHeader
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.")
@@ -17,10 +18,10 @@ _WIDE = ("F64", "F32")
 _NOT_WEIGHTS = (
     *(".q_scale", ".q_scale_max", ".q_groups", ".q_group_map", ".q_perm", ".q_invperm"),  # exl2
     *(".qzeros", ".scales", ".g_idx"),  # gptq, awq
-    *(".weight_scale", ".weight_scale_inv", ".input_scale"),  # fp8
+    *(".weight_scale", ".weight_scale_inv", ".input_scale", ".activation_scale", ".k_scale", ".v_scale"),  # fp8
     *(".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"),  # bitsandbytes
 )
-_NUMBERS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8"})
+_NUMBERS = frozenset({"F64", "F32", "F16", "BF16", *FP8_KINDS, "I8"})
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +66,7 @@ def divide(tensors: Mapping[str, TensorHeader], layers: int, bits: float | None)
             head += part
         else:
             norm += part
-    packed_head = any(_HEAD.search(name) and name.endswith((".q_weight", ".qweight")) for name in tensors)
+    packed_head = any(_HEAD.search(name) and _is_packed(name, tensor) for name, tensor in tensors.items())
     return ModelParts(embedding=embedding, layers=tuple(by_layer), norm=norm, head=head, packed_head=packed_head)
 
 
@@ -83,6 +84,10 @@ def elements(name: str, tensors: Mapping[str, TensorHeader], bits: float | None)
     if tensor.dtype == "U8":  # bitsandbytes: two 4-bit values a byte
         return tensor.elements * 2
     return tensor.elements if tensor.dtype in _NUMBERS else 0
+
+
+def _is_packed(name: str, tensor: TensorHeader) -> bool:
+    return name.endswith((".q_weight", ".qweight")) or tensor.dtype in FP8_KINDS
 
 
 def _packed_bytes(tensor: TensorHeader) -> int:

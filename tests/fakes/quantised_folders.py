@@ -12,12 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.fakes import exl2_tensors, gptq_tensors
+from tests.fakes import awq_tensors, exl2_tensors, fp8_tensors, gptq_tensors
 from tests.fakes.tiny_models import make_tiny_model
 
-Method = Literal["exl2", "gptq"]
+Method = Literal["exl2", "gptq", "awq", "fp8", "fp8-channel"]
+"""fp8: with scales for blocks, as DeepSeek and Qwen3 have them. fp8-channel: for rows, as compressed-tensors writes
+them."""
 
-GPTQ_GROUP_ROWS = 32
+GPTQ_GROUP_ROWS = AWQ_GROUP_ROWS = 32
+FP8_BLOCK = (48, 40)
+"""Divides nothing evenly."""
+
 _EXL2_GROUPS: dict[int, exl2_tensors.Groups] = {
     40: [(6, 32), (4, 8)],
     64: [(8, 16), (5, 32), (2, 16)],
@@ -28,6 +33,33 @@ _EXL2_GROUPS: dict[int, exl2_tensors.Groups] = {
 _SETTINGS: dict[Method, dict[str, Any]] = {
     "exl2": {"quant_method": "exl2", "bits": 4.5},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GPTQ_GROUP_ROWS, "desc_act": True},
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": AWQ_GROUP_ROWS,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": ["lm_head"],
+    },
+    "fp8": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(FP8_BLOCK),
+        "modules_to_not_convert": ["lm_head"],
+    },
+    "fp8-channel": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
+                "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": ["lm_head"],
+    },
 }
 
 
@@ -43,7 +75,8 @@ def make_twins(
     folder: Path, method: Method, architecture: str = "LlamaForCausalLM", *, plain_head: bool = False, **config: Any
 ) -> Twins:
     """Write both below `folder`; `config` as for make_tiny_model. Linear layers are quantised, the head too unless
-    `plain_head`; everything else is float16. A tied model gets a head of its own only in its quantised form."""
+    `plain_head`; everything else is float16, but for what FP8 stands for, which is float32. A tied model gets a head of
+    its own only in its quantised form."""
     plain = make_tiny_model(folder / "plain", architecture, dtype="float16", **config)
     quantised = make_tiny_model(folder / method, architecture, dtype="float16", **config)
     weights = load_file(plain / "model.safetensors")
@@ -54,7 +87,7 @@ def make_twins(
     for seed, (name, weight) in enumerate(sorted(weights.items())):
         key, _, kind = name.rpartition(".")
         if weight.dim() == 1 or key == "model.embed_tokens" or (key == "lm_head" and plain_head):
-            padding = 0 if kind != "bias" or method == "gptq" else -len(weight) % 32
+            padding = 0 if kind != "bias" or method != "exl2" else -len(weight) % 32
             packed[name] = torch.nn.functional.pad(weight, (0, padding)) if padding else weight
             continue
         tensors, weights[name] = _quantised_layer(method, weight.shape[1], weight.shape[0], seed)
@@ -81,9 +114,16 @@ def edit_weights(folder: Path, **changes: Tensor | None) -> None:
 
 def _quantised_layer(method: Method, rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
     """Random tensors of a layer, and the weight [columns, rows] that they stand for."""
+    if method in ("fp8", "fp8-channel"):
+        block, name = (FP8_BLOCK, "weight_scale_inv") if method == "fp8" else ((1, rows), "weight_scale")
+        tensors = fp8_tensors.random_fp8(columns, rows, block, seed=seed, scale_name=name)
+        return tensors, fp8_tensors.dequantise_by_rules(tensors, block)
     if method == "exl2":
         tensors = exl2_tensors.random_exl2(_EXL2_GROUPS[rows], columns, seed=seed, scale_max=(0.01, 0.02))
         matrix = exl2_tensors.dequantise_by_rules(tensors, columns)
+    elif method == "awq":
+        tensors = awq_tensors.random_awq(rows, columns, rows // AWQ_GROUP_ROWS, seed=seed, scales=(0.02, 0.05))
+        matrix = awq_tensors.dequantise_by_rules(tensors)
     else:
         row_groups = [row // GPTQ_GROUP_ROWS for row in range(rows)]
         random.Random(seed).shuffle(row_groups)

@@ -87,7 +87,7 @@ def test_weights_and_kv_pages_are_foretold_to_the_byte(tmp_path: Path, shape: st
         backend.unload()
 
 
-@pytest.mark.parametrize("method", ["exl2", "gptq"])
+@pytest.mark.parametrize("method", ["exl2", "gptq", "awq", "fp8", "fp8-channel"])
 def test_quantised_weights_are_foretold_as_torch_unpacks_them(tmp_path: Path, method: str) -> None:
     folder = make_twins(tmp_path, method, num_hidden_layers=2).quantised
     placement, spec = planned(folder, simulated_readings((2,)), dtype="float32")

@@ -1,4 +1,4 @@
-"""Folders of EXL2 and 4-bit GPTQ weights load on a CPU and answer exactly as the weights that they stand for."""
+"""Folders of EXL2, GPTQ, AWQ and FP8 weights load on a CPU and answer exactly as the weights that they stand for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.backends.torch.weights import locate
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import InsufficientMemory, LoadCancelled, ModelLoadFailed
 from engine.models.inspect import inspect
-from tests.fakes import exl2_tensors, gptq_tensors
+from tests.fakes import awq_tensors, exl2_tensors, gptq_tensors
 from tests.fakes.oracle import ignore_progress, load_runner, never
 from tests.fakes.quantised_folders import Twins, edit_config, edit_weights, make_twins
 
@@ -51,6 +51,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "gptq-llama": {"method": "gptq"},
     "gptq-qwen2": {"method": "gptq", "architecture": "Qwen2ForCausalLM"},
     "gptq-plain-head": {"method": "gptq", "plain_head": True, "num_hidden_layers": 1},
+    "awq-llama": {"method": "awq", "num_hidden_layers": 1},
+    "awq-qwen2-plain-head": {
+        "method": "awq",
+        "architecture": "Qwen2ForCausalLM",
+        "plain_head": True,
+        "num_hidden_layers": 1,
+    },
+    "fp8-llama": {"method": "fp8", "num_hidden_layers": 1},
+    "fp8-qwen3-plain-head": {
+        "method": "fp8",
+        "architecture": "Qwen3ForCausalLM",
+        "plain_head": True,
+        "num_hidden_layers": 1,
+    },
+    "fp8-tied-with-a-head": {"method": "fp8", "tie": True, "num_hidden_layers": 1},
+    "fp8-channel-qwen2": {"method": "fp8-channel", "architecture": "Qwen2ForCausalLM", "num_hidden_layers": 1},
 }
 
 
@@ -77,6 +93,21 @@ def gptq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_twins(tmp_path_factory.mktemp("gptq"), "gptq", num_hidden_layers=1).quantised
 
 
+@pytest.fixture(scope="module")
+def awq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_twins(tmp_path_factory.mktemp("awq"), "awq", num_hidden_layers=1).quantised
+
+
+@pytest.fixture(scope="module")
+def fp8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_twins(tmp_path_factory.mktemp("fp8"), "fp8", num_hidden_layers=1).quantised
+
+
+@pytest.fixture(scope="module")
+def fp8_channel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_twins(tmp_path_factory.mktemp("channel"), "fp8-channel", num_hidden_layers=1).quantised
+
+
 @pytest.fixture
 def exl2(exl2_folder: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
@@ -87,6 +118,18 @@ def exl2(exl2_folder: Path, tmp_path: Path) -> Path:
 def gptq(gptq_folder: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return shutil.copytree(gptq_folder, tmp_path / "model")
+
+
+@pytest.fixture
+def awq(awq_folder: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(awq_folder, tmp_path / "model")
+
+
+@pytest.fixture
+def fp8(fp8_folder: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(fp8_folder, tmp_path / "model")
 
 
 def logits(folder: Path, **spec: Any) -> torch.Tensor:
@@ -164,7 +207,13 @@ def test_quantised_weights_are_float16_whatever_the_config_says_of_the_original(
     assert config.checkpoint_dtype == "float16"
 
 
-@pytest.mark.parametrize("folder", ["exl2_folder", "gptq_folder"])
+def test_8_bit_floats_become_the_floats_that_the_config_names(fp8: Path) -> None:
+    edit_config(fp8, torch_dtype="bfloat16")
+    config = as_stored(read_model_config(fp8), Checkpoint.open(fp8))
+    assert config.checkpoint_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("folder", ["exl2_folder", "gptq_folder", "awq_folder", "fp8_channel_folder"])
 def test_quantised_weights_are_known_without_a_word_in_the_config(
     folder: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -186,7 +235,14 @@ def test_zero_points_of_gptq_v2_are_read_as_they_are_stored(gptq: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "declared", "mark", "found"), [("exl2", "gptq", "q_weight", "exl2"), ("gptq", "exl2", "qweight", "gptq")]
+    ("folder", "declared", "mark", "found"),
+    [
+        ("exl2", "gptq", "q_weight", "exl2"),
+        ("gptq", "exl2", "qweight", "gptq"),
+        ("gptq", "awq", "qweight", "gptq"),
+        ("awq", "gptq", "qweight", "awq"),
+        ("fp8", "awq", "weight", "fp8"),
+    ],
 )
 def test_tensors_of_another_method_than_the_config_says_are_named(
     folder: str, declared: str, mark: str, found: str, request: pytest.FixtureRequest
@@ -203,6 +259,18 @@ def test_groups_that_contradict_the_configs_group_size_are_named(gptq: Path) -> 
         logits(gptq)
 
 
+def test_awq_groups_that_contradict_the_configs_group_size_are_named(awq: Path) -> None:
+    edit_config(awq, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 64})
+    with pytest.raises(ModelLoadFailed, match=r"lm_head\.scales has 2 groups; .* group_size of 64 makes 1"):
+        logits(awq)
+
+
+def test_fp8_scales_that_contradict_the_configs_blocks_are_named(fp8: Path) -> None:
+    edit_config(fp8, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    with pytest.raises(ModelLoadFailed, match=r"lm_head\.weight_scale_inv is 7 x 2; its layer makes it 3 x 1$"):
+        logits(fp8)
+
+
 @pytest.mark.parametrize(
     ("folder", "part", "changed", "problem"),
     [
@@ -216,6 +284,16 @@ def test_groups_that_contradict_the_configs_group_size_are_named(gptq: Path) -> 
         ("gptq", "qweight", torch.zeros(16, 64, dtype=torch.int32), "holds values of 8 bits"),
         ("gptq", "g_idx", torch.full((64,), 9, dtype=torch.int32), "names groups that are not among the 2"),
         ("gptq", "bias", torch.ones(64).half(), "is not zero, and config.json gives its layer no bias"),
+        ("awq", "scales", None, "is missing"),
+        ("awq", "qzeros", None, "is missing"),
+        ("awq", "scales", torch.ones(2, 63).half(), "is 2 x 63; its layer makes it 2 x 64"),
+        ("awq", "scales", torch.ones(2, 64, dtype=torch.int32), "is stored as I32; it must be F16"),
+        ("awq", "qweight", torch.zeros(63, 8, dtype=torch.int32), "is 63 x 8; its layer makes it 64 x 8"),
+        ("awq", "qzeros", torch.zeros(1, 8, dtype=torch.int32), "is 1 x 8; its layer makes it 2 x 8"),
+        ("awq", "bias", torch.ones(64).half(), "is not zero, and config.json gives its layer no bias"),
+        ("fp8", "weight_scale_inv", torch.ones(2, 1), "is 2 x 1; its layer makes it 2 x 2"),
+        ("fp8", "weight_scale_inv", torch.ones(2, 2, dtype=torch.uint8), "is stored as U8; it must be F32"),
+        ("fp8", "weight", torch.zeros(64, 32).to(torch.float8_e4m3fn), "is 64 x 32; its layer makes it 64 x 64"),
     ],
 )
 def test_a_malformed_tensor_of_a_layer_is_named(
@@ -228,18 +306,42 @@ def test_a_malformed_tensor_of_a_layer_is_named(
     assert refusal.value.message.startswith(f"the quantised tensor {Q_PROJ}.{part} {problem}")
 
 
+def test_8_bit_floats_without_a_scale_are_named(fp8: Path) -> None:
+    edit_weights(fp8, **{f"{Q_PROJ}.weight_scale_inv": None})
+    with pytest.raises(ModelLoadFailed) as refusal:
+        logits(fp8)
+    assert refusal.value.message == (
+        f"the quantised tensor {Q_PROJ}.weight is stored as F8_E4M3 without weight_scale_inv or weight_scale beside it"
+    )
+
+
+def test_a_norm_of_8_bit_floats_is_named(fp8: Path) -> None:
+    edit_weights(fp8, **{"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)})
+    with pytest.raises(ModelLoadFailed, match=r"model\.norm\.weight .* stored as F8_E4M3; .* reads F32, F16, BF16"):
+        logits(fp8)
+
+
+def test_scales_of_activations_change_nothing(fp8: Path) -> None:
+    expected = logits(fp8)
+    edit_weights(fp8, **{f"{Q_PROJ}.input_scale": torch.tensor(0.5)})
+    assert torch.equal(logits(fp8), expected)
+
+
 def test_a_bias_of_zeros_that_the_model_does_not_have_changes_nothing(gptq: Path) -> None:
     expected = logits(gptq)
     edit_weights(gptq, **{f"{Q_PROJ}.bias": torch.zeros(64).half()})
     assert torch.equal(logits(gptq), expected)
 
 
-@pytest.mark.parametrize("method", ["exl2", "gptq"])
+@pytest.mark.parametrize("method", ["exl2", "gptq", "awq"])
 def test_a_layer_wider_than_what_is_made_at_a_time_is_read_whole(method: str, tmp_path: Path) -> None:
     columns = WIDER_THAN_A_SLAB
     if method == "exl2":
         tensors = exl2_tensors.random_exl2([(4, 8)], columns)
         expected = exl2_tensors.dequantise_by_rules(tensors, columns)
+    elif method == "awq":
+        tensors = awq_tensors.random_awq(8, columns, 1)
+        expected = awq_tensors.dequantise_by_rules(tensors)
     else:
         tensors = gptq_tensors.random_gptq(8, columns, 1)
         expected = gptq_tensors.dequantise_by_rules(tensors, [0] * 8)
@@ -254,11 +356,20 @@ def test_a_layer_that_is_neither_plain_nor_quantised_is_named(exl2: Path) -> Non
         logits(exl2)
 
 
-@pytest.mark.parametrize(("folder", "label"), [("exl2_folder", "exl2 4.5 bpw"), ("gptq_folder", "gptq 4-bit")])
+@pytest.mark.parametrize(
+    ("folder", "label", "dtype"),
+    [
+        ("exl2_folder", "exl2 4.5 bpw", "float16"),
+        ("gptq_folder", "gptq 4-bit", "float16"),
+        ("awq_folder", "awq 4-bit", "float16"),
+        ("fp8_folder", "fp8", "float8_e4m3"),
+        ("fp8_channel_folder", "fp8", "float8_e4m3"),
+    ],
+)
 def test_a_quantised_folder_is_offered_as_one_that_can_be_loaded(
-    folder: str, label: str, request: pytest.FixtureRequest
+    folder: str, label: str, dtype: str, request: pytest.FixtureRequest
 ) -> None:
     path: Path = request.getfixturevalue(folder)
     entry = inspect(path)
-    assert (entry.problem, entry.quantisation, entry.dtype) == ("", label, "float16")
+    assert (entry.problem, entry.quantisation, entry.dtype) == ("", label, dtype)
     assert entry.parameters == load_runner(path).parameters

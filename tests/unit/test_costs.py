@@ -86,9 +86,33 @@ GPTQ: Tensors = {
     "model.layers.0.mlp.up_proj.g_idx": ("I32", (128,)),
     "model.embed_tokens.weight": ("F16", (320, 64)),
 }
+AWQ: Tensors = {
+    "model.layers.0.mlp.up_proj.qweight": ("I32", (128, 4)),
+    "model.layers.0.mlp.up_proj.qzeros": ("I32", (1, 4)),
+    "model.layers.0.mlp.up_proj.scales": ("F16", (1, 32)),
+    "model.embed_tokens.weight": ("F16", (320, 64)),
+}
+FP8: Tensors = {
+    "model.layers.0.mlp.up_proj.weight": ("F8_E4M3", (32, 128)),
+    "model.layers.0.mlp.up_proj.weight_scale_inv": ("F32", (1, 1)),
+    "model.layers.0.mlp.up_proj.input_scale": ("F32", ()),
+    "model.embed_tokens.weight": ("BF16", (320, 64)),
+    "lm_head.weight": ("F8_E4M3", (320, 64)),
+    "lm_head.weight_scale_inv": ("F32", (3, 1)),
+}
 
 
-@pytest.mark.parametrize(("packed", "method"), [(EXL2, "exl2"), (GPTQ, "gptq")])
+def test_torch_unpacks_8_bit_floats_to_the_floats_of_the_config_and_a_quantised_head_by_itself(tmp_path: Path) -> None:
+    folder = write_model(
+        tmp_path, FP8, num_hidden_layers=1, tie_word_embeddings=True, quantization_config={"quant_method": "fp8"}
+    )
+    found = costs(folder)
+    assert found.dtype == "bfloat16"
+    assert found.layer_bytes == (2 * 128 * 32,)
+    assert (found.first_bytes, found.last_bytes, found.joined_bytes) == (2 * EMBEDDING, 2 * EMBEDDING, 0)
+
+
+@pytest.mark.parametrize(("packed", "method"), [(EXL2, "exl2"), (GPTQ, "gptq"), (AWQ, "awq")])
 def test_torch_unpacks_quantised_layers_to_plain_numbers(tmp_path: Path, packed: Tensors, method: str) -> None:
     folder = write_model(tmp_path, packed, num_hidden_layers=1, quantization_config={"quant_method": method, "bits": 4})
     found = costs(folder, backend="torch")

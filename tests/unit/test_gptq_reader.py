@@ -117,7 +117,7 @@ def declared(**config: object) -> Quantisation | None:
 
 
 def test_a_config_says_how_gptq_keeps_its_zero_points() -> None:
-    assert declared(group_size=128) == Quantisation("gptq", gptq_group_size=128, gptq_zero_offset=1)
+    assert declared(group_size=128) == Quantisation("gptq", group_size=128, gptq_zero_offset=1)
     assert declared(checkpoint_format="gptq", group_size=-1) == Quantisation("gptq", gptq_zero_offset=1)
     assert declared(checkpoint_format="gptq_v2") == Quantisation("gptq", gptq_zero_offset=0)
 
@@ -130,7 +130,7 @@ def test_a_config_says_how_gptq_keeps_its_zero_points() -> None:
         ({"checkpoint_format": "marlin"}, "checkpoint format marlin"),
         ({"is_marlin_format": True}, "checkpoint format marlin"),
         ({"group_size": 96}, "group_size of 96"),
-        ({"quant_method": "awq"}, "awq"),
+        ({"quant_method": "aqlm"}, "aqlm"),
     ],
 )
 def test_what_is_not_read_is_refused_by_its_name_or_number(config: dict[str, Any], named: str) -> None:

@@ -11,6 +11,12 @@ import pytest
 from engine.models.inspect import inspect
 from tests.fakes.model_folders import LLAMA, write_model, write_safetensors
 
+COMPRESSED_FP8 = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+}
+
 
 def test_a_plain_model_is_described_by_its_files(tmp_path: Path) -> None:
     entry = inspect(write_model(tmp_path / "small"))
@@ -62,13 +68,31 @@ def test_shards_are_counted_together_and_only_those_of_the_index(tmp_path: Path)
             128 * 32,
         ),
         (
+            {"l.qweight": ("I32", (128, 4)), "l.qzeros": ("I32", (1, 4)), "l.scales": ("F16", (1, 32))},
+            {"quant_method": "awq", "bits": 4, "version": "gemm"},
+            "awq 4-bit",
+            128 * 32,
+        ),
+        (
+            {"l.weight": ("F8_E4M3", (256, 130)), "l.weight_scale_inv": ("F32", (2, 2)), "n": ("BF16", (2,))},
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "fp8",
+            256 * 130 + 2,
+        ),
+        (
+            {"l.weight": ("F8_E4M3", (8, 16)), "l.weight_scale": ("BF16", (8, 1)), "l.input_scale": ("F32", ())},
+            COMPRESSED_FP8,
+            "fp8",
+            8 * 16,
+        ),
+        (
             {"l.weight": ("U8", (2048, 1)), "l.weight.absmax": ("F32", (64,))},
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
             "bitsandbytes 4-bit",
             4096,
         ),
     ],
-    ids=["exl2", "gptq", "bitsandbytes"],
+    ids=["exl2", "gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes"],
 )
 def test_packed_weights_are_named_and_their_parameters_counted(
     tmp_path: Path, tensors: dict[str, Any], quantization: dict[str, Any], label: str, parameters: int
@@ -77,7 +101,15 @@ def test_packed_weights_are_named_and_their_parameters_counted(
     assert (entry.quantisation, entry.parameters) == (label, parameters)
 
 
-@pytest.mark.parametrize("quantization", [{"quant_method": "exl2", "bits": 5.0}, {"quant_method": "gptq", "bits": 4}])
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "exl2", "bits": 5.0},
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "fp8"},
+    ],
+)
 def test_packed_weights_that_can_be_read_are_no_problem(tmp_path: Path, quantization: dict[str, Any]) -> None:
     entry = inspect(write_model(tmp_path, {"norm.weight": ("F16", (8,))}, quantization_config=quantization))
     assert (entry.problem, entry.dtype) == ("", "float16")
@@ -85,7 +117,12 @@ def test_packed_weights_that_can_be_read_are_no_problem(tmp_path: Path, quantiza
 
 @pytest.mark.parametrize(
     ("quantization", "named"),
-    [({"quant_method": "awq", "bits": 4}, "awq"), ({"quant_method": "gptq", "bits": 8}, "gptq of 8 bits")],
+    [
+        ({"quant_method": "aqlm", "bits": 2}, "aqlm"),
+        ({"quant_method": "gptq", "bits": 8}, "gptq of 8 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq in the version gemv"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "the format pack-quantized"),
+    ],
 )
 def test_packed_weights_that_are_not_read_are_refused_by_name(
     tmp_path: Path, quantization: dict[str, Any], named: str
@@ -93,10 +130,25 @@ def test_packed_weights_that_are_not_read_are_refused_by_name(
     assert named in inspect(write_model(tmp_path, quantization_config=quantization)).problem
 
 
-@pytest.mark.parametrize(("mark", "method"), [("q_weight", "exl2"), ("qweight", "gptq")])
-def test_packed_weights_are_known_by_their_tensors_too(tmp_path: Path, mark: str, method: str) -> None:
-    entry = inspect(write_model(tmp_path, {f"l.{mark}": ("I32", (20, 32)), "n": ("F16", (1,))}))
+@pytest.mark.parametrize(
+    ("tensors", "method"),
+    [
+        ({"l.q_weight": ("I32", (20, 32))}, "exl2"),
+        ({"l.qweight": ("I32", (20, 32))}, "gptq"),
+        ({"l.qweight": ("I32", (16, 32)), "l.scales": ("F16", (1, 32))}, "gptq"),
+        ({"l.qweight": ("I32", (128, 4)), "l.scales": ("F16", (1, 32))}, "awq"),
+        ({"l.weight": ("F8_E4M3", (20, 32)), "l.weight_scale_inv": ("F32", (1, 1))}, "fp8"),
+        ({"l.qweight": ("I32", ())}, "gptq"),
+    ],
+)
+def test_packed_weights_are_known_by_their_tensors_too(tmp_path: Path, tensors: dict[str, Any], method: str) -> None:
+    entry = inspect(write_model(tmp_path, tensors | {"n": ("F16", (1,))}))
     assert (entry.quantisation, entry.problem) == (method, "")
+
+
+def test_8_bit_floats_without_scales_are_refused(tmp_path: Path) -> None:
+    entry = inspect(write_model(tmp_path, {"l.weight": ("F8_E4M3", (20, 32)), "n.weight": ("F16", (1,))}))
+    assert entry.problem == "the weights are float8_e4m3; bfloat16, float16, float32 can be read"
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) -> None:

@@ -32,13 +32,13 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path: 
         assert name in refusal.value.message
 
 
-@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "fp8", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["aqlm", "bitsandbytes", "hqq", "modelopt"])
 def test_quantised_weights_that_are_not_read_are_refused_by_the_name_of_their_method(
     tmp_path: Path, method: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=method) as refusal:
         read(tmp_path, quantization_config={"quant_method": method, "bits": 4})
-    assert "exl2, gptq of 4 bits" in refusal.value.message
+    assert "exl2, gptq and awq of 4 bits, fp8 and unquantised" in refusal.value.message
 
 
 @pytest.mark.parametrize("declared", ["exl2", [], {}, {"quant_method": None}])
@@ -47,7 +47,7 @@ def test_a_quantisation_that_is_not_named_is_refused(tmp_path: Path, declared: o
         read(tmp_path, quantization_config=declared)
 
 
-@pytest.mark.parametrize("method", ["exl2", "gptq"])
+@pytest.mark.parametrize("method", ["exl2", "gptq", "awq", "fp8"])
 def test_quantised_weights_that_are_read_are_known_by_their_method(tmp_path: Path, method: str) -> None:
     config = read(tmp_path, quantization_config={"quant_method": method, "bits": 4})
     assert config.quantisation is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
 
 _INDEX = "model.safetensors.index.json"
-_STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I16": 2}
+_STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4, "I16": 2}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 

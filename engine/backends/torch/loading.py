@@ -18,7 +18,7 @@ from engine.backends.torch.linear import Linear, LinearFactory, PackedLinear
 from engine.backends.torch.mlp import GatedMlp
 from engine.backends.torch.model import Block, Decoder, Stage
 from engine.backends.torch.model_config import ModelConfig
-from engine.backends.torch.quant.weight import is_quantised, method_of
+from engine.backends.torch.quant.weight import method_of, methods_of
 from engine.backends.torch.rope import RotaryEmbedding
 from engine.backends.torch.shared_weights import WeightStore
 from engine.backends.torch.weights import WeightReader
@@ -30,14 +30,16 @@ MAX_HEAD_COPY_BYTES = 256 << 20
 def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     """`config` as the weights bear it out.
 
-    Quantised weights are float16 once read, whatever config.json says of the model that they were made from, and the
-    head is quantised by itself even where that model tied it to the embedding.
+    Weights packed into words are float16 once read, whatever config.json says of the model that they were made from,
+    and the head is quantised by itself even where that model tied it to the embedding.
     """
-    if not is_quantised(checkpoint):
+    methods = methods_of(checkpoint)
+    if not methods:
         return config
     head = ARCHITECTURES[config.architecture].names.head
     tied = config.tie_embeddings and method_of(checkpoint, head) is None
-    return replace(config, tie_embeddings=tied, checkpoint_dtype="float16")
+    dtype = config.checkpoint_dtype if methods == {"fp8"} else "float16"
+    return replace(config, tie_embeddings=tied, checkpoint_dtype=dtype)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

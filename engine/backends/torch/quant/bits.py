@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,9 +36,12 @@ def unpack_columns(words: Tensor, bits: int) -> Tensor:
     return values.flatten(0, 1)
 
 
-def unpack_row_nibbles(words: Tensor, columns: int) -> Tensor:
-    """Each row of `words`, int32 [R, C], as 4-bit values, eight to a word: uint8 [R, columns], columns <= 8 * C."""
-    shifts = torch.arange(0, WORD_BITS, 4, dtype=torch.int32, device=words.device)
+def unpack_row_nibbles(words: Tensor, columns: int, places: Sequence[int] = range(8)) -> Tensor:
+    """Each row of `words`, int32 [R, C], as 4-bit values, eight to a word: uint8 [R, columns], columns <= 8 * C.
+
+    places: which nibble of a word, the lowest first, holds each of its eight values.
+    """
+    shifts = 4 * torch.tensor(places, dtype=torch.int32, device=words.device)
     values = (words.unsqueeze(-1) >> shifts) & _mask(4)
     return values.to(torch.uint8).flatten(1)[:, :columns]
 

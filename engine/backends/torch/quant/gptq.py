@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.backends.torch.quant.affine import dequantise_rows
 from engine.backends.torch.quant.bits import WORD_BITS, unpack_columns, unpack_row_nibbles
 from engine.backends.torch.quant.declared import GPTQ_BITS
 from engine.backends.torch.quant.parts import Part, Wanted, first_size, malformed, parts_of, require_parts
@@ -17,8 +18,6 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx", "bias")
 
 _FLOATS = ("F16", "BF16", "F32")
 _WORD_VALUES = WORD_BITS // GPTQ_BITS
-_BLOCK_ROWS = 128
-"""Rows that are made at a time: their float32 forms stay small."""
 
 
 def require_gptq(key: str, parts: Mapping[str, Part], in_features: int, columns: int) -> None:
@@ -89,10 +88,5 @@ class GptqLinear:
         """The matrix, float16 [K, N]: scale * (value - zero), rounded once; a zero point may be 16."""
         scales = self.scales.half().float()
         zeros = unpack_row_nibbles(self.qzeros, self.qweight.shape[1]).float() + self.zero_offset
-        groups, codes = self.row_groups(), unpack_columns(self.qweight, GPTQ_BITS)
-        weight = torch.empty((self.in_features, codes.shape[1]), dtype=torch.float16, device=codes.device)
-        for first in range(0, len(weight), _BLOCK_ROWS):
-            block = slice(first, first + _BLOCK_ROWS)
-            values = codes[block].float().sub_(zeros[groups[block]]).mul_(scales[groups[block]])
-            weight[block] = values.half()
-        return weight
+        codes = unpack_columns(self.qweight, GPTQ_BITS)[: self.in_features]
+        return dequantise_rows(codes, zeros, scales, self.row_groups())
