@@ -140,7 +140,7 @@ class Settings(BaseSettings):
     ] = None
     num_experts: Annotated[
         int | None,
-        Flag("Model", "N", ("exllamav2",), example=2),
+        Flag("Model", "N", example=2),
         Field(ge=1, le=4096, description="Experts per token of a mixture-of-experts model"),
     ] = None
 

@@ -11,6 +11,7 @@ import msgspec
 from engine.backends.exllama import sizes as exllama
 from engine.backends.exllama.parts import PAGE_TOKENS as EXLLAMA_PAGE_TOKENS
 from engine.backends.torch.kv_size import TYPICAL_TOKENS
+from engine.backends.torch.settings import with_num_experts
 from engine.backends.torch.step_memory import largest_step, step_bytes
 from engine.config import BackendKind, CacheBits, DeviceShare, ModelSpec
 from engine.facts import ModelFacts
@@ -167,7 +168,7 @@ def _torch(
     facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, workload: Workload, dtype: str, identity: str
 ) -> ModelCosts:
     """Weights are plain numbers of one dtype. On a CPU the pages are gathered, layer by layer, into a buffer."""
-    shape, parts, item = facts.shape, facts.parts, _ITEM_BYTES[dtype]
+    shape, parts, item = with_num_experts(facts.shape, spec.num_experts), facts.parts, _ITEM_BYTES[dtype]
     context = _context(facts, spec)
     embedding = item * parts.embedding.elements
     head = embedding if facts.tied else item * parts.head.elements

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from engine.backends.torch.archs.base import Traits, full_attention
+from engine.backends.torch.archs.experts import ExpertNames, expert_shapes
 from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, RopeConfig, read_model_config
 from engine.config import BackendKind, ModelSpec
 from engine.errors import UnsafeWeights, UnsupportedModel
@@ -140,16 +142,23 @@ def _size(config: Mapping[str, object], keys: tuple[str, ...]) -> int:
 
 
 def _expected_parts(shape: ModelConfig) -> ModelParts:
-    """The parts that a Llama of this shape has."""
+    """The parts that a Llama of this shape has, with its experts."""
     turned = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    layer = shape.hidden_size * (turned + 3 * shape.intermediate_size + 2)
+    layers = (shape.hidden_size * (turned + 2) + _mlp_elements(shape, layer) for layer in range(shape.layers))
     embedding = shape.vocab_size * shape.hidden_size
     return ModelParts(
         embedding=_floats(embedding),
-        layers=(_floats(layer),) * shape.layers,
+        layers=tuple(map(_floats, layers)),
         norm=_floats(shape.hidden_size),
         head=_floats(0 if shape.tie_embeddings else embedding),
     )
+
+
+def _mlp_elements(shape: ModelConfig, layer: int) -> int:
+    experts = shape.traits.experts_of(layer)
+    if experts is None:
+        return 3 * shape.hidden_size * shape.intermediate_size
+    return sum(map(math.prod, expert_shapes(ExpertNames(), experts, shape.hidden_size).values()))
 
 
 def _floats(elements: int) -> Part:

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.fakes import tiny_experts
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Ids 0, 1 and 2 of every tiny tokenizer; a turn and an answer end with <|im_end|>."""
 
@@ -30,6 +32,10 @@ _MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 ARCHITECTURES = tuple(_MODEL_TYPES)
+"""Those with one MLP a layer."""
+
+MIXTURES = tuple(tiny_experts.MODEL_TYPES)
+"""Those with experts in its place."""
 
 _MERGES_TEXT = (
     "the quick brown fox jumps over the lazy dog and then the other one there, "
@@ -77,7 +83,7 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dic
     """config.json of a tiny model. `tie` and `dtype` are short for tie_word_embeddings and torch_dtype."""
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": _MODEL_TYPES.get(architecture, "unknown"),
+        "model_type": (_MODEL_TYPES | tiny_experts.MODEL_TYPES).get(architecture, "unknown"),
         "hidden_act": "silu",
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -99,7 +105,7 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dic
         config |= {"use_sliding_window": False, "sliding_window": 512, "max_window_layers": 0}
     if architecture == "Qwen3ForCausalLM":
         config |= {"head_dim": 24, "use_sliding_window": False, "sliding_window": None, "max_window_layers": 0}
-    return config | overrides
+    return config | tiny_experts.expert_config(architecture) | overrides
 
 
 def random_weights(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -131,11 +137,14 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     kv_heads, vocab = config["num_key_value_heads"], config["vocab_size"]
     head_dim = config.get("head_dim") or hidden // heads
     attention_bias = bool(config.get("attention_bias", False))
+    qkv_bias = attention_bias or architecture in ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
     linears = {
-        "self_attn.q_proj": ((heads * head_dim, hidden), attention_bias or architecture == "Qwen2ForCausalLM"),
-        "self_attn.k_proj": ((kv_heads * head_dim, hidden), attention_bias or architecture == "Qwen2ForCausalLM"),
-        "self_attn.v_proj": ((kv_heads * head_dim, hidden), attention_bias or architecture == "Qwen2ForCausalLM"),
+        "self_attn.q_proj": ((heads * head_dim, hidden), qkv_bias),
+        "self_attn.k_proj": ((kv_heads * head_dim, hidden), qkv_bias),
+        "self_attn.v_proj": ((kv_heads * head_dim, hidden), qkv_bias),
         "self_attn.o_proj": ((hidden, heads * head_dim), attention_bias),
+    }
+    mlp = {
         "mlp.gate_proj": ((inner, hidden), bool(config.get("mlp_bias", False))),
         "mlp.up_proj": ((inner, hidden), bool(config.get("mlp_bias", False))),
         "mlp.down_proj": ((hidden, inner), bool(config.get("mlp_bias", False))),
@@ -145,11 +154,13 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{layer}"
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        for name, (shape, bias) in linears.items():
+        if tiny_experts.has_experts(config, layer):
+            shapes |= {f"{prefix}.{name}": shape for name, shape in tiny_experts.expert_shapes(config).items()}
+        for name, (shape, bias) in (linears if tiny_experts.has_experts(config, layer) else linears | mlp).items():
             shapes[f"{prefix}.{name}.weight"] = shape
             if bias:
                 shapes[f"{prefix}.{name}.bias"] = shape[:1]
-        if architecture == "Qwen3ForCausalLM":
+        if architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
     shapes["model.norm.weight"] = (hidden,)

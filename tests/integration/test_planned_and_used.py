@@ -34,6 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tied": {"tie": True},
     "qwen3": {"architecture": "Qwen3ForCausalLM", "vocab_size": 3000},
     "qwen2": {"architecture": "Qwen2ForCausalLM", "num_key_value_heads": 1},
+    "experts": {"architecture": "Qwen2MoeForCausalLM", "mlp_only_layers": [1]},
     "bfloat16": {"dtype": "bfloat16"},
 }
 

@@ -39,8 +39,8 @@ def test_an_index_that_names_no_files_is_refused_by_its_name(tmp_path: Path, doc
     assert caught.value.http_status == 400
 
 
-MIXTRAL_EXL2 = {
-    "architectures": ["MixtralForCausalLM"],
+DBRX_EXL2 = {
+    "architectures": ["DbrxForCausalLM"],
     "quantization_config": {"quant_method": "exl2", "bits": 4.0},
 }
 
@@ -50,15 +50,15 @@ def test_a_model_that_only_exllamav2_knows_is_loaded_by_it_with_its_flags(
 ) -> None:
     for module in ("console.loading", "engine.worker.factory"):
         monkeypatch.setattr(f"{module}.exllamav2_lacks", lambda: None)
-    folder = write_model(tmp_path / "mixtral", **MIXTRAL_EXL2)
+    folder = write_model(tmp_path / "dbrx", **DBRX_EXL2)
     spec = choose_model(settings(folder, num_experts=3, cache_bits=8)).spec
     assert spec is not None
     assert (spec.backend, spec.num_experts, spec.cache_bits) == ("exllamav2", 3, 8)
 
 
-def test_the_same_model_is_refused_by_torch_where_exllamav2_cannot_run(
+def test_such_a_model_is_refused_by_torch_where_exllamav2_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("console.loading.exllamav2_lacks", lambda: "it computes on NVIDIA GPUs, and none was found")
-    with pytest.raises(EngineError, match="torch backend does not know the architecture MixtralForCausalLM"):
-        choose_model(settings(write_model(tmp_path / "mixtral", **MIXTRAL_EXL2)))
+    with pytest.raises(EngineError, match="torch backend does not know the architecture DbrxForCausalLM"):
+        choose_model(settings(write_model(tmp_path / "dbrx", **DBRX_EXL2)))

@@ -29,6 +29,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "large vocabulary": {"vocab_size": 8000},
     "all heads have keys": {"hidden_size": 512, "num_key_value_heads": 8, "dtype": "bfloat16"},
     "qwen3": {"architecture": "Qwen3ForCausalLM", "hidden_size": 128},
+    "experts": {"architecture": "MixtralForCausalLM", "hidden_size": 128},
+    "many small experts, bfloat16": {
+        "architecture": "Qwen2MoeForCausalLM",
+        "hidden_size": 256,
+        "num_experts": 60,
+        "dtype": "bfloat16",
+    },
     "windows": {"architecture": "MistralForCausalLM", "sliding_window": 128},
 }
 STEPS: dict[str, list[tuple[int, int]]] = {

@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "bfloat16": {"dtype": "bfloat16"},
+    "experts": {"architecture": "Qwen2MoeForCausalLM", "mlp_only_layers": [1]},
 }
 
 

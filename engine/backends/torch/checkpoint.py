@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,25 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies and what it is; `kind` is its dtype in safetensors' words."""
+    """Where a tensor lies and what it is; `kind` is its dtype in safetensors' words.
+
+    stored_as: its name in the file, where that is another.  at: the part of that tensor that it is, where not all.
+    """
 
     file: Path
     shape: tuple[int, ...]
     kind: str
+    stored_as: str = ""
+    at: tuple[int | slice, ...] = ()
 
     @property
     def stored_bytes(self) -> int:
         """Its size in the file, for a dtype that is read."""
         return math.prod(self.shape) * _STORED_BYTES.get(self.kind, 0)
+
+    def matrix(self, index: int, first: int, rows: int) -> TensorInfo:
+        """Of a tensor of matrices, `rows` rows from `first` on of the one at `index`."""
+        return replace(self, shape=(rows, self.shape[2]), at=(index, slice(first, first + rows)))
 
 
 class Checkpoint:
@@ -59,6 +68,10 @@ class Checkpoint:
         """The files that hold them."""
         return frozenset(tensor.file for tensor in self._tensors.values())
 
+    def with_pieces(self, pieces: Mapping[str, TensorInfo]) -> Checkpoint:
+        """These tensors, and some of them or their parts under further names."""
+        return Checkpoint({**self._tensors, **pieces})
+
     def info(self, name: str) -> TensorInfo:
         """Header of a tensor. Raises ModelLoadFailed where there is none of that name."""
         if name not in self._tensors:
@@ -76,7 +89,7 @@ class Checkpoint:
             wanted = [name for name, holder in zip(names, files, strict=True) if holder == file]
             try:
                 with safe_open(file, framework="pt") as opened:
-                    found |= {name: opened.get_tensor(name) for name in wanted}
+                    found |= {name: _read(opened, name, self._tensors[name]) for name in wanted}
             except (SafetensorError, OSError) as error:
                 raise _damaged(file, error) from None
         return [found[name] for name in names]
@@ -122,6 +135,12 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
 
 def _tensor_info(file: Path, header: Any) -> TensorInfo:
     return TensorInfo(file, tuple(header.get_shape()), str(header.get_dtype()))
+
+
+def _read(opened: Any, name: str, info: TensorInfo) -> Tensor:
+    stored_as = info.stored_as or name
+    tensor: Tensor = opened.get_slice(stored_as)[info.at] if info.at else opened.get_tensor(stored_as)
+    return tensor
 
 
 def _damaged(file: Path, error: Exception) -> ModelLoadFailed:

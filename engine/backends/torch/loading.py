@@ -11,13 +11,15 @@ from torch import Tensor
 
 from engine.backends.torch.archs import ARCHITECTURES
 from engine.backends.torch.archs.base import TensorNames
+from engine.backends.torch.archs.experts import expert_shapes
 from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.layout import Layout, Span
 from engine.backends.torch.linear import Linear, LinearFactory, PackedLinear
-from engine.backends.torch.mlp import GatedMlp
+from engine.backends.torch.mlp import GatedMlp, Mlp
 from engine.backends.torch.model import Block, Decoder, Stage
 from engine.backends.torch.model_config import ModelConfig
+from engine.backends.torch.moe import MakeLinear, make_mixture
 from engine.backends.torch.quant.weight import method_of, methods_of
 from engine.backends.torch.rope import RotaryEmbedding
 from engine.backends.torch.shared_weights import WeightStore
@@ -53,15 +55,17 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{names.head}.weight"] = (config.vocab_size, config.hidden_size)
     for layer in range(config.layers):
         prefix = names.layer.format(layer)
-        shapes |= {f"{prefix}.{name}": shape for name, shape in _block_shapes(config, names).items()}
+        shapes |= {f"{prefix}.{name}": shape for name, shape in _block_shapes(config, names, layer).items()}
     return shapes
 
 
 def weights_bytes(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> dict[DeviceMemory, int]:
     """Bytes that the weights take on each device once loaded as `dtype`, a packed copy of a tied head not counted."""
-    block = sum(map(math.prod, _block_shapes(config, ARCHITECTURES[config.architecture].names).values()))
+    names = ARCHITECTURES[config.architecture].names
     embedding = config.vocab_size * config.hidden_size
-    elements = {memory: block * layout.by_layer.count(memory) for memory in layout.memories}
+    elements = dict.fromkeys(layout.memories, 0)
+    for layer, memory in enumerate(layout.by_layer):
+        elements[memory] += sum(map(math.prod, _block_shapes(config, names, layer).values()))
     elements[layout.first] += embedding
     elements[layout.last] += config.hidden_size
     if not config.tie_embeddings or layout.last is not layout.first:
@@ -69,18 +73,25 @@ def weights_bytes(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> di
     return {memory: dtype.itemsize * number for memory, number in elements.items()}
 
 
-def _block_shapes(config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
+def _block_shapes(config: ModelConfig, names: TensorNames, layer: int) -> dict[str, tuple[int, ...]]:
     traits, hidden, inner = config.traits, config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    linears = (
+    linears = [
         (names.q, queries, hidden, traits.qkv_bias),
         (names.k, keys, hidden, traits.qkv_bias),
         (names.v, keys, hidden, traits.qkv_bias),
         (names.o, hidden, queries, traits.o_bias),
-        (names.gate, inner, hidden, traits.mlp_bias),
-        (names.up, inner, hidden, traits.mlp_bias),
-        (names.down, hidden, inner, traits.mlp_bias),
-    )
+    ]
+    experts = traits.experts_of(layer)
+    if experts is not None:
+        found = expert_shapes(names.experts, experts, hidden)
+        linears += [(name, rows, columns, False) for name, (rows, columns) in found.items()]
+    else:
+        linears += [
+            (names.gate, inner, hidden, traits.mlp_bias),
+            (names.up, inner, hidden, traits.mlp_bias),
+            (names.down, hidden, inner, traits.mlp_bias),
+        ]
     shapes: dict[str, tuple[int, ...]] = {
         f"{names.input_norm}.weight": (hidden,),
         f"{names.mlp_norm}.weight": (hidden,),
@@ -164,12 +175,17 @@ class DecoderLoader:
             qk_norm=qk_norm,
             o=linear(names.o, bias=traits.o_bias),
             mlp_norm=norm(names.mlp_norm),
-            mlp=GatedMlp(
-                gate_up=linear(names.gate, names.up, bias=traits.mlp_bias),
-                down=linear(names.down, bias=traits.mlp_bias),
-            ),
+            mlp=self._mlp(layer, names, linear),
             window=traits.windows[layer],
         )
+
+    def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear) -> Mlp:
+        traits = self.config.traits
+        experts = traits.experts_of(layer)
+        if experts is not None:
+            return make_mixture(names.experts, experts, linear)
+        gate_up = linear(names.gate, names.up, bias=traits.mlp_bias)
+        return GatedMlp(gate_up, linear(names.down, bias=traits.mlp_bias))
 
     def _head(self, embedding: Tensor, names: TensorNames, linears: LinearFactory) -> Linear:
         """The head; a tied one is the embedding itself, or a copy of it where it lies elsewhere or is packed."""

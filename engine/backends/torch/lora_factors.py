@@ -10,7 +10,6 @@ from pathlib import Path
 from torch import Tensor
 
 from engine.backends.torch.archs import ARCHITECTURES
-from engine.backends.torch.archs.base import TensorNames
 from engine.backends.torch.checkpoint import Checkpoint, TensorInfo
 from engine.backends.torch.loading import tensor_shapes
 from engine.backends.torch.lora import Place
@@ -39,14 +38,13 @@ class Factors:
         return a, b
 
 
-def places(names: TensorNames) -> dict[Place, tuple[str, ...]]:
-    """The linear layers of a block that can be adapted, and the modules that each is made of."""
-    return {
-        "qkv": (names.q, names.k, names.v),
-        "o": (names.o,),
-        "gate_up": (names.gate, names.up),
-        "down": (names.down,),
-    }
+def places(config: ModelConfig, layer: int) -> dict[Place, tuple[str, ...]]:
+    """The linear layers of a block that can be adapted, and the modules that each is made of: no experts."""
+    names = ARCHITECTURES[config.architecture].names
+    found: dict[Place, tuple[str, ...]] = {"qkv": (names.q, names.k, names.v), "o": (names.o,)}
+    if config.traits.experts_of(layer) is None:
+        found |= {"gate_up": (names.gate, names.up), "down": (names.down,)}
+    return found
 
 
 def locate_factors(folder: Path, config: ModelConfig, scale: float = 1.0) -> dict[str, Factors]:
@@ -61,6 +59,8 @@ def locate_factors(folder: Path, config: ModelConfig, scale: float = 1.0) -> dic
     headers = read_factor_headers(file)
     adaptable = _adaptable(config)
     for module, found in headers.items():
+        if module not in adaptable:
+            raise _not_adaptable(module, config)
         _refuse_misfit(module, found, adapter, adaptable)
     tensors = [pair for found in headers.values() for pair in ((found.a_name, found.a), (found.b_name, found.b))]
     checkpoint = Checkpoint({name: TensorInfo(file, header.shape, header.dtype) for name, header in tensors})
@@ -70,12 +70,21 @@ def locate_factors(folder: Path, config: ModelConfig, scale: float = 1.0) -> dic
 def _adaptable(config: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Every module that can be adapted: its layer and its weight's shape."""
     names, shapes = ARCHITECTURES[config.architecture].names, tensor_shapes(config)
-    modules = [module for parts in places(names).values() for module in parts]
     return {
         name: (layer, shapes[f"{name}.weight"])
         for layer in range(config.layers)
+        for modules in places(config, layer).values()
         for name in (f"{names.layer.format(layer)}.{module}" for module in modules)
     }
+
+
+def _not_adaptable(module: str, config: ModelConfig) -> UnsupportedModel:
+    which = "attention and MLP" if config.traits.experts is None else "attention, and of no experts,"
+    return UnsupportedModel(
+        f"the adapter changes {module}; in this model, the projections of {which} in {config.layers} layers "
+        "can be adapted",
+        module=module,
+    )
 
 
 def _refuse_misfit(
@@ -84,12 +93,6 @@ def _refuse_misfit(
     adapter: AdapterConfig,
     adaptable: Mapping[str, tuple[int, tuple[int, ...]]],
 ) -> None:
-    if module not in adaptable:
-        raise UnsupportedModel(
-            f"the adapter changes {module}; in this model, the projections of attention and MLP in "
-            f"{len({layer for layer, _ in adaptable.values()})} layers can be adapted",
-            module=module,
-        )
     layer, (rows, columns) = adaptable[module]
     if (found.b.shape[0], found.a.shape[1]) != (rows, columns):
         raise UnsupportedModel(

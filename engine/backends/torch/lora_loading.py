@@ -59,7 +59,7 @@ class AdapterLoader:
                 place: [
                     _Part(factors.get(f"{prefix}.{module}"), *shapes[f"{prefix}.{module}.weight"]) for module in modules
                 ]
-                for place, modules in places(names).items()
+                for place, modules in places(self.config, layer).items()
             }
             layers.append({place: found for place, found in parts.items() if any(part.factors for part in found)})
         return layers

@@ -17,6 +17,7 @@ from engine.backends.torch import memory
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.device_memory import open_devices
+from engine.backends.torch.fused_experts import by_expert
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.layout import Layout, lay_out
 from engine.backends.torch.linear import native_bfloat16
@@ -80,7 +81,7 @@ class ModelRunner:
         devices = open_devices(spec)
         refuse_settings(spec, on_cpu=devices[0].device.type == "cpu", simulated=devices[0].simulated)
         config = apply_settings(read_model_config(path), spec)
-        checkpoint = Checkpoint.open(path)
+        checkpoint = by_expert(Checkpoint.open(path), config)
         config = as_stored(config, checkpoint)
         layout = lay_out(config.layers, devices, spec.shares)
         dtype = pick_dtype(spec.dtype, config.checkpoint_dtype, layout.first.device)

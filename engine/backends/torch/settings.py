@@ -1,4 +1,4 @@
-"""What the settings of a load make of a model: context length, RoPE, and what cannot be honoured. No torch here."""
+"""What the settings of a load make of a model: context, RoPE, experts, and what cannot be honoured. No torch here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,19 @@ def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:
         )
     alpha, compress = spec.alpha_value or 1.0, spec.compress_pos_emb or 1.0
     rope = replace(config.rope, alpha=alpha, compress=compress, max_positions=int(length / (alpha * compress)))
-    return replace(config, rope=rope, max_model_len=length)
+    return with_num_experts(replace(config, rope=rope, max_model_len=length), spec.num_experts)
+
+
+def with_num_experts(config: ModelConfig, number: int | None) -> ModelConfig:
+    """`config` with so many experts per token, its own number where None. Raises InvalidRequest where it has not as
+    many."""
+    if number is None:
+        return config
+    experts = config.traits.experts
+    if experts is None or not 1 <= number <= experts.count:
+        has = "is no mixture of experts" if experts is None else f"has {experts.count} experts in a layer"
+        raise InvalidRequest(f"num_experts is {number}; this model {has}", param="num_experts", value=number)
+    return replace(config, traits=replace(config.traits, experts=replace(experts, per_token=number)))
 
 
 def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -> None:
@@ -50,7 +62,6 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
     one_device = on_cpu and not simulated
     refused: tuple[tuple[str, bool, str], ...] = (
         ("cache_bits", spec.cache_bits != 16, "keeps keys and values in 16 bits or more"),
-        ("num_experts", spec.num_experts is not None, "knows no mixture-of-experts model"),
         ("gpu_split", bool(spec.gpu_split_gb) and one_device, "runs on the CPU here, where there is nothing to split"),
         ("gpu_split", bool(spec.gpu_split_gb) and not spec.shares, "splits a model as it was placed, and it was not"),
         ("tensor_parallel", spec.tensor_parallel, "splits a model between its layers, never within them"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.backends.torch.archs.experts import Experts
 from engine.backends.torch.model_config import ModelConfig
 
 _FLOAT32, _INT64 = 4, 8
@@ -58,6 +59,8 @@ def step_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int, *, layers: 
     phases = [hidden]
     if layers:
         phases += [_attention_bytes(config, sizes, itemsize), _mlp_bytes(config, sizes, itemsize)]
+        if config.traits.experts is not None:
+            phases.append(_mixture_bytes(config, config.traits.experts, sizes.rows, itemsize))
     if head:
         phases.append(_head_bytes(config, sizes, itemsize))
     scratch = sizes.gathered * 2 * config.kv_heads * config.head_dim * itemsize if layers else 0
@@ -83,6 +86,17 @@ def _attention_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> in
 def _mlp_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
     inner = sizes.rows * config.intermediate_size * itemsize
     return _norm_bytes(sizes.rows * config.hidden_size, itemsize) + 4 * inner
+
+
+def _mixture_bytes(config: ModelConfig, experts: Experts, rows: int, itemsize: int) -> int:
+    """As if all rows went to the same experts. Each row is gathered and answered once per expert of it, then summed up
+    in float32."""
+    hidden, chosen = rows * config.hidden_size, rows * experts.per_token
+    routing = rows * experts.count * (itemsize + 2 * _FLOAT32) + chosen * 8 * _INT64
+    gathered = 2 * chosen * config.hidden_size * itemsize
+    computed = rows * 4 * max(experts.inner, experts.shared_inner) * itemsize + hidden * itemsize
+    summed = hidden * (2 * _FLOAT32 + 2 * itemsize)
+    return _norm_bytes(hidden, itemsize) + routing + gathered + max(computed, summed)
 
 
 def _head_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:

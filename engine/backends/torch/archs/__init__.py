@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from engine.backends.torch.archs import llama, mistral, qwen2, qwen3
+from engine.backends.torch.archs import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from engine.backends.torch.archs.base import Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {module.ARCHITECTURE.name: module.ARCHITECTURE for module in (llama, mistral, qwen2, qwen3)}
+    {
+        module.ARCHITECTURE.name: module.ARCHITECTURE
+        for module in (llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
+    }
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from engine.backends.torch.archs.experts import ExpertNames, Experts
+
 RawConfig = Mapping[str, object]
 """config.json as read."""
 
@@ -28,6 +30,7 @@ class TensorNames:
     down: str = "mlp.down_proj"
     final_norm: str = "model.norm"
     head: str = "lm_head"
+    experts: ExpertNames = field(default_factory=ExpertNames)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class Traits:
     """How one model's blocks differ from plain Llama.
 
     windows: per layer, how many tokens back (itself included) a token sees; None sees all.  qk_norm: RMS norm
-    of each query and key head before RoPE.  The biases say which linear layers have one.
+    of each query and key head before RoPE.  The biases say which linear layers have one.  experts: what is in place
+    of some layers' MLP.
     """
 
     windows: tuple[int | None, ...]
@@ -43,6 +47,11 @@ class Traits:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: Experts | None = None
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The experts of a layer, None where it has a plain MLP."""
+        return self.experts if self.experts is not None and self.experts.layers[layer] else None
 
 
 @dataclass(frozen=True, slots=True)

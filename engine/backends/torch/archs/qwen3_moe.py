@@ -1,0 +1,21 @@
+"""Qwen 3's mixtures of experts: Qwen 3's block, with experts in place of the MLP in most layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.backends.torch.archs import qwen3
+from engine.backends.torch.archs.base import Architecture, RawConfig, Traits
+from engine.backends.torch.archs.experts import qwen_experts
+
+
+def _traits(raw: RawConfig, layers: int) -> Traits:
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+    return replace(
+        qwen3.ARCHITECTURE.traits(raw, layers),
+        windows=(window if isinstance(window, int) else None,) * layers,
+        experts=qwen_experts(raw, layers),
+    )
+
+
+ARCHITECTURE = Architecture("Qwen3MoeForCausalLM", _traits)

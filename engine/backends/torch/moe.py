@@ -1,0 +1,88 @@
+"""A mixture of experts (Shazeer et al. 2017; Fedus et al. 2022): every row goes to the few that its router picks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.backends.torch.archs.experts import ExpertNames, Experts
+from engine.backends.torch.linear import Linear
+from engine.backends.torch.lora import AdaptedRows
+from engine.backends.torch.mlp import GatedMlp
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The expert that every row goes through, weighted by the sigmoid of `gate`, [hidden] -> [1]."""
+
+    gate: Linear
+    mlp: GatedMlp
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureMlp:
+    """sum over a row's experts of weight * expert(row). No adapter changes it.
+
+    An expert multiplies all its rows at once. A row's sum runs over its experts in their order, in float32, so that it
+    does not depend on which other rows there are.
+    """
+
+    router: Linear
+    experts: tuple[GatedMlp, ...]
+    per_token: int
+    normalised: bool
+    shared: SharedExpert | None = None
+
+    def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
+        chosen, weights = self._route(x)
+        places = chosen.flatten()
+        order = places.argsort(stable=True)
+        rows = x.index_select(0, order // self.per_token)
+        counts = torch.bincount(places, minlength=len(self.experts)).tolist()
+        parts = zip(self.experts, rows.split(counts), strict=True)
+        outputs = torch.cat([expert(part, layer) for expert, part in parts if len(part)])
+        where = order.argsort().view_as(chosen)
+        mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for each, weight in zip(where.unbind(1), weights.unbind(1), strict=True):
+            mixed += outputs.index_select(0, each) * weight.unsqueeze(1)
+        if self.shared is None:
+            return mixed.to(x.dtype)
+        return mixed.to(x.dtype) + torch.sigmoid(self.shared.gate(x)) * self.shared.mlp(x, layer)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's experts, ascending, and their weights in float32, both [T, per_token]."""
+        probabilities = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(self.per_token, dim=-1)
+        if self.normalised:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        chosen, order = chosen.sort(dim=-1)
+        return chosen, weights.gather(-1, order)
+
+
+class MakeLinear(Protocol):
+    """Makes one linear layer of the named weights of a block, one below the other."""
+
+    def __call__(self, *parts: str, bias: bool) -> Linear: ...
+
+
+def make_mixture(names: ExpertNames, experts: Experts, linear: MakeLinear) -> MixtureMlp:
+    """The mixture of one layer."""
+
+    def expert(stem: str) -> GatedMlp:
+        gate_up = linear(f"{stem}.{names.gate}", f"{stem}.{names.up}", bias=False)
+        return GatedMlp(gate_up, linear(f"{stem}.{names.down}", bias=False))
+
+    shared = None
+    if experts.shared_inner:
+        shared = SharedExpert(linear(names.shared_gate, bias=False), expert(names.shared))
+    return MixtureMlp(
+        router=linear(names.router, bias=False),
+        experts=tuple(expert(names.expert.format(number)) for number in range(experts.count)),
+        per_token=experts.per_token,
+        normalised=experts.normalised,
+        shared=shared,
+    )
