@@ -79,7 +79,8 @@ class ModelsScreen(ConsoleScreen):
         self._ask(snapshot)
 
     def action_rescan(self) -> None:
-        """Look for models again."""
+        """Look for models again, and at what the devices have free."""
+        self._asked = None
         self.run_worker(self._scan(), group="scan", exclusive=True, exit_on_error=False)
 
     async def _scan(self) -> None:

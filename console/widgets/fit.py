@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from textual.content import Content
@@ -31,10 +32,8 @@ def fit_lines(found: Estimate) -> Iterator[Content]:
     yield verdict(found)
     yield from _table(found)
     if found.placements:
-        where = "  ".join(
-            f"w{index} {devices_name([share.device for share in placement.shares])}"
-            for index, placement in enumerate(found.placements)
-        )
+        places = Counter(devices_name([share.device for share in each.shares]) for each in found.placements)
+        where = ", ".join(f"{workers} on {place}" for place, workers in places.items())
         yield Content.assemble(("workers  ", "$muted"), where)
     if found.simulated:
         yield Content.styled("The devices are simulated: workers compute on the CPU.", "$warning")
@@ -48,7 +47,7 @@ def _table(found: Estimate) -> Iterator[Content]:
     if not rows:
         return
     names = max(5, *(len(_name(device)) for device in rows))
-    unit = text.common_unit([device.total_bytes for device in rows])
+    unit = text.common_unit([device.weights_bytes + device.kv_bytes + device.working_bytes for device in rows])
     head = "".join(f"{title:>{_CELLS}}" for title, _ in _COLUMNS)
     yield Content.styled(f"{unit:<{names}}{head}", "$muted")
     for device in rows:

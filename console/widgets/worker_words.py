@@ -25,7 +25,8 @@ def reason(worker: WorkerReading) -> str:
         return f"exit {code}"
     if isinstance(silent_s := details.get("silent_s"), float | int):
         return f"hung, silent for {silent_s:.0f} s"
-    return worker.last_error.message.removeprefix(f"worker {worker.id} ")
+    last = worker.last_error.message.rpartition("the last time: ")[2]  # of one that is left dead
+    return last.removeprefix(f"worker {worker.id} ")
 
 
 def trouble(worker: WorkerReading) -> str:

@@ -19,7 +19,7 @@ async def test_the_selected_model_says_whether_it_fits_and_what_it_takes() -> No
         await listed(pilot)
         await until(pilot, lambda: "✓ It fits: 2 workers" in selected(pilot))
         assert ["GPU1", "9.4", "6.1", "1.2", "1.5", "5.6"] in [line.split() for line in selected(pilot).splitlines()]
-        assert "w0 GPU0  w1 GPU1" in selected(pilot)
+        assert "1 on GPU0, 1 on GPU1" in selected(pilot)
         assert "Enter loads it in place of NeuralHermes-7B, b beside it" in selected(pilot)
     assert link.estimates == [{"model": "demo", "workers": 2, "max_prompts": 8}]
 
@@ -46,6 +46,15 @@ async def test_the_fit_is_computed_anew_when_a_knob_or_the_selection_moves() -> 
         await until(pilot, lambda: len(link.estimates) == 3)
     assert [asked["workers"] for asked in link.estimates] == [2, 3, 3]
     assert link.estimates[-1]["model"] == str(MODELS[1].path)
+
+
+async def test_r_finds_out_anew_what_the_devices_have_free() -> None:
+    link = FakeLink(scenes.busy())
+    async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
+        await listed(pilot)
+        await until(pilot, lambda: len(link.estimates) == 1)
+        await pilot.press("r")
+        await until(pilot, lambda: len(link.estimates) == 2)
 
 
 async def test_an_answer_that_comes_late_is_not_taken_for_another_model() -> None:

@@ -63,6 +63,14 @@ async def test_a_crash_its_reason_and_the_back_off_are_seen(size: tuple[int, int
         (fleet_scenes.left_dead("w1"), "exit 139"),
         (ErrorInfo(code="worker_failed", message="...", details={"silent_s": 31.2}), "hung, silent for 31 s"),
         (ErrorInfo(code="load_failed", message="worker w1 found no weights"), "found no weights"),
+        (
+            ErrorInfo(
+                code="worker_failed",
+                message="worker w1 died 5 times in a row and is left dead; the last time: worker w1 was lost: no node",
+                details={"deaths": 5},
+            ),
+            "was lost: no node",
+        ),
         (None, ""),
     ],
 )
