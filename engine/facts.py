@@ -10,7 +10,8 @@ import msgspec
 
 from engine.backends.torch.archs.base import Traits, full_attention
 from engine.backends.torch.archs.experts import ExpertNames, expert_shapes
-from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, RopeConfig, read_model_config
+from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
+from engine.backends.torch.rope_config import RopeConfig
 from engine.config import BackendKind, ModelSpec
 from engine.errors import UnsafeWeights, UnsupportedModel
 from engine.models.files import read_json_object

@@ -6,20 +6,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from engine.backends.torch.capped import Scores, capped_attention
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.paged_plan import PagedPlan
 from engine.backends.torch.step_plan import KeyView, QueryGroup, StepPlan
 
 
-def attend(layer: int, window: int | None, qkv: Tensor, plan: StepPlan, kv: KvPool, heads: int) -> Tensor:
+def attend(layer: int, window: int | None, qkv: Tensor, plan: StepPlan, kv: KvPool, scores: Scores) -> Tensor:
     """Attention outputs [T, heads * head_dim] of rows `qkv` [T, heads + 2 * kv_heads, head_dim].
 
     The rows' keys and values must already be in `kv`. Rows of one chunk see the tokens before them and themselves,
     at most `window` of them.
     """
     if plan.paged is not None:
-        return _over_pages(layer, window, qkv, plan.paged, kv, heads)
-    parts = []
+        return _over_pages(layer, window, qkv, plan.paged, kv, scores)
+    heads, parts = scores.heads, []
     for group in plan.groups:
         view = group.views[window]
         rows = qkv[group.first_row : group.end_row]
@@ -28,15 +29,15 @@ def attend(layer: int, window: int | None, qkv: Tensor, plan: StepPlan, kv: KvPo
         else:
             keys_values = kv.read(layer, view.pages, group.sequences)[:, view.skip : view.skip + view.tokens]
         if group.sequences == 1 and group.width > 1:
-            parts.append(_one_chunk(rows[:, :heads], keys_values, view))
+            parts.append(_one_chunk(rows[:, :heads], keys_values, view, scores))
         else:
-            parts.append(_many_chunks(rows[:, :heads], keys_values, group, view))
+            parts.append(_many_chunks(rows[:, :heads], keys_values, group, view, scores))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _over_pages(layer: int, window: int | None, qkv: Tensor, plan: PagedPlan, kv: KvPool, heads: int) -> Tensor:
+def _over_pages(layer: int, window: int | None, qkv: Tensor, plan: PagedPlan, kv: KvPool, scores: Scores) -> Tensor:
     """The same over the pages as they lie, one call per group."""
-    size = qkv.shape[2]
+    heads, size = scores.heads, qkv.shape[2]
     keys, values = kv.pages(layer)
     parts = [
         plan.attention(
@@ -47,23 +48,28 @@ def _over_pages(layer: int, window: int | None, qkv: Tensor, plan: PagedPlan, kv
             values,
             group.lengths,
             group.block_table,
-            scale=size**-0.5,
+            scale=scores.scale,
             window=window,
+            softcap=scores.cap,
         ).view(-1, heads * size)
         for group in plan.groups
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _one_chunk(queries: Tensor, keys_values: Tensor, view: KeyView) -> Tensor:
+def _one_chunk(queries: Tensor, keys_values: Tensor, view: KeyView, scores: Scores) -> Tensor:
     """queries [n, H, d] of one long chunk over keys_values [1, L, 2K, d]."""
     k, v = keys_values.transpose(1, 2).chunk(2, dim=1)
     q = queries.transpose(0, 1).unsqueeze(0)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=view.mask, is_causal=view.causal, enable_gqa=True)
+    if scores.cap:
+        return capped_attention(q, k, v, view.mask, scores)[0].transpose(0, 1).flatten(1)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=view.mask, is_causal=view.causal, scale=scores.scale, enable_gqa=True
+    )
     return out[0].transpose(0, 1).flatten(1)
 
 
-def _many_chunks(queries: Tensor, keys_values: Tensor, group: QueryGroup, view: KeyView) -> Tensor:
+def _many_chunks(queries: Tensor, keys_values: Tensor, group: QueryGroup, view: KeyView, scores: Scores) -> Tensor:
     """queries [rows, H, d] of B chunks over keys_values [B, L, 2K, d], padded to the group's width and longest.
 
     Heads that share keys are folded into the query axis, which is several times faster than repeating the keys.
@@ -75,7 +81,10 @@ def _many_chunks(queries: Tensor, keys_values: Tensor, group: QueryGroup, view: 
     q = padded.view(group.sequences, group.width, kv_heads, shared, size).permute(0, 2, 3, 1, 4)
     q = q.reshape(group.sequences, kv_heads, shared * group.width, size)
     k, v = keys_values.transpose(1, 2).chunk(2, dim=1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=view.mask)
+    if scores.cap:
+        out = capped_attention(q, k, v, view.mask, scores)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=view.mask, scale=scores.scale)
     out = out.view(group.sequences, kv_heads, shared, group.width, size).permute(0, 3, 1, 2, 4)
     out = out.reshape(group.sequences * group.width, heads * size)
     return out if group.real_rows is None else out.index_select(0, group.real_rows)

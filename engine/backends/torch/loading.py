@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,10 +19,12 @@ from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.layout import Layout, Span
 from engine.backends.torch.linear import Linear, LinearFactory, PackedLinear
-from engine.backends.torch.mlp import GatedMlp, Mlp
+from engine.backends.torch.mlp import ACTIVATIONS, GatedMlp, Mlp
 from engine.backends.torch.model import Block, Decoder, Stage
 from engine.backends.torch.model_config import ModelConfig
 from engine.backends.torch.moe import MakeLinear, make_mixture
+from engine.backends.torch.norm_loading import NormLoader, block_norm_shapes, norm_shapes
+from engine.backends.torch.norms import unchanged
 from engine.backends.torch.quant.weight import method_of, methods_of
 from engine.backends.torch.rope import RotaryEmbedding
 from engine.backends.torch.shared_weights import WeightStore
@@ -49,7 +54,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     names = ARCHITECTURES[config.architecture].names
     shapes: dict[str, tuple[int, ...]] = {
         f"{names.embedding}.weight": (config.vocab_size, config.hidden_size),
-        f"{names.final_norm}.weight": (config.hidden_size,),
+        **norm_shapes(config, names.final_norm),
     }
     if not config.tie_embeddings:
         shapes[f"{names.head}.weight"] = (config.vocab_size, config.hidden_size)
@@ -67,7 +72,7 @@ def weights_bytes(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> di
     for layer, memory in enumerate(layout.by_layer):
         elements[memory] += sum(map(math.prod, _block_shapes(config, names, layer).values()))
     elements[layout.first] += embedding
-    elements[layout.last] += config.hidden_size
+    elements[layout.last] += sum(map(math.prod, norm_shapes(config, names.final_norm).values()))
     if not config.tie_embeddings or layout.last is not layout.first:
         elements[layout.last] += embedding
     return {memory: dtype.itemsize * number for memory, number in elements.items()}
@@ -76,10 +81,10 @@ def weights_bytes(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> di
 def _block_shapes(config: ModelConfig, names: TensorNames, layer: int) -> dict[str, tuple[int, ...]]:
     traits, hidden, inner = config.traits, config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    qkv = _joined((names.q, queries), (names.k, keys), (names.v, keys))
+    gate_up = _joined((names.gate, inner), (names.up, inner))
     linears = [
-        (names.q, queries, hidden, traits.qkv_bias),
-        (names.k, keys, hidden, traits.qkv_bias),
-        (names.v, keys, hidden, traits.qkv_bias),
+        *((name, rows, hidden, traits.qkv_bias) for name, rows in qkv),
         (names.o, hidden, queries, traits.o_bias),
     ]
     experts = traits.experts_of(layer)
@@ -87,23 +92,22 @@ def _block_shapes(config: ModelConfig, names: TensorNames, layer: int) -> dict[s
         found = expert_shapes(names.experts, experts, hidden)
         linears += [(name, rows, columns, False) for name, (rows, columns) in found.items()]
     else:
-        linears += [
-            (names.gate, inner, hidden, traits.mlp_bias),
-            (names.up, inner, hidden, traits.mlp_bias),
-            (names.down, hidden, inner, traits.mlp_bias),
-        ]
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{names.input_norm}.weight": (hidden,),
-        f"{names.mlp_norm}.weight": (hidden,),
-    }
+        linears += [(name, rows, hidden, traits.mlp_bias) for name, rows in gate_up]
+        linears.append((names.down, hidden, inner, traits.mlp_bias))
+    shapes = block_norm_shapes(config, names)
     for name, rows, columns, has_bias in linears:
         shapes[f"{name}.weight"] = (rows, columns)
         if has_bias:
             shapes[f"{name}.bias"] = (rows,)
-    if traits.qk_norm:
-        shapes[f"{names.q_norm}.weight"] = (config.head_dim,)
-        shapes[f"{names.k_norm}.weight"] = (config.head_dim,)
     return shapes
+
+
+def _joined(*parts: tuple[str, int]) -> Iterator[tuple[str, int]]:
+    """Names and rows of tensors, what has no name being the last rows of the one before it."""
+    for index, (name, _) in enumerate(parts):
+        if name:
+            unnamed = itertools.takewhile(lambda part: not part[0], parts[index + 1 :])
+            yield name, parts[index][1] + sum(rows for _, rows in unnamed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +141,30 @@ class DecoderLoader:
         linears = {memory: LinearFactory(memory.device, self.dtype) for memory in self.layout.memories}
         embedding = self._tensor(f"{names.embedding}.weight", self.layout.first.device)
         stages = tuple(self._stage(span, names, linears[span.memory]) for span in self.layout.spans)
-        final_norm = self._tensor(f"{names.final_norm}.weight", self.layout.last.device)
+        final_norm = self._norms(self.layout.last.device).norm(names.final_norm)
         head = self._head(embedding, names, linears[self.layout.last])
         return Decoder(config=self.config, embedding=embedding, stages=stages, final_norm=final_norm, head=head)
 
     def _stage(self, span: Span, names: TensorNames, linears: LinearFactory) -> Stage:
-        return Stage(
-            first_layer=span.layers.start,
-            blocks=tuple(self._block(layer, names, span.device, linears) for layer in span.layers),
-            rope=RotaryEmbedding(self.config.rope, self.config.head_dim, span.device),
-            device=span.device,
+        ropes = dict.fromkeys(self.config.rope_of(layer) for layer in span.layers)
+        rotaries = {
+            rope: RotaryEmbedding(rope, self.config.head_dim, span.device) if rope is not None else None
+            for rope in ropes
+        }
+        blocks = (
+            self._block(layer, names, span.device, linears, rotaries[self.config.rope_of(layer)])
+            for layer in span.layers
         )
+        return Stage(first_layer=span.layers.start, blocks=tuple(blocks), device=span.device)
 
-    def _block(self, layer: int, names: TensorNames, device: torch.device, linears: LinearFactory) -> Block:
+    def _block(
+        self,
+        layer: int,
+        names: TensorNames,
+        device: torch.device,
+        linears: LinearFactory,
+        rotary: RotaryEmbedding | None,
+    ) -> Block:
         traits, prefix = self.config.traits, names.layer.format(layer)
 
         def read(*parts: str) -> Tensor:
@@ -162,21 +177,18 @@ class DecoderLoader:
 
             return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
 
-        def norm(part: str) -> Tensor:
-            return self._tensor(f"{prefix}.{part}.weight", device)
-
-        qk_norm = None
-        if traits.qk_norm:
-            q_norm, k_norm = (norm(name) for name in (names.q_norm, names.k_norm))
-            qk_norm = torch.cat((q_norm.expand(self.config.heads, -1), k_norm.expand(self.config.kv_heads, -1)))
+        norms = self._norms(device, prefix)
         return Block(
-            input_norm=norm(names.input_norm),
-            qkv=linear(names.q, names.k, names.v, bias=traits.qkv_bias),
-            qk_norm=qk_norm,
+            input_norm=norms.norm(names.input_norm),
+            qkv=linear(*names.qkv, bias=traits.qkv_bias),
+            qk_norm=norms.qk_norm(names),
             o=linear(names.o, bias=traits.o_bias),
-            mlp_norm=norm(names.mlp_norm),
+            attention_out_norm=norms.norm(names.attention_out_norm),
+            mlp_norm=norms.norm("" if traits.parallel else names.mlp_norm),
             mlp=self._mlp(layer, names, linear),
+            mlp_out_norm=norms.norm(names.mlp_out_norm),
             window=traits.windows[layer],
+            rotary=rotary,
         )
 
     def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear) -> Mlp:
@@ -184,8 +196,11 @@ class DecoderLoader:
         experts = traits.experts_of(layer)
         if experts is not None:
             return make_mixture(names.experts, experts, linear)
-        gate_up = linear(names.gate, names.up, bias=traits.mlp_bias)
-        return GatedMlp(gate_up, linear(names.down, bias=traits.mlp_bias))
+        return GatedMlp(
+            gate_up=linear(*names.gate_up, bias=traits.mlp_bias),
+            down=linear(names.down, bias=traits.mlp_bias),
+            activation=ACTIVATIONS[self.config.activation],
+        )
 
     def _head(self, embedding: Tensor, names: TensorNames, linears: LinearFactory) -> Linear:
         """The head; a tied one is the embedding itself, or a copy of it where it lies elsewhere or is packed."""
@@ -204,5 +219,8 @@ class DecoderLoader:
             memory.weights_bytes += embedding.nbytes
         return head
 
-    def _tensor(self, name: str, device: torch.device) -> Tensor:
-        return self.store.tensor(name, lambda: self.reader.read(name, device=device))
+    def _norms(self, device: torch.device, prefix: str = "") -> NormLoader:
+        return NormLoader(self.config, partial(self._tensor, device=device), f"{prefix}." if prefix else "")
+
+    def _tensor(self, name: str, device: torch.device, made: Callable[[Tensor], Tensor] = unchanged) -> Tensor:
+        return self.store.tensor(name, lambda: made(self.reader.read(name, device=device)))

@@ -41,9 +41,9 @@ class Factors:
 def places(config: ModelConfig, layer: int) -> dict[Place, tuple[str, ...]]:
     """The linear layers of a block that can be adapted, and the modules that each is made of: no experts."""
     names = ARCHITECTURES[config.architecture].names
-    found: dict[Place, tuple[str, ...]] = {"qkv": (names.q, names.k, names.v), "o": (names.o,)}
+    found: dict[Place, tuple[str, ...]] = {"qkv": names.qkv, "o": (names.o,)}
     if config.traits.experts_of(layer) is None:
-        found |= {"gate_up": (names.gate, names.up), "down": (names.down,)}
+        found |= {"gate_up": names.gate_up, "down": (names.down,)}
     return found
 
 

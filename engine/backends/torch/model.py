@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,26 +10,34 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from engine.backends.torch.attention import attend
+from engine.backends.torch.capped import Scores, capped_
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.linear import Linear
 from engine.backends.torch.lora import add_adapters
 from engine.backends.torch.mlp import Mlp
 from engine.backends.torch.model_config import ModelConfig
-from engine.backends.torch.rope import RotaryEmbedding, rotate_
+from engine.backends.torch.norms import Norm
+from engine.backends.torch.rope import Angles, RotaryEmbedding, rotate_
 from engine.backends.torch.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Weights of one layer. qkv is fused; qk_norm [heads + kv_heads, head_dim] where the model has it."""
+    """Weights of one layer. qkv is fused; qk_norm is over [T, heads + kv_heads, head_dim].
 
-    input_norm: Tensor
+    rotary: what turns its queries and keys; None where nothing does.
+    """
+
+    input_norm: Norm
     qkv: Linear
-    qk_norm: Tensor | None
+    qk_norm: Norm | None
     o: Linear
-    mlp_norm: Tensor
+    attention_out_norm: Norm
+    mlp_norm: Norm
     mlp: Mlp
+    mlp_out_norm: Norm
     window: int | None
+    rotary: RotaryEmbedding | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +46,12 @@ class Stage:
 
     first_layer: int
     blocks: tuple[Block, ...]
-    rope: RotaryEmbedding
     device: torch.device
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> Mapping[RotaryEmbedding | None, Angles | None]:
+        """What each of its blocks turns queries and keys by."""
+        rotaries = dict.fromkeys(block.rotary for block in self.blocks)
+        return {rotary: rotary.angles(positions, dtype) if rotary is not None else None for rotary in rotaries}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +64,7 @@ class Decoder:
     config: ModelConfig
     embedding: Tensor
     stages: tuple[Stage, ...]
-    final_norm: Tensor
+    final_norm: Norm
     head: Linear
 
     def logits(self, plan: StepPlan, kv: KvPool) -> Tensor:
@@ -59,30 +72,42 @@ class Decoder:
 
         `plan` lies on the first stage's device, the logits on the last one's.
         """
+        traits = self.config.traits
         hidden = F.embedding(plan.ids, self.embedding)
+        if traits.embedding_scale != 1.0:
+            hidden = hidden * torch.tensor(traits.embedding_scale, dtype=hidden.dtype)
         for stage in self.stages:
             plan, hidden = plan.on(stage.device), hidden.to(stage.device)
-            cos, sin = stage.rope.angles(plan.positions, hidden.dtype)
+            angles = stage.angles(plan.positions, hidden.dtype)
             for layer, block in enumerate(stage.blocks, stage.first_layer):
-                hidden = hidden + self._attention(layer, block, hidden, plan, kv, cos, sin)
-                hidden = hidden + block.mlp(self._norm(hidden, block.mlp_norm), layer, plan.adapted)
-        sampled = hidden.index_select(0, plan.sampled_rows)
-        return self.head(self._norm(sampled, self.final_norm)).float()
+                hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary])
+        sampled = self.final_norm(hidden.index_select(0, plan.sampled_rows))
+        logits = self.head(sampled * traits.logit_scale).float()
+        return capped_(logits, traits.logit_cap) if traits.logit_cap else logits
+
+    def _block(
+        self, layer: int, block: Block, hidden: Tensor, plan: StepPlan, kv: KvPool, angles: Angles | None
+    ) -> Tensor:
+        scale = self.config.traits.residual_scale
+        normed = block.input_norm(hidden)
+        attended = block.attention_out_norm(self._attention(layer, block, normed, plan, kv, angles))
+        hidden = torch.add(hidden, attended, alpha=scale)
+        if not self.config.traits.parallel:
+            normed = block.mlp_norm(hidden)
+        return torch.add(hidden, block.mlp_out_norm(block.mlp(normed, layer, plan.adapted)), alpha=scale)
 
     def _attention(
-        self, layer: int, block: Block, hidden: Tensor, plan: StepPlan, kv: KvPool, cos: Tensor, sin: Tensor
+        self, layer: int, block: Block, normed: Tensor, plan: StepPlan, kv: KvPool, angles: Angles | None
     ) -> Tensor:
         heads, kv_heads, size = self.config.heads, self.config.kv_heads, self.config.head_dim
-        normed = self._norm(hidden, block.input_norm)
         qkv = add_adapters(block.qkv(normed), normed, layer, "qkv", plan.adapted)
         qkv = qkv.view(-1, heads + 2 * kv_heads, size)
         turned = qkv[:, : heads + kv_heads]
         if block.qk_norm is not None:
-            turned.copy_(F.rms_norm(turned, (size,), eps=self.config.norm_eps) * block.qk_norm)
-        rotate_(turned, cos, sin)
+            turned.copy_(block.qk_norm(turned))
+        if angles is not None:
+            rotate_(turned, *angles)
         kv.write(layer, plan.slots, qkv[:, heads:])
-        attended = attend(layer, block.window, qkv, plan, kv, heads)
+        scores = Scores(heads, self.config.score_scale, self.config.traits.score_cap)
+        attended = attend(layer, block.window, qkv, plan, kv, scores)
         return add_adapters(block.o(attended), attended, layer, "o", plan.adapted)
-
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)

@@ -3,49 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, TypeGuard, get_args
 
 from engine.backends.torch.archs import ARCHITECTURES
 from engine.backends.torch.archs.base import Architecture, RawConfig, Traits
+from engine.backends.torch.archs.reading import number, positive
 from engine.backends.torch.quant.declared import Quantisation, read_quantisation
+from engine.backends.torch.rope_config import RopeConfig, read_ropes
 from engine.errors import UnsupportedModel
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 CheckpointDtype = Literal["bfloat16", "float16", "float32"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: a base, a scaling kind with its constants (config.json's names), and what settings add.
-
-    original_max_positions: context length that the model was trained at before scaling.  max_positions: the length
-    that "dynamic" must reach.  alpha: NTK stretch of the base.  compress: positions are divided by it.
-    """
-
-    theta: float = 10_000.0
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    original_max_positions: int = 0
-    max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    alpha: float = 1.0
-    compress: float = 1.0
+_ACTIVATIONS: Mapping[object, Activation] = MappingProxyType(
+    {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shape of a model and how long a context it takes. Sizes are in elements, lengths in tokens.
 
+    rope: of all layers, or of those without a window where the others have `local_rope`.
     quantisation: what config.json says of it; None where it says nothing, though weights may be quantised still.
     """
 
@@ -65,6 +48,20 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: CheckpointDtype
     quantisation: Quantisation | None = None
+    activation: Activation = "silu"
+    local_rope: RopeConfig | None = None
+
+    @property
+    def score_scale(self) -> float:
+        """What the dot product of a query and a key is multiplied by."""
+        return self.head_dim**-0.5 if self.traits.score_scale is None else self.traits.score_scale
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """How a layer turns queries and keys; None where it does not."""
+        if layer in self.traits.unturned:
+            return None
+        local = self.local_rope is not None and self.traits.windows[layer] is not None
+        return self.local_rope if local else self.rope
 
     @property
     def sliding_window(self) -> int | None:
@@ -82,36 +79,40 @@ def read_model_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. Raises UnsupportedModel, naming what is missing, malformed or unknown."""
     raw = _read_json(folder)
     architecture = _architecture(raw)
+    raw = {**architecture.defaults, **raw}
     quantisation = read_quantisation(raw)
-    _refuse_unknown_parts(raw)
-    layers = _positive(raw, "num_hidden_layers")
-    hidden, heads = _positive(raw, "hidden_size"), _positive(raw, "num_attention_heads")
-    kv_heads = _positive(raw, "num_key_value_heads", heads)
-    head_dim = _positive(raw, "head_dim", hidden // heads)
+    layers = positive(raw, "num_hidden_layers")
+    hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
+    kv_heads = positive(raw, "num_key_value_heads", heads)
+    head_dim = positive(raw, "head_dim", hidden // heads)
     if heads % kv_heads or head_dim % 2:
         raise UnsupportedModel(
             f"config.json has {heads} heads, {kv_heads} key-value heads and a head size of {head_dim}; "
             "the heads must divide evenly and the head size must be even"
         )
-    max_positions = _positive(raw, "max_position_embeddings")
-    rope = _read_rope(raw, max_positions)
+    max_positions = positive(raw, "max_position_embeddings")
+    traits = architecture.traits(raw, layers)
+    rope, local_rope = read_ropes(raw, max_positions, head_dim)
+    _refuse_parts_of_heads(architecture, (rope, local_rope or rope))
     return ModelConfig(
         architecture=architecture.name,
-        traits=architecture.traits(raw, layers),
-        vocab_size=_positive(raw, "vocab_size"),
+        traits=traits,
+        vocab_size=positive(raw, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_positive(raw, "intermediate_size"),
+        intermediate_size=positive(raw, "intermediate_size"),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=_number(raw, "rms_norm_eps", 1e-6),
+        norm_eps=number(raw, "layer_norm_eps" if traits.norm == "layer" else "rms_norm_eps", 1e-6),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         rope=rope,
         max_model_len=_native_length(rope, max_positions),
         eos_token_ids=_token_ids(raw.get("eos_token_id")),
         checkpoint_dtype=_checkpoint_dtype(raw),
         quantisation=quantisation,
+        activation=_activation(raw),
+        local_rope=local_rope,
     )
 
 
@@ -140,47 +141,20 @@ def _architecture(raw: RawConfig) -> Architecture:
     )
 
 
-def _refuse_unknown_parts(raw: RawConfig) -> None:
-    activation = raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"config.json asks for the activation {activation}; the torch backend knows silu")
-    if _number(raw, "partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel("config.json sets partial_rotary_factor; the torch backend rotates whole heads only")
-
-
-def _read_rope(raw: RawConfig, max_positions: int) -> RopeConfig:
-    """RoPE from `rope_parameters` (transformers 5) or `rope_scaling` + `rope_theta` (before it)."""
-    found = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(found, dict):
-        raise UnsupportedModel("config.json's rope_scaling is no object")
-    rope: RawConfig = {key: value for key, value in found.items() if value is not None}
-    theta = _number(rope, "rope_theta", _number(raw, "rope_theta", 10_000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not _is_rope_kind(kind):
+def _activation(raw: RawConfig) -> Activation:
+    name = raw.get("hidden_activation") or raw.get("hidden_act", "silu")
+    if name not in _ACTIVATIONS:
         raise UnsupportedModel(
-            f"the torch backend does not know RoPE scaling of type {kind}; it knows {', '.join(get_args(RopeKind))}"
+            f"config.json asks for the activation {name}; the torch backend knows {', '.join(map(str, _ACTIVATIONS))}"
         )
-    if _number(rope, "partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel("config.json sets partial_rotary_factor; the torch backend rotates whole heads only")
-    original = max_positions
-    if kind != "dynamic":
-        original = _positive(rope, "original_max_position_embeddings", max_positions)
-    factor = _number(rope, "factor", max_positions / original if kind == "yarn" else 1.0)
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=factor,
-        original_max_positions=original,
-        max_positions=max_positions,
-        low_freq_factor=_number(rope, "low_freq_factor", 1.0),
-        high_freq_factor=_number(rope, "high_freq_factor", 4.0),
-        beta_fast=_number(rope, "beta_fast", 32.0),
-        beta_slow=_number(rope, "beta_slow", 1.0),
-        attention_factor=_optional_number(rope, "attention_factor"),
-        mscale=_optional_number(rope, "mscale"),
-        mscale_all_dim=_optional_number(rope, "mscale_all_dim"),
-        truncate=bool(rope.get("truncate", True)),
-    )
+    return _ACTIVATIONS[name]
+
+
+def _refuse_parts_of_heads(architecture: Architecture, ropes: Iterable[RopeConfig]) -> None:
+    if any(rope.turned != 1.0 for rope in ropes) and "partial_rotary_factor" not in architecture.defaults:
+        raise UnsupportedModel(
+            f"config.json sets partial_rotary_factor; the heads of {architecture.name} are turned as a whole"
+        )
 
 
 def _native_length(rope: RopeConfig, max_positions: int) -> int:
@@ -200,10 +174,6 @@ def _checkpoint_dtype(raw: RawConfig) -> CheckpointDtype:
     return name
 
 
-def _is_rope_kind(value: object) -> TypeGuard[RopeKind]:
-    return value in get_args(RopeKind)
-
-
 def _is_checkpoint_dtype(value: object) -> TypeGuard[CheckpointDtype]:
     return value in get_args(CheckpointDtype)
 
@@ -211,28 +181,3 @@ def _is_checkpoint_dtype(value: object) -> TypeGuard[CheckpointDtype]:
 def _token_ids(value: object) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [value]
     return tuple(item for item in ids if isinstance(item, int))
-
-
-def _positive(raw: Mapping[str, object], key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise UnsupportedModel(f"config.json lacks {key}")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModel(f"config.json has {key} = {value!r}; it must be a whole number of at least 1")
-    return value
-
-
-def _number(raw: Mapping[str, object], key: str, default: float) -> float:
-    value = _optional_number(raw, key)
-    return default if value is None else value
-
-
-def _optional_number(raw: Mapping[str, object], key: str) -> float | None:
-    value = raw.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UnsupportedModel(f"config.json has {key} = {value!r}; it must be a number")
-    return float(value)

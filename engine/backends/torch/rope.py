@@ -7,11 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from engine.backends.torch.model_config import RopeConfig
+from engine.backends.torch.rope_config import RopeConfig
+
+Angles = tuple[Tensor, Tensor]
+"""cos and sin of what a step's positions are turned by."""
 
 
 class RotaryEmbedding:
-    """Turns query and key heads by angles that grow with their positions.
+    """Turns query and key heads, or a part of each, by angles that grow with their positions.
 
     Angles are made per step for the positions at hand rather than kept in a table: a step has few positions and
     a long context would need a large table.
@@ -21,8 +24,8 @@ class RotaryEmbedding:
         frequencies, self._scale = inverse_frequencies(config, head_dim)
         self._frequencies = frequencies.to(device)
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin) for int positions [T], each [T, 1, head_dim] in `dtype`; sin's first half is negated."""
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+        """(cos, sin) for int positions [T], each [T, 1, turned dimensions] in `dtype`; sin's first half is negated."""
         turns = positions.float()[:, None] * self._frequencies
         cos, sin = turns.cos() * self._scale, turns.sin() * self._scale
         return (
@@ -32,15 +35,18 @@ class RotaryEmbedding:
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn `heads` [T, H, head_dim] in place by what `angles` gave: each half against the other half."""
-    swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
-    heads.mul_(cos).addcmul_(swapped, sin)
+    """Turn `heads` [T, H, head_dim] in place by what `angles` gave: of their first dimensions, each half against the
+    other half."""
+    turned = heads[..., : cos.shape[-1]]
+    swapped = turned.roll(turned.shape[-1] // 2, dims=-1)
+    turned.mul_(cos).addcmul_(swapped, sin)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians per position, float32 [head_dim / 2], and what cos and sin are multiplied by."""
-    base = _base(config, head_dim)
-    frequencies = 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    """Radians per position, float32 [dimensions that are turned / 2], and what cos and sin are multiplied by."""
+    dims = config.turned_dims(head_dim)
+    base = _base(config, dims)
+    frequencies = 1.0 / (base ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims))
     scale = 1.0
     match config.kind:
         case "linear":
@@ -50,10 +56,13 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
         case "yarn":
             frequencies = _yarn(config, frequencies, base)
             scale = _yarn_attention_factor(config)
+        case "longrope":
+            frequencies = frequencies / torch.tensor(_longrope_factors(config))
+            scale = _longrope_attention_factor(config)
     return frequencies / config.compress, scale
 
 
-def _base(config: RopeConfig, head_dim: int) -> float:
+def _base(config: RopeConfig, dims: int) -> float:
     """The base, stretched by NTK-aware alpha: base * alpha^(d / (d - 2)) (u/bloc97, r/LocalLLaMA 2023).
 
     "dynamic" grows alpha with the sequence in its source; here it is fixed for the longest sequence to be served,
@@ -63,7 +72,7 @@ def _base(config: RopeConfig, head_dim: int) -> float:
     if config.kind == "dynamic":
         ratio = max(1.0, config.max_positions / config.original_max_positions)
         alpha *= config.factor * ratio - (config.factor - 1.0)
-    return config.theta * alpha ** (head_dim / (head_dim - 2)) if alpha != 1.0 else config.theta
+    return config.theta * alpha ** (dims / (dims - 2)) if alpha != 1.0 else config.theta
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
@@ -102,3 +111,22 @@ def _yarn_attention_factor(config: RopeConfig) -> float:
     if config.mscale and config.mscale_all_dim:
         return mscale(config.mscale) / mscale(config.mscale_all_dim)
     return mscale(1.0)
+
+
+def _longrope_factors(config: RopeConfig) -> tuple[float, ...]:
+    """LongRoPE (Ding et al. 2024): a factor of its own for each frequency.
+
+    Which of the two lists holds is decided by the sequence's length in its source; here by the longest sequence to be
+    served, so that a token's key never depends on how long its sequence became.
+    """
+    long = config.max_positions > config.original_max_positions
+    return config.long_factors if long else config.short_factors
+
+
+def _longrope_attention_factor(config: RopeConfig) -> float:
+    """Given, or what the paper makes of how far the model was stretched."""
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_positions))

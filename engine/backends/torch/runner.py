@@ -156,6 +156,7 @@ class ModelRunner:
             dtype=self._dtype,
             device=self._layout.first.device,
             paged=paged,
+            masks=bool(self.config.traits.score_cap),
             adapters=self.adapters.by_key,
         )
         self._kv = kv
@@ -172,6 +173,7 @@ class ModelRunner:
             page_tokens=page_tokens,
             head_dim=self.config.head_dim,
             dtype=self.dtype_name,
+            softcap=self.config.traits.score_cap,
             window=next((window for window in self.config.traits.windows if window is not None), None),
         )
         choice = engage(self._wanted_attention, facts, devices)

@@ -14,6 +14,9 @@ from engine.backends.torch.model_config import ModelConfig
 
 _FLOAT32, _INT64 = 4, 8
 
+MAX_SCORES_BYTES = 32 << 20
+"""About what soft-capped scores may take at once, in float32; more queries than that attend in turns."""
+
 SLACK_PAIRS = 2048
 """Query-key pairs of padding that cost about as much as one more attention call."""
 
@@ -80,7 +83,16 @@ def _attention_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> in
     if config.traits.qk_norm:
         before = max(before, _norm_bytes(sizes.rows * turned, itemsize))
     queries = max(sizes.padded, sizes.rows) * config.heads * config.head_dim * itemsize
-    return fused + max(before, sizes.rows * turned * itemsize, 5 * queries)
+    return fused + max(before, sizes.rows * turned * itemsize, 5 * queries + _capped_bytes(config, sizes))
+
+
+def _capped_bytes(config: ModelConfig, sizes: StepSizes) -> int:
+    """Soft-capped scores, which no fused kernel makes: keys and values in float32, the scores and what they become."""
+    if not config.traits.score_cap:
+        return 0
+    scores = config.heads * (sizes.masked + sizes.gathered) * _FLOAT32
+    keys_values = 2 * config.kv_heads * config.head_dim * max(sizes.gathered, sizes.rows) * _FLOAT32
+    return keys_values + 2 * min(scores, MAX_SCORES_BYTES)
 
 
 def _mlp_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:

@@ -95,7 +95,8 @@ class StepPlan:
 class StepPlanner:
     """Plans steps for one model. windows: the distinct windows of its layers.  shared: query heads per key head.
 
-    paged: what attends over the pages as they lie; None gathers them.  adapters: by the keys that chunks name.
+    paged: what attends over the pages as they lie; None gathers them.  masks: whether what attends takes a mask even
+    for a plain triangle.  adapters: by the keys that chunks name.
     """
 
     def __init__(
@@ -107,10 +108,11 @@ class StepPlanner:
         dtype: torch.dtype,
         device: torch.device,
         paged: PagedAttention | None = None,
+        masks: bool = False,
         adapters: Mapping[str, LoraAdapter] = _NONE,
     ) -> None:
         self._windows, self._shared, self._page_tokens = windows, shared, page_tokens
-        self._dtype, self._device, self._paged = dtype, device, paged
+        self._dtype, self._device, self._paged, self._masks = dtype, device, paged, masks
         self._adapters = adapters
 
     def plan(self, chunks: Sequence[ChunkInput]) -> StepPlan:
@@ -163,7 +165,7 @@ class StepPlanner:
         longest = max(chunk.end for chunk in members)
         clipped = window is not None and longest > window
         if len(members) == 1 and members[0].start == 0 and width > 1:
-            mask = self._mask(members, width, width, [0], window) if clipped else None
+            mask = self._mask(members, width, width, [0], window) if clipped or self._masks else None
             return KeyView(slice(0), 0, width, mask, own_rows=True, causal=mask is None)
         first_pages = [_first_page(chunk, window, self._page_tokens) for chunk in members]
         bases = [page * self._page_tokens for page in first_pages]

@@ -8,12 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from engine.backends.torch.archs import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from engine.backends.torch.archs import (
+    gemma2,
+    gemma3,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from engine.backends.torch.archs.base import Architecture
 
+_DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3)
+_MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        module.ARCHITECTURE.name: module.ARCHITECTURE
-        for module in (llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
-    }
+    {module.ARCHITECTURE.name: module.ARCHITECTURE for module in (*_DENSE, *_MIXTURES)}
 )

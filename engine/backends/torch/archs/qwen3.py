@@ -7,7 +7,7 @@ from engine.backends.torch.archs.base import Architecture, RawConfig, Traits, qw
 
 def _traits(raw: RawConfig, layers: int) -> Traits:
     attention_bias = bool(raw.get("attention_bias", False))
-    return Traits(windows=qwen_windows(raw, layers), qkv_bias=attention_bias, o_bias=attention_bias, qk_norm=True)
+    return Traits(windows=qwen_windows(raw, layers), qkv_bias=attention_bias, o_bias=attention_bias, qk_norm="head")
 
 
 ARCHITECTURE = Architecture("Qwen3ForCausalLM", _traits)

@@ -111,9 +111,9 @@ def _linears(
 
 def _linear_names(names: TensorNames) -> Iterator[tuple[str, str]]:
     """The linear layers of a block, each with the norm that it reads through ("" for none)."""
-    yield from ((linear, names.input_norm) for linear in (names.q, names.k, names.v))
+    yield from ((linear, names.input_norm) for linear in names.qkv)
     yield names.o, ""
-    yield from ((linear, names.mlp_norm) for linear in (names.gate, names.up))
+    yield from ((linear, names.mlp_norm) for linear in names.gate_up)
     yield names.down, ""
 
 

@@ -1,0 +1,23 @@
+"""Gemma 3 (text): Gemma 2's block with query and key norms for its caps, and windows with a RoPE of their own in five
+layers of six (Gemma Team 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.backends.torch.archs.base import Architecture, RawConfig, Traits
+from engine.backends.torch.archs.gemma2 import DEFAULTS, NAMES, gemma_traits
+from engine.backends.torch.archs.reading import positive
+
+
+def _traits(raw: RawConfig, layers: int) -> Traits:
+    every = positive(raw, "sliding_window_pattern", 6)
+    return replace(gemma_traits(raw, layers, every), qk_norm="head", score_cap=0.0)
+
+
+ARCHITECTURE = Architecture(
+    "Gemma3ForCausalLM",
+    _traits,
+    NAMES,
+    {**DEFAULTS, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+)

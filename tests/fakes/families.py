@@ -1,0 +1,100 @@
+"""Small random models of every family that the torch backend reads, made by transformers itself: what its files are
+named, shaped and defaulted to is not ours to say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 320,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+}
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "gemma2": {
+            "model_type": "gemma2",
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 13,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+            "attention_bias": True,
+        },
+        "gemma3": {
+            "model_type": "gemma3_text",
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "num_hidden_layers": 7,
+            "sliding_window": 11,
+        },
+        "gemma3 scaled": {
+            "model_type": "gemma3_text",
+            "head_dim": 24,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 900.0},
+            },
+            "final_logit_softcapping": 4.0,
+        },
+    }
+)
+"""What each is told of itself, by names for tests. Windows and original lengths are shorter than the tests' prompts."""
+
+
+def make_family(folder: Path, name: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
+    """Write a random model of that family to `folder` and return it. overrides: any key of config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**_SHAPE | dict(FAMILIES[name]) | overrides)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for tensor_name, tensor in model.named_parameters():
+        with torch.no_grad():
+            _draw(tensor_name, tensor)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def as_older_folder(folder: Path) -> None:
+    """Rewrite config.json as transformers wrote it before `rope_parameters`."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["torch_dtype"] = config.pop("dtype")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    path.write_text(json.dumps(config))
+
+
+def _draw(name: str, tensor: torch.Tensor) -> None:
+    """Random numbers that make logits differ clearly from token to token."""
+    if "norm" in name and name.endswith("weight"):
+        tensor.add_(0.2 * torch.randn_like(tensor))
+    elif name.endswith("bias"):
+        tensor.copy_(0.3 * torch.randn_like(tensor))
+    elif "embed_tokens" in name:
+        tensor.copy_(0.5 * torch.randn_like(tensor))
+    else:
+        tensor.copy_(1.5 * tensor.shape[1] ** -0.5 * torch.randn_like(tensor))

@@ -1,0 +1,58 @@
+"""Every family computes what transformers computes: logits and 200 greedy tokens, in float32 on small random models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.backends.torch.model_config import read_model_config
+from tests.fakes.families import FAMILIES, as_older_folder, make_family
+from tests.fakes.oracle import Driver, load_runner, reference_logits
+
+PROMPT = [7 * position % 300 + 3 for position in range(45)]
+STEPS = 200
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_same_as_transformers(folder: Path, **spec: Any) -> None:
+    """Greedy tokens, and the logits at every position: fed token by token, as a whole prompt, and in uneven chunks
+    beside another sequence. Tokens are greedy where each is what transformers' logits for those before it say."""
+    driver = Driver(load_runner(folder, **spec))
+    running, beside = driver.add(PROMPT, room=STEPS), driver.add(PROMPT[5:25], room=STEPS)
+    for _ in PROMPT:
+        driver.feed((running, 1))
+    driver.feed((beside, 7))
+    running.tokens.append(int(running.logits[-1].argmax()))
+    driver.greedy([running, beside], STEPS - 1)
+    expected = reference_logits(folder, running.tokens[:-1])
+    torch.testing.assert_close(torch.stack(running.logits), expected, atol=3e-4, rtol=1e-4)
+    assert running.tokens[len(PROMPT) :] == expected[len(PROMPT) - 1 :].argmax(-1).tolist()
+    whole, chunked = driver.add(running.tokens[:60]), driver.add(running.tokens[:60])
+    torch.testing.assert_close(driver.feed((whole, None))[0], expected[59], atol=3e-4, rtol=1e-4)
+    driver.feed((chunked, 3))
+    driver.feed((chunked, 40))
+    torch.testing.assert_close(driver.feed((chunked, None))[0], expected[59], atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_computes_what_transformers_computes(tmp_path: Path, family: str) -> None:
+    assert_same_as_transformers(make_family(tmp_path, family))
+
+
+@pytest.mark.parametrize("family", ["gemma3 scaled"])
+def test_folders_from_before_rope_parameters_are_read_the_same(tmp_path: Path, family: str) -> None:
+    folder = make_family(tmp_path, family)
+    before = read_model_config(folder)
+    as_older_folder(folder)
+    assert read_model_config(folder) == before
