@@ -25,12 +25,16 @@ NUMBERS: tuple[tuple[str, str], ...] = (
     ("queue", "requests that wait for a worker"),
     ("KV", "pages of keys and values in use: the memory of the texts being worked on"),
     ("prefix hits", "share of prompt tokens found computed already"),
-    ("active", "requests a worker works on now, of the max prompts it may"),
+    ("active", "requests a worker works on now, of those it may: max prompts, or fewer where memory ran out"),
     ("workers", "copies of the model, each on its own device"),
     ("max prompts", "how many requests one worker takes at a time: more means more tok/s and a longer ITL"),
     ("weights", "the model itself"),
     ("work", "what computing needs besides weights and KV"),
     ("others", "memory held by other programs"),
+    ("planned, used", "what a worker was expected to take of a device, and what its load really took"),
+    ("simulated", "a device that is only kept account of: its workers compute on the CPU"),
+    ("SIM0+1", "a worker whose layers lie on both devices"),
+    ("memory allows", "as many prompts as a worker could work on when its memory ran out"),
     ("length", "the answer was cut at its token limit"),
 )
 
@@ -62,7 +66,7 @@ def _keys(found: list[Entry]) -> Iterator[Content]:
             yield Content.styled(title, "bold $primary")
             yield from (_line(entry.keys, entry.title) for entry in group)
             yield Content("")
-    yield _line("↑ ↓ or j k", "Move in a table; tab goes to the next panel")
+    yield _line("↑ ↓ or j k", "Move in a table, enter opens a row; tab goes to the next panel")
     yield _line("^p", "The palette: every command by name")
 
 
