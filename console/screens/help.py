@@ -15,7 +15,7 @@ from textual.widgets import Static
 
 from console.commands import Entry, entries
 
-_TERM = 13
+_TERM = 14
 _MEANING = 52
 NUMBERS: tuple[tuple[str, str], ...] = (
     ("tok/s", "tokens generated per second, all workers together"),
