@@ -23,6 +23,11 @@ _SHAPE = {
     "bos_token_id": None,
     "eos_token_id": 2,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 1.9, 2.2],
+    "long_factor": [1.0, 1.7, 2.9, 4.3, 7.7, 11.0],
+}
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -52,6 +57,14 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "sliding_attention": {"rope_type": "default", "rope_theta": 900.0},
             },
             "final_logit_softcapping": 4.0,
+        },
+        "phi3": {"model_type": "phi3", "sliding_window": 13},
+        "phi4 mini": {
+            "model_type": "phi3",
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": _LONGROPE,
+            "original_max_position_embeddings": 32,
+            "tie_word_embeddings": True,
         },
     }
 )

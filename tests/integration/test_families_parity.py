@@ -50,7 +50,12 @@ def test_each_family_computes_what_transformers_computes(tmp_path: Path, family:
     assert_same_as_transformers(make_family(tmp_path, family))
 
 
-@pytest.mark.parametrize("family", ["gemma3 scaled"])
+def test_longrope_takes_its_short_factors_where_no_sequence_is_longer_than_in_training(tmp_path: Path) -> None:
+    folder = make_family(tmp_path, "phi4 mini", original_max_position_embeddings=400)
+    assert_same_as_transformers(folder, max_model_len=400)
+
+
+@pytest.mark.parametrize("family", ["gemma3 scaled", "phi4 mini"])
 def test_folders_from_before_rope_parameters_are_read_the_same(tmp_path: Path, family: str) -> None:
     folder = make_family(tmp_path, family)
     before = read_model_config(folder)

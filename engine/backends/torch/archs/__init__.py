@@ -14,6 +14,7 @@ from engine.backends.torch.archs import (
     llama,
     mistral,
     mixtral,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -21,7 +22,7 @@ from engine.backends.torch.archs import (
 )
 from engine.backends.torch.archs.base import Architecture
 
-_DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3)
+_DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3)
 _MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
