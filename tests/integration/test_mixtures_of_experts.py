@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from engine.backends.torch import checkpoint as checkpoints
 from engine.backends.torch import runner as runners
 from engine.config import AdapterSpec
 from engine.errors import EngineError, InvalidRequest, ModelLoadFailed, UnsupportedModel
@@ -25,6 +27,7 @@ LONG = 200
 LAYOUTS = {
     "mixtral": ("MixtralForCausalLM", {}),
     "mixtral-window": ("MixtralForCausalLM", {"sliding_window": 16}),
+    "mixtral-gelu": ("MixtralForCausalLM", {"hidden_act": "gelu"}),
     "mixtral-all": ("MixtralForCausalLM", {"num_experts_per_tok": 8}),
     "qwen2-some-dense": ("Qwen2MoeForCausalLM", {"decoder_sparse_step": 2, "num_hidden_layers": 3}),
     "qwen2-normalised": ("Qwen2MoeForCausalLM", {"norm_topk_prob": True, "qkv_bias": False}),
@@ -120,6 +123,23 @@ def test_folders_that_transformers_saves_are_read_in_either_layout(
     assert torch.equal(every_logit(tmp_path), every_logit(mixture))
 
 
+def test_the_file_of_many_experts_is_opened_for_many_of_them_at_once(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+
+    def counted(file: Path, **settings: Any) -> Any:
+        opened.append(file)
+        return safe_open(file, **settings)
+
+    monkeypatch.setattr(checkpoints, "safe_open", counted)
+    expected = every_logit(mixtral)
+    assert len(opened) == 2, "once for its header, once for its tensors"
+    monkeypatch.setattr(checkpoints, "REOPEN_BYTES", 100_000)
+    assert torch.equal(every_logit(mixtral), expected)
+    assert 2 + 2 < len(opened) < 2 + 20
+
+
 def test_a_fused_tensor_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "Qwen3MoeForCausalLM", with_tokenizer=False, num_hidden_layers=1)
     tensors = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if "exp" not in name}
@@ -160,6 +180,7 @@ def test_num_experts_of_a_model_without_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0"),
         ({"num_experts_per_tok": 9}, "sends each token to 9 experts and has 8 of them"),
         ({"num_local_experts": None}, "num_local_experts"),
         ({"num_local_experts": "8"}, "num_local_experts"),

@@ -18,6 +18,9 @@ _INDEX = "model.safetensors.index.json"
 _STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4, "I16": 2}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
+REOPEN_BYTES = 256 << 20
+"""How much is read of an open file before it is closed: until then, that counts as this process's memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -47,6 +50,7 @@ class Checkpoint:
 
     def __init__(self, tensors: dict[str, TensorInfo]) -> None:
         self._tensors = tensors
+        self._file = _LastFile()
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -79,20 +83,39 @@ class Checkpoint:
         return self._tensors[name]
 
     def read(self, *names: str) -> list[Tensor]:
-        """The named tensors as they are stored, on the CPU, each of their files opened once.
+        """The named tensors as they are stored, on the CPU.
 
         Raises ModelLoadFailed naming the tensor that is missing or the file that cannot be read.
         """
-        files = [self.info(name).file for name in names]
-        found: dict[str, Tensor] = {}
-        for file in dict.fromkeys(files):
-            wanted = [name for name, holder in zip(names, files, strict=True) if holder == file]
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    found |= {name: _read(opened, name, self._tensors[name]) for name in wanted}
-            except (SafetensorError, OSError) as error:
-                raise _damaged(file, error) from None
-        return [found[name] for name in names]
+        return [self._read(self.info(name), name) for name in names]
+
+    def _read(self, info: TensorInfo, name: str) -> Tensor:
+        stored_as = info.stored_as or name
+        try:
+            opened = self._file.open(info)
+            tensor: Tensor = opened.get_slice(stored_as)[info.at] if info.at else opened.get_tensor(stored_as)
+        except (SafetensorError, OSError) as error:
+            raise _damaged(info.file, error) from None
+        return tensor
+
+
+class _LastFile:
+    """The file that was read last, open: parsing a header of thousands of experts for each of them would take longer
+    than reading them."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._opened: Any = None
+        self._read_bytes = 0
+
+    def open(self, info: TensorInfo) -> Any:
+        """The file that `info` lies in, to read that tensor from. Raises SafetensorError or OSError."""
+        if info.file != self._path or self._read_bytes > REOPEN_BYTES:
+            self._path = self._opened = None
+            self._opened = safe_open(info.file, framework="pt")
+            self._path, self._read_bytes = info.file, 0
+        self._read_bytes += info.stored_bytes
+        return self._opened
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -135,12 +158,6 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
 
 def _tensor_info(file: Path, header: Any) -> TensorInfo:
     return TensorInfo(file, tuple(header.get_shape()), str(header.get_dtype()))
-
-
-def _read(opened: Any, name: str, info: TensorInfo) -> Tensor:
-    stored_as = info.stored_as or name
-    tensor: Tensor = opened.get_slice(stored_as)[info.at] if info.at else opened.get_tensor(stored_as)
-    return tensor
 
 
 def _damaged(file: Path, error: Exception) -> ModelLoadFailed:

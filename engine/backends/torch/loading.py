@@ -194,13 +194,11 @@ class DecoderLoader:
     def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear) -> Mlp:
         traits = self.config.traits
         experts = traits.experts_of(layer)
+        gated = partial(GatedMlp, activation=ACTIVATIONS[self.config.activation])
         if experts is not None:
-            return make_mixture(names.experts, experts, linear)
-        return GatedMlp(
-            gate_up=linear(*names.gate_up, bias=traits.mlp_bias),
-            down=linear(names.down, bias=traits.mlp_bias),
-            activation=ACTIVATIONS[self.config.activation],
-        )
+            return make_mixture(names.experts, experts, linear, gated)
+        gate_up = linear(*names.gate_up, bias=traits.mlp_bias)
+        return gated(gate_up, linear(names.down, bias=traits.mlp_bias))
 
     def _head(self, embedding: Tensor, names: TensorNames, linears: LinearFactory) -> Linear:
         """The head; a tied one is the embedding itself, or a copy of it where it lies elsewhere or is packed."""

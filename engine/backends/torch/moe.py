@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,12 +69,14 @@ class MakeLinear(Protocol):
     def __call__(self, *parts: str, bias: bool) -> Linear: ...
 
 
-def make_mixture(names: ExpertNames, experts: Experts, linear: MakeLinear) -> MixtureMlp:
-    """The mixture of one layer."""
+def make_mixture(
+    names: ExpertNames, experts: Experts, linear: MakeLinear, gated: Callable[[Linear, Linear], GatedMlp]
+) -> MixtureMlp:
+    """The mixture of one layer. gated: makes an MLP of its fused gate and up, and its down."""
 
     def expert(stem: str) -> GatedMlp:
         gate_up = linear(f"{stem}.{names.gate}", f"{stem}.{names.up}", bias=False)
-        return GatedMlp(gate_up, linear(f"{stem}.{names.down}", bias=False))
+        return gated(gate_up, linear(f"{stem}.{names.down}", bias=False))
 
     shared = None
     if experts.shared_inner:
