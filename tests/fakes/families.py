@@ -66,6 +66,16 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "original_max_position_embeddings": 32,
             "tie_word_embeddings": True,
         },
+        "granite": {
+            "model_type": "granite",
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
     }
 )
 """What each is told of itself, by names for tests. Windows and original lengths are shorter than the tests' prompts."""

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from engine.backends.torch.archs import (
     gemma2,
     gemma3,
+    granite,
     llama,
     mistral,
     mixtral,
@@ -22,7 +23,7 @@ from engine.backends.torch.archs import (
 )
 from engine.backends.torch.archs.base import Architecture
 
-_DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3)
+_DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, granite)
 _MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
