@@ -103,8 +103,8 @@ class EngineLink(Protocol):
     async def cancel_request(self, request_id: str) -> None:
         """Cancel one request, wherever it came from."""
 
-    def sampling_defaults(self) -> SamplingParams:
-        """What the loaded model's folder suggests for sampling; neutral where it says nothing."""
+    def sampling_defaults(self, model: str = "") -> SamplingParams:
+        """What a loaded model's folder suggests for sampling; neutral where it says nothing."""
 
     def chat(
         self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = ""

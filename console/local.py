@@ -99,9 +99,9 @@ class LocalLink:
         """Stop listening."""
         await self._call(self._runtime.stop_api())
 
-    def sampling_defaults(self) -> SamplingParams:
-        """What the loaded model's folder suggests; neutral where it says nothing."""
-        tokenizer = self._runtime.engine.tokenizer
+    def sampling_defaults(self, model: str = "") -> SamplingParams:
+        """What a loaded model's folder suggests; neutral where it says nothing."""
+        tokenizer = self._runtime.engine.tokenizer_of(model)
         return SamplingParams() if tokenizer is None else tokenizer.generation_defaults.as_params()
 
     async def chat(

@@ -108,6 +108,13 @@ class Engine:
         """The tokenizer of the first model, loaded or loading its weights; else None."""
         return self._fleet.roster.first.tokenizer if self._fleet.roster.first is not None else None
 
+    def tokenizer_of(self, model: str) -> Tokenizer | None:
+        """The tokenizer of the model that a name means; None where there is none of that name, or none loaded."""
+        try:
+            return self._fleet.roster.named(model)[0].tokenizer
+        except EngineError:
+            return None
+
     @property
     def status(self) -> ModelStatus:
         """The first model and where it stands: what `snapshot().status` says, without building the rest of it."""

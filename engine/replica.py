@@ -335,7 +335,7 @@ class Replica:
         deaths = self._deaths.in_a_row
         often = f"{deaths} times in a row" if deaths > 1 else "once"
         sentence = f"worker {self.id} died {often} and is left dead; the last time: {error.message}"
-        return WorkerFailed(sentence, worker=self.id, deaths=deaths).info
+        return WorkerFailed(sentence, **{**error.details, "worker": self.id, "deaths": deaths}).info
 
     async def _stop(self, timeout_s: float) -> None:
         if self._retry is not None:

@@ -144,7 +144,9 @@ class ChatScreen(ConsoleScreen):
                 if self._chat is not None:
                     self._store.set_settings(self._chat, settings)
 
-        self.app.push_screen(ChatSettingsScreen(self._settings, self.link.sampling_defaults()), use)
+        self.app.push_screen(
+            ChatSettingsScreen(self._settings, self.link.sampling_defaults(self.console.viewed_model)), use
+        )
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -217,7 +219,7 @@ class ChatScreen(ConsoleScreen):
         note = TurnNote(model=spec.name if spec else "")
         finish, problem = "cancelled", ""
         try:
-            params = sampling(self._settings, self.link.sampling_defaults())
+            params = sampling(self._settings, self.link.sampling_defaults(self.console.viewed_model))
             stream = self.link.chat(self._messages(), params, self.console.viewed_model)
             async with contextlib.aclosing(stream) as deltas:  # type: ignore[type-var]
                 async for delta in deltas:

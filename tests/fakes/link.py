@@ -234,7 +234,7 @@ class FakeLink:
 
         self._change(requests=tuple(ended(row) for row in self.current.requests))
 
-    def sampling_defaults(self) -> SamplingParams:
+    def sampling_defaults(self, model: str = "") -> SamplingParams:
         """A model that suggests a temperature."""
         return SamplingParams(temperature=0.6)
 
