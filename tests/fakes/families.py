@@ -28,6 +28,13 @@ _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.6, 1.9, 2.2],
     "long_factor": [1.0, 1.7, 2.9, 4.3, 7.7, 11.0],
 }
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -76,6 +83,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "mlp_bias": True,
             "tie_word_embeddings": True,
         },
+        "olmo2": {"model_type": "olmo2", "attention_bias": True, "rope_scaling": _LLAMA3},
     }
 )
 """What each is told of itself, by names for tests. Windows and original lengths are shorter than the tests' prompts."""

@@ -15,6 +15,7 @@ from engine.backends.torch.archs import (
     llama,
     mistral,
     mixtral,
+    olmo2,
     phi3,
     qwen2,
     qwen2_moe,
@@ -23,7 +24,7 @@ from engine.backends.torch.archs import (
 )
 from engine.backends.torch.archs.base import Architecture
 
-_DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, granite)
+_DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, granite, olmo2)
 _MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
