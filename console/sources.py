@@ -15,7 +15,7 @@ from console.settings import APP_NAME, ENV_PREFIX, Settings, config_path
 from engine.errors import InvalidRequest
 
 _SECRETS = {"api_key"}
-_NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_BACKEND_FACTORY"}
+_NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_BACKEND_FACTORY", "ERICLLM_NATIVE"}
 
 
 def load_settings(

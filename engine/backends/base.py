@@ -73,6 +73,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     """What a load ended with. kv_tokens: tokens that the worker's KV pages hold together.
 
     attention, attention_reason: which attention computes, and why that one, in a few words.
+    linear: what multiplies by the weights: "native avx512-bf16", "native avx2", "onednn" or "plain"; "" where unknown.
     shares: what was really allocated on each device, working memory as the warm-up measured it.
     adapters_per_request: whether each request may name a LoRA adapter of its own.
     shared_bytes: how much of weights_bytes all workers of this machine have once, in one mapping.
@@ -91,6 +92,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     attention: str = ""
     attention_reason: str = ""
+    linear: str = ""
     shares: tuple[DeviceShare, ...] = ()
     adapters_per_request: bool = False
     shared_bytes: int = 0

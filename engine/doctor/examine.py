@@ -10,6 +10,7 @@ from engine.doctor.attention import attention_findings
 from engine.doctor.facts import Facts
 from engine.doctor.kernels import exllama_findings, kernels_in_place, listed, other_release, toolchain_lacks
 from engine.doctor.machine import blind, gpu_findings, has_kernels, machine_findings, torch_findings
+from engine.doctor.native import native_finding
 from engine.doctor.report import Finding, Report
 
 
@@ -21,6 +22,7 @@ def examine(facts: Facts, backend: BackendKind) -> Report:
         *machine_findings(facts),
         *gpu_findings(facts),
         *torch_findings(facts, wanted=wanted),
+        native_finding(facts),
         *exllama_findings(facts, wanted=wanted),
         *attention_findings(facts),
         _ray_finding(facts),

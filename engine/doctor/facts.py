@@ -102,6 +102,17 @@ class Exllama(Package, frozen=True, kw_only=True):
     kept_at: str = ""
 
 
+class Native(msgspec.Struct, frozen=True, kw_only=True):
+    """The native kernels of the torch backend. compiler: what would compile them, "" where there is none.
+
+    kept: the instruction sets that they were compiled for before.  off: whether ERICLLM_NATIVE keeps them off.
+    """
+
+    compiler: str = ""
+    kept: tuple[str, ...] = ()
+    off: bool = False
+
+
 class Attention(msgspec.Struct, frozen=True, kw_only=True):
     """Which paged attention would compute, tried on every GPU that torch sees, and why that one; or an error."""
 
@@ -127,4 +138,5 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     flash_attn: Package = Package()
     triton: Package = Package()
     ray: Package = Package()
+    native: Native = Native()
     attention: Attention = Attention()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import sys
 import sysconfig
@@ -18,10 +19,11 @@ import msgspec
 import platformdirs
 
 from engine.backends.paged_attention.choose import AttentionFacts, choose
+from engine.backends.torch.native.build import ISA_FLAGS, SWITCH, cache_folder, find_compiler, kept_library
 from engine.config import AttentionName
 from engine.devices import cpu_name, usable_cores
 from engine.doctor.child import ProbeFailed, ask
-from engine.doctor.facts import Attention, Cpu, Exllama, Facts, Package, Torch
+from engine.doctor.facts import Attention, Cpu, Exllama, Facts, Native, Package, Torch
 from engine.doctor.gpus import read_gpus
 from engine.doctor.toolchain import package_manager, read_toolchain
 from engine.doctor.wheels import numbers
@@ -82,6 +84,7 @@ def _gathered(pool: Executor, asking: Asking, attention: AttentionName) -> Facts
         driver=driver,
         gpus=gpus,
         toolchain=read_toolchain(),
+        native=read_native(),
         ray=Package(installed=is_installed("ray"), version=version_of("ray")),
         torch=torch.result(),
         exllama=exllama.result(),
@@ -100,6 +103,15 @@ def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
         flags=_cpu_flags(cpuinfo),
         ram_total_bytes=ram.total_bytes,
         ram_free_bytes=ram.free_bytes,
+    )
+
+
+def read_native() -> Native:
+    """The native kernels that were compiled here, and what would compile them."""
+    return Native(
+        compiler=find_compiler(),
+        kept=tuple(isa for isa in ISA_FLAGS if kept_library(isa, cache_folder()) is not None),
+        off=os.environ.get(SWITCH) == "0",
     )
 
 

@@ -19,6 +19,8 @@ from engine.backends.base import LoadProgress
 from engine.backends.torch import runner as runners
 from engine.backends.torch import shared_weights
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.native.build import SWITCH
+from engine.backends.torch.native.kernels import native_library
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sealed import SealedFile, UnsealedFile, alone
 from engine.backends.torch.shared_weights import OwnWeights, WeightStore, identity
@@ -66,7 +68,8 @@ def logits(runner: ModelRunner) -> torch.Tensor:
 def find(folder: Path, dtype: torch.dtype = torch.bfloat16) -> SealedFile | None:
     """The complete file of a tiny model, once nothing that was dropped is in memory any more."""
     gc.collect()
-    return SealedFile.find(identity([folder / "config.json", *folder.glob("*.safetensors")], dtype))
+    native = native_library(dtype, torch.device("cpu"), lambda: False)
+    return SealedFile.find(identity([folder / "config.json", *folder.glob("*.safetensors")], dtype, native))
 
 
 @pytest.fixture
@@ -88,12 +91,19 @@ def unshared(*_: object) -> Iterator[WeightStore]:
     yield OwnWeights()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "native"), [("bfloat16", "1"), ("bfloat16", "0"), ("float32", "1")])
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_shared_weights_compute_what_own_ones_do_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str], architecture: str, tie: bool, dtype: DtypeName
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reads: list[str],
+    architecture: str,
+    tie: bool,
+    dtype: DtypeName,
+    native: str,
 ) -> None:
+    monkeypatch.setenv(SWITCH, native)
     folder = make_tiny_model(
         tmp_path, architecture, tie=tie, hidden_size=256, intermediate_size=1088, with_tokenizer=False
     )
@@ -231,6 +241,7 @@ def test_weights_that_cannot_be_shared_are_the_workers_own(
 def test_packed_weights_that_cannot_be_mapped_are_packed_by_each_worker(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(SWITCH, "0")
     monkeypatch.setattr(shared_weights, "can_put_together", lambda dtype: False)
     first, second = load(folder), load(folder)
     assert 0 < second.shared_bytes == first.shared_bytes

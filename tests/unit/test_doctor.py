@@ -31,6 +31,9 @@ from tests.fakes.machines import (
     changed,
 )
 
+AVX512_BF16 = {"avx2", "fma", "avx512_bf16", "avx512vl", "avx512bw"}
+LINEAR = "linear layers"
+
 
 def found(report: Report, name: str) -> Finding:
     return next(finding for finding in report.findings if finding.name == name)
@@ -169,6 +172,30 @@ def test_a_processor_without_avx2_is_told_that_it_is_slow() -> None:
     report = examine(changed(WITHOUT_GPU, cpu={"flags": frozenset({"sse4_2"})}), "torch")
     assert found(report, "Instructions").state == "note"
     assert "AVX2" in found(report, "Instructions").advice
+
+
+@pytest.mark.parametrize(
+    ("flags", "native", "state", "value"),
+    [
+        ({"avx2", "fma", "amx_tile"}, {}, "ok", "oneDNN, with AMX tiles"),
+        ({"sse4_2"}, {}, "ok", "torch's own kernels: ours need AVX2 on x86-64 Linux"),
+        (AVX512_BF16, {"kept": ("avx512-bf16",)}, "ok", "native avx512-bf16 kernels for bfloat16, compiled"),
+        (
+            AVX512_BF16,
+            {"kept": ("avx2",), "compiler": "/usr/bin/g++"},
+            "ok",
+            "native avx512-bf16 kernels for bfloat16, which the first load compiles with /usr/bin/g++",
+        ),
+        ({"avx2", "fma"}, {}, "note", "torch's own kernels: there is no C++ compiler to make ours with"),
+        ({"avx2", "fma"}, {"off": True}, "note", "torch's own kernels: ERICLLM_NATIVE keeps ours off"),
+    ],
+)
+def test_it_says_which_kernels_multiply_by_the_weights(
+    flags: set[str], native: dict[str, Any], state: str, value: str
+) -> None:
+    finding = found(examine(changed(WITHOUT_GPU, cpu={"flags": frozenset(flags)}, native=native), "torch"), LINEAR)
+    assert (finding.state, finding.value) == (state, value)
+    assert bool(finding.advice) == (state == "note")
 
 
 # -- the library and its kernels ----------------------------------------------------------------------------------

@@ -104,6 +104,7 @@ class TorchBackend:
             shared_bytes=runner.shared_bytes,
             attention=runner.attention.name if runner.attention else "",
             attention_reason=runner.attention.reason if runner.attention else "",
+            linear=runner.linear,
             shares=runner.shares,
             adapters_per_request=True,
         )

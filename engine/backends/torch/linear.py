@@ -1,7 +1,8 @@
-"""Linear layers whose weights are packed once for oneDNN where that is faster, and plain elsewhere."""
+"""Linear layers whose weights are packed once, for our own kernel or for oneDNN, and plain where neither is faster."""
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Callable
 
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from engine.backends.torch.native.layer import NativeLinear
+from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.opaque import pack_weight
 
 Linear = Callable[[Tensor], Tensor]
@@ -18,6 +21,8 @@ PACK_FLOAT32_MIN_ELEMENTS = 1 << 18
 """Below this, float32 multiplies faster unpacked."""
 
 _CHECK_ROWS = 3
+
+_logger = logging.getLogger(__name__)
 
 
 class PlainLinear:
@@ -43,10 +48,16 @@ class PackedLinear:
 
 
 class LinearFactory:
-    """Makes linear layers, packed where that pays. The packing operators are private to torch, so their results are
-    compared with the plain product once per weight shape, and any doubt falls back to plain."""
+    """Makes linear layers, packed where that pays. Neither our own kernel nor torch's private packing operators are
+    taken on trust: their results are compared with the plain product once per weight shape, and a difference turns
+    them off.
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    native: the kernels that compute, where the process has them and they are for this `dtype`.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, native: NativeLibrary | None = None) -> None:
+        self._native = native if device.type == "cpu" else None
+        self._native_trusted: set[tuple[torch.Size, bool]] = set()
         self._may_pack = device.type == "cpu" and _packing_available(dtype)
         self._trusted: dict[tuple[torch.Size, bool], bool] = {}
 
@@ -55,6 +66,26 @@ class LinearFactory:
 
         The packed form is a copy: its plain form is freed once the caller drops `weight`.
         """
+        if pack and self._native is not None:
+            layer = self._make_native(self._native, weight, bias)
+            if layer is not None:
+                return layer
+        return self._make_torch(weight, bias, pack=pack)
+
+    def _make_native(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None) -> Linear | None:
+        layer = NativeLinear.pack(library, weight, bias)
+        key = (weight.shape, bias is not None)
+        if key in self._native_trusted or _agree(layer, PlainLinear(weight, bias), weight):
+            self._native_trusted.add(key)
+            return layer
+        self._native = None
+        rows, columns = weight.shape
+        _logger.warning(
+            "the native %s kernel is off, as it multiplies by %d x %d weights unlike torch", library.isa, rows, columns
+        )
+        return None
+
+    def _make_torch(self, weight: Tensor, bias: Tensor | None, *, pack: bool) -> Linear:
         large_enough = weight.dtype != torch.float32 or weight.numel() >= PACK_FLOAT32_MIN_ELEMENTS
         if not (pack and self._may_pack and large_enough):
             return PlainLinear(weight, bias)
@@ -67,6 +98,17 @@ class LinearFactory:
             self._may_pack = False
             return PlainLinear(weight, bias)
         return packed if self._trusted[key] else PlainLinear(weight, bias)
+
+
+def kind_of(linear: Linear) -> str:
+    """What multiplies: "native" with its instruction set, "onednn" or "plain"."""
+    match linear:
+        case NativeLinear():
+            return f"native {linear.library.isa}"
+        case PackedLinear():
+            return "onednn"
+        case _:
+            return "plain"
 
 
 def native_bfloat16() -> bool:

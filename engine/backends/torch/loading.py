@@ -18,11 +18,12 @@ from engine.backends.torch.archs.experts import expert_shapes
 from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.layout import Layout, Span
-from engine.backends.torch.linear import Linear, LinearFactory, PackedLinear
+from engine.backends.torch.linear import Linear, LinearFactory, PlainLinear
 from engine.backends.torch.mlp import ACTIVATIONS, GatedMlp, Mlp
 from engine.backends.torch.model import Block, Decoder, Stage
 from engine.backends.torch.model_config import ModelConfig
 from engine.backends.torch.moe import MakeLinear, make_mixture
+from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.norm_loading import NormLoader, block_norm_shapes, norm_shapes
 from engine.backends.torch.norms import unchanged
 from engine.backends.torch.quant.weight import method_of, methods_of
@@ -113,13 +114,14 @@ def _joined(*parts: tuple[str, int]) -> Iterator[tuple[str, int]]:
 @dataclass(frozen=True, slots=True)
 class DecoderLoader:
     """Builds a decoder of `config`, its weights of `dtype` laid out as `layout` says, from what `store` has; `reader`
-    reads what it has not."""
+    reads what it has not. native: the kernels that linear layers compute with, where there are any."""
 
     config: ModelConfig
     reader: WeightReader
     layout: Layout
     dtype: torch.dtype
     store: WeightStore
+    native: NativeLibrary | None = None
 
     def load(self) -> Decoder:
         """Read everything, and enter it into the devices' accounts.
@@ -138,7 +140,7 @@ class DecoderLoader:
 
     def _read(self) -> Decoder:
         names = ARCHITECTURES[self.config.architecture].names
-        linears = {memory: LinearFactory(memory.device, self.dtype) for memory in self.layout.memories}
+        linears = {memory: LinearFactory(memory.device, self.dtype, self.native) for memory in self.layout.memories}
         embedding = self._tensor(f"{names.embedding}.weight", self.layout.first.device)
         stages = tuple(self._stage(span, names, linears[span.memory]) for span in self.layout.spans)
         final_norm = self._norms(self.layout.last.device).norm(names.final_norm)
@@ -213,7 +215,7 @@ class DecoderLoader:
             f"{names.head} of the embedding{' packed' if may_pack else ''}",
             lambda: linears.make(embedding.to(memory.device, copy=True) if elsewhere else embedding, pack=may_pack),
         )
-        if isinstance(head, PackedLinear) and not elsewhere:
+        if not isinstance(head, PlainLinear) and not elsewhere:
             memory.weights_bytes += embedding.nbytes
         return head
 

@@ -20,13 +20,14 @@ from engine.backends.torch.device_memory import open_devices
 from engine.backends.torch.fused_experts import by_expert
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.layout import Layout, lay_out
-from engine.backends.torch.linear import native_bfloat16
+from engine.backends.torch.linear import kind_of, native_bfloat16
 from engine.backends.torch.loading import DecoderLoader, as_stored, tensor_shapes
 from engine.backends.torch.lora_factors import locate_factors
 from engine.backends.torch.lora_loading import AdapterLoader, merged
 from engine.backends.torch.lora_names import AttachedAdapters
 from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, read_model_config
+from engine.backends.torch.native.kernels import native_library
 from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.shared_weights import weight_store
 from engine.backends.torch.step_memory import StepSizes, step_bytes
@@ -41,7 +42,7 @@ class ModelRunner:
     """A loaded model. `allocate_kv` comes before the first `forward`; torch's thread count is the caller's.
 
     attention: how rows attend, and why; known after `allocate_kv`.  adapters: what chunks may name.
-    shared_bytes: how much of the weights all workers of this machine have once.
+    shared_bytes: how much of the weights all workers of this machine have once.  linear: what multiplies by weights.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ModelRunner:
         self.config = decoder.config
         self.parameters, self.shared_bytes = parameters, shared_bytes
         self.attention: Choice | None = None
+        self.linear = kind_of(next(block for stage in decoder.stages for block in stage.blocks).qkv)
         self._dtype, self._layout, self._wanted_attention = dtype, layout, attention
         self.adapters = AttachedAdapters(AdapterLoader(decoder.config, dtype, layout.by_layer))
         self._decoder: Decoder | None = decoder
@@ -92,8 +94,9 @@ class ModelRunner:
         reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
         files = {*checkpoint.files, path / "config.json", *(spec.lora.iterdir() if spec.lora else ())}
         places = [memory.device for memory in layout.memories]
-        with weight_store(path, files, dtype, places, cancelled) as store, torch.inference_mode():
-            decoder = DecoderLoader(config, reader, layout, dtype, store).load()
+        native = native_library(dtype, layout.first.device, cancelled)
+        with weight_store(path, files, dtype, places, cancelled, native) as store, torch.inference_mode():
+            decoder = DecoderLoader(config, reader, layout, dtype, store, native).load()
         reader.finish()
         return cls(
             decoder,

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.linear import Linear, PackedLinear, PlainLinear
+from engine.backends.torch.native.layer import NativeLinear
+from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.opaque import Packed, can_put_together, put_together, taken_apart
 from engine.backends.torch.sealed import SealedFile, UnsealedFile, alone
 
-_LAYOUT = 1
+_LAYOUT = 2
 """Goes up whenever the file's layout or the names of its tensors change."""
 
 _TABLE_SIZE_BYTES = 8
@@ -66,13 +68,15 @@ class OwnWeights:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where a tensor lies in the file. layout: oneDNN's description of its layout, b"" for a plain one."""
+    """Where a tensor lies in the file. layout: oneDNN's description of its layout, b"" for a plain one.
+    native: (outputs, inputs) of a weight that lies as our own kernel reads it."""
 
     offset: int
     size_bytes: int
     shape: tuple[int, ...]
     dtype: str
     layout: bytes = b""
+    native: tuple[int, int] | None = None
 
 
 class SharedWriter:
@@ -98,6 +102,10 @@ class SharedWriter:
         """What `make` makes, over tensors in the file."""
         made = make()
         match made:
+            case NativeLinear(outputs=outputs, inputs=inputs):
+                weight = self._put(f"{key}.weight", made.weight, native=(outputs, inputs))
+                bias = self._put_bias(key, made.bias)
+                return NativeLinear(made.library, weight, bias, outputs=outputs, inputs=inputs)
             case PackedLinear():
                 return PackedLinear(self._put(f"{key}.weight", made.weight), self._put_bias(key, made.bias))
             case PlainLinear():
@@ -125,7 +133,7 @@ class SharedWriter:
     def _put_bias(self, key: str, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else self._put(f"{key}.bias", bias)
 
-    def _put(self, key: str, tensor: Tensor) -> Tensor:
+    def _put(self, key: str, tensor: Tensor, native: tuple[int, int] | None = None) -> Tensor:
         if self._file is None or (tensor.is_mkldnn and not can_put_together(tensor.dtype)):
             return tensor
         if not tensor.is_mkldnn and tensor.data_ptr() in self._plain:  # a tied head, which is the embedding
@@ -138,7 +146,7 @@ class SharedWriter:
             self._give_up(error)
             return tensor
         dtype = str(tensor.dtype).removeprefix("torch.")
-        place = _Place(offset, parts.size_bytes, tuple(tensor.shape), dtype, parts.layout)
+        place = _Place(offset, parts.size_bytes, tuple(tensor.shape), dtype, parts.layout, native)
         placed = _tensor_over(self._mapped(memory), start, place)
         self._places[key] = place
         self.shared_bytes += parts.size_bytes
@@ -162,7 +170,8 @@ class SharedReader:
 
     complete = True
 
-    def __init__(self, file: SealedFile) -> None:
+    def __init__(self, file: SealedFile, native: NativeLibrary | None) -> None:
+        self._native = native
         self._bytes = _as_tensor(file.memory)
         end = len(file.memory) - _TABLE_SIZE_BYTES
         size_bytes = int.from_bytes(file.memory[end:], "big")
@@ -179,7 +188,12 @@ class SharedReader:
         if place is None:
             return make()
         bias = self._at(f"{key}.bias") if f"{key}.bias" in self._places else None
-        return (PackedLinear if place.layout else PlainLinear)(self._at(f"{key}.weight"), bias)
+        weight = self._at(f"{key}.weight")
+        if place.native is not None:
+            assert self._native is not None, "the file's identity names the kernels"
+            outputs, inputs = place.native
+            return NativeLinear(self._native, weight, bias, outputs=outputs, inputs=inputs)
+        return (PackedLinear if place.layout else PlainLinear)(weight, bias)
 
     def _at(self, key: str) -> Tensor:
         place = self._places[key]
@@ -193,21 +207,23 @@ def weight_store(
     dtype: torch.dtype,
     devices: Iterable[torch.device],
     cancelled: Callable[[], bool],
+    native: NativeLibrary | None = None,
 ) -> Iterator[WeightStore]:
     """Where to build the decoder of one model from, inside this: what another worker made, or this one makes for all.
 
-    folder: the model's.  files: all that its weights depend on.  Waits while another worker makes them; one that dies
+    folder: the model's.  files: all that its weights depend on.  native: the kernels that
+    compute with them, which read a layout of their own.  Waits while another worker makes them; one that dies
     meanwhile leaves that to the next. What was made here is published when the block ends without an error, and freed
     with the last decoder that was built from it.
     """
     if sys.platform != "linux" or any(device.type != "cpu" for device in devices):
         yield OwnWeights()
         return
-    name = identity(files, dtype)
+    name = identity(files, dtype, native)
     with alone(folder, cancelled):
         found = SealedFile.find(name)
         if found is not None:
-            yield SharedReader(found)
+            yield SharedReader(found, native)
             return
         writer = _new_writer(name)
         try:
@@ -219,12 +235,12 @@ def weight_store(
                 writer.close()
 
 
-def identity(files: Iterable[Path], dtype: torch.dtype) -> str:
+def identity(files: Iterable[Path], dtype: torch.dtype, native: NativeLibrary | None = None) -> str:
     """A name that only weights which are the same to the bit have: made of the same files, unchanged since, as the same
-    dtype, by the same torch for the same instructions."""
+    dtype, by the same torch and the same kernels for the same instructions."""
     stats = [file.stat() for file in sorted(files)]
     facts = (
-        (_LAYOUT, torch.__version__, str(dtype)),
+        (_LAYOUT, torch.__version__, str(dtype), native.key if native else ""),
         (torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")),
         *((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats),
     )

@@ -1,0 +1,105 @@
+"""The compiled kernels on disk: made once for each instruction set and source, kept in the user's cache folder.
+
+A kept library ends in a digest of all before it, so one that was cut short or damaged is never loaded but made anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import platformdirs
+
+InstructionSet = Literal["avx512-bf16", "avx2"]
+
+SOURCE = Path(__file__).with_name("linear.cpp")
+COMPILERS = ("g++", "clang++", "c++")
+TIMEOUT_S = 60.0
+
+SWITCH = "ERICLLM_NATIVE"
+"""The environment variable that keeps the kernels off with "0"."""
+
+ISA_FLAGS: Mapping[InstructionSet, tuple[str, ...]] = {
+    "avx512-bf16": ("-DERICLLM_AVX512_BF16", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16"),
+    "avx2": ("-mavx2", "-mfma"),
+}
+
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class CannotBuild(Exception):
+    """Why there is no library, as a clause."""
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept."""
+    return platformdirs.user_cache_path("ericllm") / "native"
+
+
+def library_key(isa: InstructionSet) -> str:
+    """Changes whenever the library would compute or be called otherwise."""
+    facts = (SOURCE.read_text(encoding="utf-8"), _FLAGS, ISA_FLAGS[isa])
+    return f"{isa}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
+
+
+def kept_library(isa: InstructionSet, folder: Path) -> Path | None:
+    """The library in `folder`, if a whole one is there."""
+    path = _path(isa, folder)
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    whole = hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+    return path if whole else None
+
+
+def build_library(isa: InstructionSet, folder: Path) -> Path:
+    """The library in `folder`, compiled unless it is there. Of several processes at once, one compiles and the others
+    wait for it. Raises CannotBuild."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (folder / f"{isa}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it when its holder dies
+            return kept_library(isa, folder) or _compile(isa, folder)
+    except OSError as error:
+        raise CannotBuild(f"{folder} cannot be written: {error}") from error
+
+
+def find_compiler() -> str:
+    """The C++ compiler that would be used, "" where none is on PATH."""
+    return next((found for name in COMPILERS if (found := shutil.which(name))), "")
+
+
+def _compile(isa: InstructionSet, folder: Path) -> Path:
+    compiler = find_compiler()
+    if not compiler:
+        raise CannotBuild(f"no C++ compiler is on PATH ({', '.join(COMPILERS)})")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch, "library.so")
+        _run([compiler, *_FLAGS, *ISA_FLAGS[isa], "-o", str(made), str(SOURCE)])
+        content = made.read_bytes()
+        with made.open("ab") as file:
+            file.write(hashlib.sha256(content).digest())
+        made.replace(_path(isa, folder))
+    return _path(isa, folder)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotBuild(f"{command[0]} failed: {error}") from error
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+        raise CannotBuild(f"{command[0]} ended with {done.returncode}: {said}")
+
+
+def _path(isa: InstructionSet, folder: Path) -> Path:
+    return folder / f"{library_key(isa)}.so"

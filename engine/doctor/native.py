@@ -1,0 +1,35 @@
+"""What multiplies by a model's weights on the CPU: our own kernels, or torch's. Pure."""
+
+from __future__ import annotations
+
+from engine.doctor.facts import Facts
+from engine.doctor.install import system_command
+from engine.doctor.report import Finding
+
+_AREA, _NAME = "torch", "linear layers"
+
+
+def native_finding(facts: Facts) -> Finding:
+    """The kernels that a model in bfloat16 would use on this CPU, and what they lack; to lack them is no fault."""
+    native, kernels = facts.native, _instruction_set(facts)
+    if "amx_tile" in facts.cpu.flags:
+        return Finding(_AREA, _NAME, "ok", "oneDNN, with AMX tiles")
+    if not kernels:
+        return Finding(_AREA, _NAME, "ok", "torch's own kernels: ours need AVX2 on x86-64 Linux")
+    if native.off:
+        advice = "Use them again: `unset ERICLLM_NATIVE`."
+        return Finding(_AREA, _NAME, "note", "torch's own kernels: ERICLLM_NATIVE keeps ours off", advice)
+    if kernels in native.kept:
+        return Finding(_AREA, _NAME, "ok", f"native {kernels} kernels for bfloat16, compiled")
+    if native.compiler:
+        value = f"native {kernels} kernels for bfloat16, which the first load compiles with {native.compiler}"
+        return Finding(_AREA, _NAME, "ok", value)
+    advice = f"To compute faster on the CPU, install one: {system_command(facts.package_manager, 'compiler')}."
+    return Finding(_AREA, _NAME, "note", "torch's own kernels: there is no C++ compiler to make ours with", advice)
+
+
+def _instruction_set(facts: Facts) -> str:
+    flags = facts.cpu.flags
+    if facts.machine != "x86_64" or not flags >= {"avx2", "fma"}:
+        return ""
+    return "avx512-bf16" if flags >= {"avx512_bf16", "avx512vl", "avx512bw"} else "avx2"

@@ -1,0 +1,248 @@
+"""Our own kernels give what torch gives, whatever the threads and the batch, and are compiled once for everybody."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.backends.torch.linear import LinearFactory, PackedLinear, PlainLinear, kind_of
+from engine.backends.torch.native import build, kernels
+from engine.backends.torch.native.build import (
+    SWITCH,
+    CannotBuild,
+    InstructionSet,
+    build_library,
+    cache_folder,
+    find_compiler,
+    kept_library,
+)
+from engine.backends.torch.native.kernels import Kernels, native_isa, native_library
+from engine.backends.torch.native.layer import NativeLinear
+from engine.backends.torch.native.library import NativeLibrary
+
+CPU = torch.device("cpu")
+SETS: tuple[InstructionSet, ...] = ("avx512-bf16", "avx2")
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 31, 48, 64, 70, 200, 401)
+SHAPES = ((64, 64), (48, 96), (1, 1), (17, 33), (100, 71), (35, 1024), (576, 130), (80, 2050))
+
+
+def cpu_runs(isa: InstructionSet) -> bool:
+    flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+    return flags >= ({"avx512_bf16", "avx512vl", "avx512bw"} if isa == "avx512-bf16" else {"avx2", "fma"})
+
+
+needs_compiler = pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
+
+
+@pytest.fixture(scope="module", params=SETS)
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
+    isa: InstructionSet = request.param
+    if not find_compiler() or not cpu_runs(isa):
+        pytest.skip(f"no compiler, or a CPU without {isa}")
+    return NativeLibrary(isa, build_library(isa, cache_folder()))
+
+
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_the_product_is_that_of_float32_rounded_once(
+    library: NativeLibrary, outputs: int, inputs: int, bias: bool
+) -> None:
+    weight, biases = random(outputs, inputs), random(outputs, seed=2) if bias else None
+    layer = NativeLinear.pack(library, weight, biases)
+    for rows in ROWS:
+        x = random(rows, inputs, seed=rows)
+        exact = x.double() @ weight.double().T + (0 if biases is None else biases.double())
+        wide = torch.empty(rows, outputs)
+        library.linear(x, layer.weight, biases, wide)
+        torch.testing.assert_close(wide.double(), exact, atol=1e-4 * inputs**0.5, rtol=1e-4)
+        torch.testing.assert_close(layer(x), wide.bfloat16(), atol=0, rtol=0)
+
+
+def test_neither_threads_nor_the_rest_of_the_batch_change_a_row(library: NativeLibrary) -> None:
+    layer = NativeLinear.pack(library, random(200, 1024), random(200))
+    x = random(70, 1024, seed=3)
+    torch.set_num_threads(1)
+    expected = layer(x)
+    for threads in (2, 3, 4):
+        torch.set_num_threads(threads)
+        assert torch.equal(layer(x), expected)
+    for rows in range(1, 70):
+        assert torch.equal(layer(x[:rows]), expected[:rows])
+
+
+def test_rows_with_gaps_between_them_and_columns_apart_are_read_as_they_lie(library: NativeLibrary) -> None:
+    layer = NativeLinear.pack(library, random(40, 66), None)
+    x = random(9, 66)
+    wide = random(9, 200)
+    wide[:, 3:69] = x
+    assert torch.equal(layer(wide[:, 3:69]), layer(x))
+    assert torch.equal(layer(x.T.contiguous().T), layer(x))
+
+
+def test_infinities_stay_in_their_row_and_beyond_the_last_input_nothing_is_read(library: NativeLibrary) -> None:
+    layer = NativeLinear.pack(library, random(20, 33), None)
+    x = torch.full((6, 40), float("nan")).bfloat16()
+    x[:, :33] = random(6, 33)
+    expected = layer(x[:, :33].contiguous())
+    assert torch.equal(layer(x[:, :33]), expected)
+    x[2, 0] = float("inf")
+    changed = layer(x[:, :33])
+    assert not changed[2].isfinite().any()
+    kept = [0, 1, 3, 4, 5]
+    assert torch.equal(changed[kept], expected[kept])
+
+
+def test_a_row_of_the_wrong_length_or_dtype_is_refused(library: NativeLibrary) -> None:
+    layer = NativeLinear.pack(library, random(16, 32), None)
+    for x in (random(1, 31), torch.zeros(1, 32)):
+        with pytest.raises(ValueError, match="32 inputs of bfloat16"):
+            layer(x)
+
+
+def test_the_factory_takes_the_native_kernel_for_bfloat16(library: NativeLibrary) -> None:
+    layer = LinearFactory(CPU, torch.bfloat16, library).make(random(48, 64), None)
+    assert kind_of(layer) == f"native {library.isa}"
+
+
+def test_a_native_product_that_differs_turns_the_kernels_off_with_one_warning(
+    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    factory = LinearFactory(CPU, torch.bfloat16, library)
+    monkeypatch.setattr(NativeLinear, "__call__", lambda self, x: torch.zeros(x.shape[0], self.outputs).bfloat16())
+    layers = [factory.make(random(48, 64), None) for _ in range(3)]
+    assert all(isinstance(layer, PackedLinear | PlainLinear) for layer in layers)
+    assert [record.getMessage() for record in caplog.records if "is off" in record.message] == [
+        f"the native {library.isa} kernel is off, as it multiplies by 48 x 64 weights unlike torch"
+    ]
+
+
+@needs_compiler
+def test_two_processes_at_once_compile_once(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        made = list(pool.map(_build_and_stat, [tmp_path, tmp_path]))
+    assert made[0] == made[1]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".lock", ".so"]
+
+
+def _build_and_stat(folder: Path) -> tuple[str, int, int]:
+    path = build_library("avx2", folder)
+    return path.name, path.stat().st_ino, path.stat().st_mtime_ns
+
+
+def test_a_damaged_library_is_not_loaded_but_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compile_to(monkeypatch, b"the library")
+    path = build_library("avx2", tmp_path)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-1], whole[:20], b"x" + whole[1:]):
+        path.write_bytes(damaged)
+        assert kept_library("avx2", tmp_path) is None
+        assert build_library("avx2", tmp_path).read_bytes() == whole
+    assert kept_library("avx2", tmp_path) == path
+
+
+def test_a_change_of_the_source_makes_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compile_to(monkeypatch, b"the library")
+    before = build_library("avx2", tmp_path)
+    source = tmp_path / "changed.cpp"
+    source.write_text(build.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(build, "SOURCE", source)
+    assert kept_library("avx2", tmp_path) is None
+    assert build_library("avx2", tmp_path) != before
+
+
+def test_a_failing_compiler_is_named_with_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho 'linear.cpp:1: error: no such instruction' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CannotBuild, match=r"g\+\+ ended with 3: .*no such instruction"):
+        build_library("avx2", tmp_path / "cache")
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_without_a_compiler_there_is_no_library_and_it_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _in_a_new_process(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for _ in range(3):
+        assert native_library(torch.bfloat16, CPU, lambda: False) is None
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1
+    assert "no C++ compiler is on PATH (g++, clang++, c++)" in said[0]
+
+
+def test_a_load_does_not_wait_longer_than_it_may_for_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "cache_folder", lambda: tmp_path)
+    done = multiprocessing.get_context("fork").Event()
+
+    def slowly(isa: InstructionSet, folder: Path) -> Path:
+        done.wait()
+        raise CannotBuild("it was stopped")
+
+    monkeypatch.setattr(kernels, "build_library", slowly)
+    compiling = Kernels("avx2")
+    assert compiling.wait(lambda: True) is None
+    assert compiling.wait(lambda: False, timeout_s=0.0) is None
+    done.set()
+    assert compiling.wait(lambda: False) is None
+
+
+@needs_compiler
+def test_a_library_that_was_compiled_before_is_ready_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_library("avx2", cache_folder())
+
+    def unwanted(isa: InstructionSet, folder: Path) -> Path:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(kernels, "build_library", unwanted)
+    ready = Kernels("avx2").wait(lambda: False, timeout_s=0.0)
+    assert ready is not None
+    assert ready.isa == "avx2"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_and_devices_stay_with_torch(dtype: torch.dtype) -> None:
+    assert native_library(dtype, CPU, lambda: False) is None
+    assert native_library(torch.bfloat16, torch.device("cuda", 0), lambda: False) is None
+
+
+def test_the_switch_and_amx_keep_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert native_isa() is None
+    monkeypatch.undo()
+    monkeypatch.setenv(SWITCH, "0")
+    assert native_isa() is None
+
+
+def _compile_to(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(build, "find_compiler", lambda: "g++")
+    monkeypatch.setattr(build, "_run", lambda command: Path(command[command.index("-o") + 1]).write_bytes(content))
+
+
+def _in_a_new_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing had been compiled or loaded yet, on a CPU with AVX2."""
+    monkeypatch.setattr(kernels, "_kernels", kernels.cache(Kernels))
+    monkeypatch.setattr(kernels, "native_isa", lambda: "avx2")
+    monkeypatch.setattr(kernels, "cache_folder", lambda: folder)
