@@ -84,6 +84,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "tie_word_embeddings": True,
         },
         "olmo2": {"model_type": "olmo2", "attention_bias": True, "rope_scaling": _LLAMA3},
+        "smollm3": {"model_type": "smollm3", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        "smollm3, windows": {
+            "model_type": "smollm3",
+            "no_rope_layers": [1, 0, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
     }
 )
 """What each is told of itself, by names for tests. Windows and original lengths are shorter than the tests' prompts."""
