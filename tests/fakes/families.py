@@ -93,6 +93,13 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "attention_bias": True,
             "tie_word_embeddings": False,
         },
+        "stablelm": {"model_type": "stablelm", "use_qkv_bias": True},
+        "stablelm 2": {
+            "model_type": "stablelm",
+            "use_parallel_residual": True,
+            "qk_layernorm": True,
+            "partial_rotary_factor": 0.5,
+        },
     }
 )
 """What each is told of itself, by names for tests. Windows and original lengths are shorter than the tests' prompts."""

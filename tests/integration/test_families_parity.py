@@ -55,7 +55,7 @@ def test_longrope_takes_its_short_factors_where_no_sequence_is_longer_than_in_tr
     assert_same_as_transformers(folder, max_model_len=400)
 
 
-@pytest.mark.parametrize("family", ["gemma3 scaled", "phi4 mini"])
+@pytest.mark.parametrize("family", ["gemma3 scaled", "phi4 mini", "stablelm"])
 def test_folders_from_before_rope_parameters_are_read_the_same(tmp_path: Path, family: str) -> None:
     folder = make_family(tmp_path, family)
     before = read_model_config(folder)

@@ -22,10 +22,11 @@ from engine.backends.torch.archs import (
     qwen3,
     qwen3_moe,
     smollm3,
+    stablelm,
 )
 from engine.backends.torch.archs.base import Architecture
 
-_DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, granite, olmo2, smollm3)
+_DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, granite, olmo2, smollm3, stablelm)
 _MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
