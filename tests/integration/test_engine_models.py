@@ -19,7 +19,6 @@ from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.engines import Backends, StillProbe, ask, read, started, until
 from tests.fakes.model import fake_spec
 
-
 KEPT_FREE_BYTES = 600 * 2**20
 WORKER_BYTES = 300 * 2**20
 """A little more than placement keeps free of 16 GiB, and than it gives a worker with the fake model."""
