@@ -43,15 +43,16 @@ def make_adapter(
     scale_of: Callable[[str], float] | None = None,
     dtype: torch.dtype = torch.float32,
     prefix: str = "base_model.model.",
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
     **config: Any,
 ) -> MadeAdapter:
     """Write a random adapter for the tiny model in `model`.
 
     rank_of, scale_of: what `config` makes of a module's rank and scale, where that is not `rank` and `alpha / rank`.
-    config: any key of adapter_config.json.
+    shapes: of the model's tensors, where it is no tiny model.  config: any key of adapter_config.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shapes = tensor_shapes(json.loads((model / "config.json").read_text()))
+    shapes = shapes or tensor_shapes(json.loads((model / "config.json").read_text()))
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     deltas: dict[str, Tensor] = {}

@@ -45,6 +45,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "sliding_window": 13,
             "attn_logit_softcapping": 3.0,
             "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": False,
             "attention_bias": True,
         },
         "gemma3": {
@@ -142,6 +143,6 @@ def _draw(name: str, tensor: torch.Tensor) -> None:
     elif name.endswith("bias"):
         tensor.copy_(0.3 * torch.randn_like(tensor))
     elif "embed_tokens" in name:
-        tensor.copy_(0.5 * torch.randn_like(tensor))
+        tensor.copy_(0.15 * torch.randn_like(tensor))
     else:
         tensor.copy_(1.5 * tensor.shape[1] ** -0.5 * torch.randn_like(tensor))

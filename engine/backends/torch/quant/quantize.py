@@ -196,7 +196,7 @@ class _Quantiser:
 
     def _importance(self, linear: LinearSource) -> Tensor | None:
         """How much each input counts: the square of what its norm scales it by. Behind no norm all count the same."""
-        return self._read(linear.norm).float().square() if linear.norm else None
+        return (self._read(linear.norm).float() + linear.norm_offset).square() if linear.norm else None
 
     def _read(self, name: str) -> Tensor:
         file = self.model.tensors[name].file

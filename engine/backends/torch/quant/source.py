@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.backends.torch.archs import ARCHITECTURES
-from engine.backends.torch.archs.base import TensorNames
+from engine.backends.torch.archs.base import Architecture, TensorNames
+from engine.backends.torch.archs.reading import positive
 from engine.backends.torch.quant.widths import ROW_STEP
 from engine.errors import UnsupportedModel
 from engine.models.files import read_json_object
@@ -34,7 +35,7 @@ class StoredTensor:
 class LinearSource:
     """A linear layer. key: its name once packed.  weight, bias: tensors of the source, [columns, rows] and [columns].
 
-    norm: the tensor that scales its input just before it, None where nothing does.
+    norm: the tensor that scales its input just before it, by itself plus norm_offset; None where nothing does.
     """
 
     key: str
@@ -43,6 +44,7 @@ class LinearSource:
     norm: str | None
     rows: int
     columns: int
+    norm_offset: float = 0.0
 
     @property
     def elements(self) -> int:
@@ -81,10 +83,21 @@ def open_source(folder: Path) -> SourceModel:
     names = architecture.names if architecture else TensorNames()
     linears = tuple(_linears(config, names, tensors, norms=architecture is not None))
     head = _head(config, names, tensors, norm=architecture is not None)
+    if architecture is not None and _adds_one(architecture, config):
+        linears = tuple(replace(linear, norm_offset=1.0) for linear in linears)
+        head = replace(head, norm_offset=1.0)
     packed = {tensor for linear in linears for tensor in (linear.weight, linear.bias)} | {f"{names.head}.weight"}
     plain = tuple(name for name in tensors if name not in packed and not name.endswith(_RECOMPUTED))
     _refuse_unnamed(names, tensors, plain)
     return SourceModel(folder, config, tensors, linears, head, plain)
+
+
+def _adds_one(architecture: Architecture, config: Mapping[str, object]) -> bool:
+    """Whether its norms scale by one more than is stored."""
+    return (
+        architecture.traits({**architecture.defaults, **config}, positive(config, "num_hidden_layers")).norm
+        == "rms_plus_one"
+    )
 
 
 def _architecture(config: Mapping[str, object]) -> str:
