@@ -198,14 +198,12 @@ class Settings(BaseSettings):
     gpu_balance: Annotated[
         bool, Flag("Engine"), Field(description="Spread whole workers over the GPUs, round-robin")
     ] = False
-    cache_8bit: Annotated[
-        bool, Flag("Engine", backends=("exllamav2",)), Field(description="8-bit KV cache: the same as --cache-bits 8")
-    ] = False
+    cache_8bit: Annotated[bool, Flag("Engine"), Field(description="8-bit KV cache: the same as --cache-bits 8")] = False
     cache_bits: Annotated[
         CacheBits,
         BeforeValidator(_whole_number),
-        Flag("Engine", backends=("exllamav2",)),
-        Field(description="Bits per KV cache element"),
+        Flag("Engine"),
+        Field(description="Bits per KV cache element; 6 with exllamav2 alone"),
     ] = 16
     draft_model: Annotated[
         Path | None,

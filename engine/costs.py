@@ -10,6 +10,7 @@ import msgspec
 
 from engine.backends.exllama import sizes as exllama
 from engine.backends.exllama.parts import PAGE_TOKENS as EXLLAMA_PAGE_TOKENS
+from engine.backends.torch.kv_format import HeadFormat, refuse_format
 from engine.backends.torch.kv_size import TYPICAL_TOKENS
 from engine.backends.torch.settings import with_num_experts
 from engine.backends.torch.step_memory import largest_step, step_bytes
@@ -183,11 +184,13 @@ def _torch(
         context=context,
         page_tokens=workload.page_tokens,
     )
-    row_bytes = 2 * shape.kv_heads * shape.head_dim * item
-    gathers = kind != "cuda" or spec.attention == "gathered"
+    refuse_format(shape.head_dim, spec.cache_bits)
+    heads = HeadFormat(shape.head_dim, spec.cache_bits, item)
+    gathers = kind != "cuda" or spec.attention == "gathered" or heads.coded
+    page_heads = 2 * shape.kv_heads * workload.page_tokens
     masks = workload.step_tokens * context * (item + 1) if gathers else 0
     working, head_working = (
-        RUNTIME_BYTES[kind] + masks + step_bytes(shape, steps, item, layers=True, head=head) for head in (False, True)
+        RUNTIME_BYTES[kind] + masks + step_bytes(shape, steps, heads, layers=True, head=head) for head in (False, True)
     )
     return ModelCosts(
         name=spec.name,
@@ -195,15 +198,15 @@ def _torch(
         backend="torch",
         dtype=dtype,
         kind=kind,
-        cache_bits=16,
+        cache_bits=spec.cache_bits,
         context_tokens=context,
         page_tokens=workload.page_tokens,
         layer_bytes=tuple(item * layer.elements for layer in parts.layers),
         first_bytes=embedding + facts.adapter_bytes,
         last_bytes=head + item * parts.norm.elements,
         joined_bytes=embedding if facts.tied and not copied else 0,
-        page_bytes=workload.page_tokens * row_bytes,
-        device_page_bytes=2 * workload.page_tokens * row_bytes if gathers else 0,
+        page_bytes=page_heads * heads.head_bytes,
+        device_page_bytes=page_heads * heads.copied_bytes if gathers else 0,
         shares_weights=kind == "cpu" and sys.platform == "linux",
         working_bytes=working,
         head_working_bytes=head_working,

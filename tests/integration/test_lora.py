@@ -13,7 +13,7 @@ import torch
 
 from engine.backends.base import BackendRequest
 from engine.backends.torch.backend import TorchBackend
-from engine.config import AdapterSpec, DeviceShare, ModelSpec, SamplingParams
+from engine.config import AdapterSpec, CacheBits, DeviceShare, ModelSpec, SamplingParams
 from engine.errors import InsufficientMemory, InvalidRequest, UnsupportedModel
 from tests.fakes.adapters import ATTENTION, MLP, MadeAdapter, make_adapter, merge_by_hand
 from tests.fakes.oracle import Driver, load_runner
@@ -185,6 +185,16 @@ def test_chunks_and_preemption_change_nothing_under_adapters(
     tokens = Run(crowded, *requests).to_end()
     assert crowded.stats().preemptions > 0
     assert tokens == {each.id: Run(with_adapters(llama, adapters), each).to_end()[each.id] for each in requests}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_adapters_side_by_side_over_few_bits_give_what_they_give_alone(
+    llama: Path, adapters: dict[str, MadeAdapter], bits: CacheBits
+) -> None:
+    requests = [ask(str(n), prompt(n % 2, 12 + 7 * n), name) for n, name in enumerate(("all", "", "few"))]
+    together = Run(with_adapters(llama, adapters, cache_bits=bits), *requests).to_end()
+    for each in requests:
+        assert Run(with_adapters(llama, adapters, cache_bits=bits), each).to_end()[each.id] == together[each.id]
 
 
 def test_pages_computed_with_one_adapter_are_no_prefix_for_another(

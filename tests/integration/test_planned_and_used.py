@@ -88,6 +88,19 @@ def test_weights_and_kv_pages_are_foretold_to_the_byte(tmp_path: Path, shape: st
         backend.unload()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_pages_of_few_bits_are_foretold_to_the_byte(tmp_path: Path, bits: int) -> None:
+    folder = make_tiny_model(tmp_path, dtype="bfloat16", num_hidden_layers=3, head_dim=64)
+    for devices in (tuple(HostProbe().read()), simulated_readings((2,))):
+        placement, spec = planned(folder, devices, cache_bits=bits)
+        backend, model = load(with_placement(spec, placement))
+        for share, used in zip(placement.shares, model.shares, strict=True):
+            assert share.kv_bytes == used.kv_bytes
+            assert used.working_bytes <= share.working_bytes
+        assert model.kv_bytes == model.kv_tokens * 3 * 2 * 2 * {8: 66, 4: 36}[bits]
+        backend.unload()
+
+
 @pytest.mark.parametrize("method", ["exl2", "gptq", "awq", "fp8", "fp8-channel"])
 def test_quantised_weights_are_foretold_as_torch_unpacks_them(tmp_path: Path, method: str) -> None:
     folder = make_twins(tmp_path, method, num_hidden_layers=2).quantised

@@ -13,7 +13,7 @@ from engine.backends.prefix import page_keys
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.runner import ModelRunner
-from engine.config import ModelSpec, SamplingParams
+from engine.config import CacheBits, ModelSpec, SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest, LoadCancelled
 from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model
 
@@ -49,10 +49,18 @@ def load(
     step_tokens: int = 256,
     page_tokens: int = 8,
     max_input_len: int | None = None,
+    cache_bits: CacheBits = 16,
     runner_type: type[ModelRunner] = ModelRunner,
 ) -> TorchBackend:
     backend = TorchBackend(runner_type)
-    spec = ModelSpec(path=path, name="tiny", dtype="float32", kv_cache_tokens=kv_tokens, max_input_len=max_input_len)
+    spec = ModelSpec(
+        path=path,
+        name="tiny",
+        dtype="float32",
+        kv_cache_tokens=kv_tokens,
+        max_input_len=max_input_len,
+        cache_bits=cache_bits,
+    )
     load_spec(backend, spec, max_prompts=max_prompts, step_tokens=step_tokens, page_tokens=page_tokens)
     return backend
 

@@ -55,7 +55,7 @@ def test_help_is_answered_in_under_half_a_second_of_work() -> None:
         ("--no-such-flag",),
         ("--num_experts", "2"),
         ("--lora", "/tmp"),
-        ("--cache_8bit",),
+        ("--cache_bits", "6"),
         ("--gpu_split", "8,8"),
         ("--backend", "exllamav2"),
         ("config", "nonsense"),

@@ -191,9 +191,10 @@ def test_a_sliding_window_does_not_shrink_the_pages(tmp_path: Path) -> None:
     assert costs(windowed).page_bytes == plain.page_bytes
 
 
-def test_fewer_cache_bits_make_smaller_pages_with_exllamav2(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "every"), [("exllamav2", (16, 8, 6, 4)), ("torch", (16, 8, 4))])
+def test_fewer_cache_bits_make_smaller_pages(tmp_path: Path, backend: str, every: tuple[int, ...]) -> None:
     folder = write_model(tmp_path, tensors())
-    sizes = [costs(folder, backend="exllamav2", cache_bits=bits).page_bytes for bits in (16, 8, 6, 4)]
+    sizes = [costs(folder, backend=backend, cache_bits=bits).page_bytes for bits in every]
     assert sizes == sorted(set(sizes), reverse=True)
 
 

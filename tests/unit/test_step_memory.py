@@ -37,6 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
     "windows": {"architecture": "MistralForCausalLM", "sliding_window": 128},
+    "keys and values of 8 bits": {"hidden_size": 256, "dtype": "bfloat16", "cache_bits": 8},
+    "keys and values of 4 bits": {"hidden_size": 512, "num_key_value_heads": 8, "cache_bits": 4},
 }
 STEPS: dict[str, list[tuple[int, int]]] = {
     "a prompt": [(512, 0)],
@@ -62,8 +64,9 @@ def _one_thread() -> Iterator[None]:
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     sizes = {"num_attention_heads": 8, "max_position_embeddings": 4096, "with_tokenizer": False}
     settings = sizes | MODELS[request.param]
+    bits = settings.pop("cache_bits", 16)
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), **settings)
-    spec = ModelSpec(path=folder, name="tiny", dtype=settings.get("dtype", "float32"), device="cpu")
+    spec = ModelSpec(path=folder, name="tiny", dtype=settings.get("dtype", "float32"), device="cpu", cache_bits=bits)
     return ModelRunner.load(folder, spec, report=ignore_progress, cancelled=never)
 
 

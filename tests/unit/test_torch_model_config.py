@@ -147,7 +147,6 @@ def test_a_stretch_below_one_or_beyond_reason_is_refused_by_its_name(tmp_path: P
 @pytest.mark.parametrize(
     ("param", "settings"),
     [
-        ("cache_bits", {"cache_bits": 8}),
         ("gpu_split", {"gpu_split_gb": (8.0,)}),
         ("gpu_balance", {"gpu_balance": True}),
     ],

@@ -217,8 +217,8 @@ def test_a_load_reports_inspection_before_weights(tmp_path: Path) -> None:
 
 
 def test_settings_are_refused_before_the_folder_is_read(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="cache_bits"):
-        load_runner(tmp_path / "nowhere", cache_bits=4)
+    with pytest.raises(InvalidRequest, match="attention"):
+        load_runner(tmp_path / "nowhere", attention="triton")
 
 
 def test_an_allocation_that_fails_in_torch_is_told_in_our_words() -> None:

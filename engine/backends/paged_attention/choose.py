@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.config import AttentionName
+from engine.config import AttentionName, CacheBits
 from engine.errors import InvalidRequest
 
 ImplementationName = Literal["flash", "triton", "varlen", "gathered"]
@@ -32,6 +32,7 @@ class AttentionFacts:
     capability: compute capability, the lowest of all devices that the model lies on; None without CUDA.
     torch, triton, flash: versions; None where it is not installed or does not import, `flash_problem` saying why.
     dtype: as torch names it, such as "float16".
+    cache_bits: of keys and values in the pages; below 16 they are codes, which this backend alone can read.
     failed: implementations that were tried on the device and did not work, and how.
     """
 
@@ -45,6 +46,7 @@ class AttentionFacts:
     dtype: str = "float16"
     softcap: float = 0.0
     window: int | None = None
+    cache_bits: CacheBits = 16
     failed: Mapping[ImplementationName, str] = field(default_factory=dict)
 
 
@@ -88,6 +90,8 @@ def obstacle(name: ImplementationName, facts: AttentionFacts) -> str:
     """Why `name` cannot be used here, as a clause; "" where it can."""
     if facts.capability is None and name != "gathered":
         return f"{name} attention needs a CUDA device"
+    if facts.cache_bits != 16 and name != "gathered":
+        return f"{name} attention reads plain keys and values, and these are kept in {facts.cache_bits} bits"
     return facts.failed.get(name, "") or _OBSTACLES[name](facts)
 
 

@@ -20,7 +20,7 @@ from engine.backends.paged_attention.choose import (
     choose,
 )
 from engine.backends.paged_attention.face import implementation
-from engine.config import AttentionName
+from engine.config import AttentionName, CacheBits
 
 _IMPORT_TIMEOUT_S = 120.0
 _TOLERANCE = 0.02
@@ -34,6 +34,7 @@ def probe(
     dtype: str = "float16",
     softcap: float = 0.0,
     window: int | None = None,
+    cache_bits: CacheBits = 16,
 ) -> AttentionFacts:
     """Facts about `devices` (all that the model lies on) and about what is installed.
 
@@ -52,6 +53,7 @@ def probe(
         dtype=dtype,
         softcap=softcap,
         window=window,
+        cache_bits=cache_bits,
     )
 
 

@@ -20,19 +20,45 @@ def attend(layer: int, window: int | None, qkv: Tensor, plan: StepPlan, kv: KvPo
     """
     if plan.paged is not None:
         return _over_pages(layer, window, qkv, plan.paged, kv, scores)
-    heads, parts = scores.heads, []
-    for group in plan.groups:
-        view = group.views[window]
-        rows = qkv[group.first_row : group.end_row]
-        if view.own_rows:
-            keys_values = rows[:, heads:].unsqueeze(0)
-        else:
-            keys_values = kv.read(layer, view.pages, group.sequences)[:, view.skip : view.skip + view.tokens]
-        if group.sequences == 1 and group.width > 1:
-            parts.append(_one_chunk(rows[:, :heads], keys_values, view, scores))
-        else:
-            parts.append(_many_chunks(rows[:, :heads], keys_values, group, view, scores))
+    heads = scores.heads
+    queries, keys_values = qkv[:, :heads], qkv[:, heads:]
+    if kv.codec is None:
+        return _gathered(layer, window, queries, keys_values, plan, kv, scores)
+    attended = _gathered(layer, window, kv.codec.turn(queries), keys_values, plan, kv, scores)
+    return kv.codec.turn(attended.unflatten(1, (heads, -1))).flatten(1)
+
+
+def _gathered(
+    layer: int,
+    window: int | None,
+    queries: Tensor,
+    keys_values: Tensor,
+    plan: StepPlan,
+    kv: KvPool,
+    scores: Scores,
+) -> Tensor:
+    """The same over copies of the pages, one call per group. keys_values: those of the rows."""
+    parts = [_group(layer, queries, keys_values, group, group.views[window], kv, scores) for group in plan.groups]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _group(
+    layer: int,
+    queries: Tensor,
+    own_keys_values: Tensor,
+    group: QueryGroup,
+    view: KeyView,
+    kv: KvPool,
+    scores: Scores,
+) -> Tensor:
+    rows = slice(group.first_row, group.end_row)
+    if view.own_rows:
+        keys_values = own_keys_values[rows].unsqueeze(0)
+    else:
+        keys_values = kv.read(layer, view.pages, group.sequences)[:, view.skip : view.skip + view.tokens]
+    if group.sequences == 1 and group.width > 1:
+        return _one_chunk(queries[rows], keys_values, view, scores)
+    return _many_chunks(queries[rows], keys_values, group, view, scores)
 
 
 def _over_pages(layer: int, window: int | None, qkv: Tensor, plan: PagedPlan, kv: KvPool, scores: Scores) -> Tensor:

@@ -69,11 +69,6 @@ class ModelConfig:
         windows = [window for window in self.traits.windows if window is not None]
         return max(windows) if len(windows) == self.layers else None
 
-    @property
-    def kv_elements_per_token(self) -> int:
-        """Key and value elements that one token keeps over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. Raises UnsupportedModel, naming what is missing, malformed or unknown."""

@@ -19,6 +19,7 @@ from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.device_memory import open_devices
 from engine.backends.torch.fused_experts import by_expert
 from engine.backends.torch.kv import KvPool
+from engine.backends.torch.kv_format import HeadFormat
 from engine.backends.torch.layout import Layout, lay_out
 from engine.backends.torch.linear import kind_of, native_bfloat16
 from engine.backends.torch.loading import DecoderLoader, as_stored, tensor_shapes
@@ -33,7 +34,7 @@ from engine.backends.torch.shared_weights import weight_store
 from engine.backends.torch.step_memory import StepSizes, step_bytes
 from engine.backends.torch.step_plan import StepPlanner
 from engine.backends.torch.weights import WeightReader, locate
-from engine.config import AttentionName, DeviceShare, DtypeName, ModelSpec
+from engine.config import AttentionName, CacheBits, DeviceShare, DtypeName, ModelSpec
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -54,12 +55,14 @@ class ModelRunner:
         parameters: int,
         shared_bytes: int = 0,
         attention: AttentionName = "auto",
+        cache_bits: CacheBits = 16,
     ) -> None:
         self.config = decoder.config
         self.parameters, self.shared_bytes = parameters, shared_bytes
         self.attention: Choice | None = None
         self.linear = kind_of(next(block for stage in decoder.stages for block in stage.blocks).qkv)
         self._dtype, self._layout, self._wanted_attention = dtype, layout, attention
+        self._heads = HeadFormat(self.config.head_dim, cache_bits, dtype.itemsize)
         self.adapters = AttachedAdapters(AdapterLoader(decoder.config, dtype, layout.by_layer))
         self._decoder: Decoder | None = decoder
         self._kv: KvPool | None = None
@@ -105,6 +108,7 @@ class ModelRunner:
             parameters=sum(map(math.prod, tensor_shapes(config).values())),
             shared_bytes=store.shared_bytes,
             attention=spec.attention,
+            cache_bits=spec.cache_bits,
         )
 
     @property
@@ -134,7 +138,7 @@ class ModelRunner:
 
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token keeps."""
-        return self.config.kv_elements_per_token * self._dtype.itemsize
+        return 2 * self.config.layers * self.config.kv_heads * self._heads.head_bytes
 
     def free_bytes(self) -> int:
         """Bytes that KV pages may take, as far as the devices can give them."""
@@ -151,7 +155,15 @@ class ModelRunner:
             each.forget_kv()
         self.attention, paged = self.pick_attention(page_tokens)
         with torch.inference_mode():
-            kv = KvPool(self.config, num_pages, page_tokens, dtype=self._dtype, layout=self._layout, report=report)
+            kv = KvPool(
+                self.config,
+                num_pages,
+                page_tokens,
+                heads=self._heads,
+                dtype=self._dtype,
+                layout=self._layout,
+                report=report,
+            )
         self._planner = StepPlanner(
             frozenset(self.config.traits.windows),
             self.config.heads // self.config.kv_heads,
@@ -177,6 +189,7 @@ class ModelRunner:
             head_dim=self.config.head_dim,
             dtype=self.dtype_name,
             softcap=self.config.traits.score_cap,
+            cache_bits=self._heads.bits,
             window=next((window for window in self.config.traits.windows if window is not None), None),
         )
         choice = engage(self._wanted_attention, facts, devices)
@@ -191,7 +204,7 @@ class ModelRunner:
         if self._decoder is None or self._kv is None or self._planner is None:
             raise RuntimeError("forward needs a loaded model with its KV pages allocated")
         plan = self._planner.plan(chunks)
-        self._begin_step(plan.sizes(self._kv.page_tokens))
+        self._begin_step(plan.sizes(self._kv.page_tokens, copies_runs=self._heads.coded))
         return self._decoder.logits(plan, self._kv)
 
     def unload(self) -> None:
@@ -205,7 +218,7 @@ class ModelRunner:
     def _begin_step(self, sizes: StepSizes) -> None:
         for span in self._layout.spans:
             layers, head = bool(span.layers), span.memory is self._layout.last
-            span.memory.begin_step(step_bytes(self.config, sizes, self._dtype.itemsize, layers=layers, head=head))
+            span.memory.begin_step(step_bytes(self.config, sizes, self._heads, layers=layers, head=head))
 
 
 def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.backends.torch.kv_format import refuse_format
 from engine.backends.torch.model_config import ModelConfig
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
@@ -25,6 +26,7 @@ def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:
                 f"{param} is {value:g}; it must be between 1 and {MAX_STRETCH:g}", param=param, value=value
             )
         stretch *= value or 1.0
+    refuse_format(config.head_dim, spec.cache_bits)
     longest = int(config.max_model_len * stretch)
     if config.rope.kind == "dynamic":
         longest = int(longest * config.rope.factor)
@@ -61,7 +63,6 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
     """
     one_device = on_cpu and not simulated
     refused: tuple[tuple[str, bool, str], ...] = (
-        ("cache_bits", spec.cache_bits != 16, "keeps keys and values in 16 bits or more"),
         ("gpu_split", bool(spec.gpu_split_gb) and one_device, "runs on the CPU here, where there is nothing to split"),
         ("gpu_split", bool(spec.gpu_split_gb) and not spec.shares, "splits a model as it was placed, and it was not"),
         ("tensor_parallel", spec.tensor_parallel, "splits a model between its layers, never within them"),

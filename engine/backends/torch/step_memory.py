@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.backends.torch.archs.experts import Experts
+from engine.backends.torch.kv_format import HeadFormat
 from engine.backends.torch.model_config import ModelConfig
 
 _FLOAT32, _INT64 = 4, 8
@@ -29,8 +30,8 @@ class StepSizes:
     """What a step's memory depends on.
 
     rows: tokens fed.  sampled: rows whose logits are wanted.  padded: query rows of the largest attention call, padding
-    included.  gathered: tokens whose keys and values the largest call copies out of pages that lie apart.  masked:
-    elements of all masks.
+    included.  gathered: tokens whose keys and values the largest call copies out of pages: those that lie apart, or all
+    where they are kept as codes.  masked: elements of all masks.
     """
 
     rows: int
@@ -54,19 +55,21 @@ def largest_step(*, step_tokens: int, max_prompts: int, context: int, page_token
     )
 
 
-def step_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int, *, layers: bool, head: bool) -> int:
-    """The most that a step takes on one device. layers, head: whether that has any layer, and the head."""
+def step_bytes(config: ModelConfig, sizes: StepSizes, heads: HeadFormat, *, layers: bool, head: bool) -> int:
+    """The most that a step takes on one device. heads: of the KV pages.  layers, head: whether the device has any
+    layer, and the head."""
+    itemsize = heads.itemsize
     hidden = sizes.rows * config.hidden_size * itemsize
     indices = (3 * sizes.rows + sizes.sampled + sizes.gathered) * _INT64 + sizes.masked * itemsize
     angles = sizes.rows * config.head_dim * (2 * itemsize + 4 * _FLOAT32)
     phases = [hidden]
     if layers:
-        phases += [_attention_bytes(config, sizes, itemsize), _mlp_bytes(config, sizes, itemsize)]
+        phases += [_attention_bytes(config, sizes, heads), _mlp_bytes(config, sizes, itemsize)]
         if config.traits.experts is not None:
             phases.append(_mixture_bytes(config, config.traits.experts, sizes.rows, itemsize))
     if head:
         phases.append(_head_bytes(config, sizes, itemsize))
-    scratch = sizes.gathered * 2 * config.kv_heads * config.head_dim * itemsize if layers else 0
+    scratch = sizes.gathered * 2 * config.kv_heads * heads.copied_bytes if layers else 0
     return 2 * hidden + indices + angles + scratch + max(phases)
 
 
@@ -75,7 +78,8 @@ def _norm_bytes(elements: int, itemsize: int) -> int:
     return elements * (3 * _FLOAT32 + itemsize)
 
 
-def _attention_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
+def _attention_bytes(config: ModelConfig, sizes: StepSizes, heads: HeadFormat) -> int:
+    itemsize = heads.itemsize
     turned = (config.heads + config.kv_heads) * config.head_dim
     keys_values = 2 * config.kv_heads * config.head_dim
     fused = sizes.rows * (config.heads * config.head_dim + keys_values) * itemsize
@@ -83,7 +87,12 @@ def _attention_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> in
     if config.traits.qk_norm:
         before = max(before, _norm_bytes(sizes.rows * turned, itemsize))
     queries = max(sizes.padded, sizes.rows) * config.heads * config.head_dim * itemsize
-    return fused + max(before, sizes.rows * turned * itemsize, 5 * queries + _capped_bytes(config, sizes))
+    phases = [before, sizes.rows * turned * itemsize, 5 * queries + _capped_bytes(config, sizes)]
+    if heads.coded:
+        phases = [phase + queries for phase in phases]
+        phases.append(sizes.rows * keys_values * (4 * _FLOAT32))  # encoding, in float32
+        phases.append(queries // itemsize * (2 * _FLOAT32 + 2 * itemsize))  # turning what was attended
+    return fused + max(phases)
 
 
 def _capped_bytes(config: ModelConfig, sizes: StepSizes) -> int:

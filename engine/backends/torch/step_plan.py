@@ -39,6 +39,12 @@ class KeyView:
     own_rows: bool = False
     causal: bool = False
 
+    def copied_pages(self, copies_runs: bool) -> int:
+        """How many pages are copied to be read; a run of adjacent ones only where `copies_runs`."""
+        if isinstance(self.pages, Tensor):
+            return len(self.pages)
+        return len(range(self.pages.stop)[self.pages]) if copies_runs and not self.own_rows else 0
+
 
 @dataclass(frozen=True, slots=True)
 class QueryGroup:
@@ -79,15 +85,17 @@ class StepPlan:
         """The same step on `device`; itself where it is there."""
         return self if self.ids.device == device else _moved(self, device)
 
-    def sizes(self, page_tokens: int) -> StepSizes:
-        """What the memory that it takes over pages of `page_tokens` depends on."""
+    def sizes(self, page_tokens: int, *, copies_runs: bool = False) -> StepSizes:
+        """What the memory that it takes over pages of `page_tokens` depends on.
+
+        copies_runs: whether adjacent pages are copied out as those that lie apart are.
+        """
         views = [view for group in self.groups for view in group.views.values()]
         return StepSizes(
             rows=len(self.ids),
             sampled=len(self.sampled_rows),
             padded=max((group.sequences * group.width for group in self.groups), default=0),
-            gathered=page_tokens
-            * max((len(view.pages) for view in views if isinstance(view.pages, Tensor)), default=0),
+            gathered=page_tokens * max((view.copied_pages(copies_runs) for view in views), default=0),
             masked=sum(view.mask.numel() for view in views if view.mask is not None),
         )
 

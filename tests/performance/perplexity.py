@@ -1,0 +1,109 @@
+"""What fewer bits for keys and values cost. `python -m tests.performance.perplexity [--conversations N] [--dtype D]`
+
+The demo model answers conversations that no training saw. Each answer token is fed by itself over the pages, as when
+answers are generated; printed are the answers' perplexity, the mean KL divergence of the next token to that of 16 bits,
+how often the likeliest token is another one, and what a token's keys and values take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.runner import ModelRunner
+from engine.config import CacheBits, DtypeName, ModelSpec
+from engine.demo import model_path
+from engine.demo.corpus import make_corpus
+from engine.demo.examples import Example, encode
+
+SEED = 977
+PAGE_TOKENS = 16
+BITS: tuple[CacheBits, ...] = (16, 8, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Log probabilities [answer tokens, vocab] in order, of each answer token itself, and bytes of KV per token."""
+
+    predicted: Tensor
+    of_answers: Tensor
+    token_bytes: int
+
+
+def held_out(count: int, longest: int) -> list[Example]:
+    """`count` conversations of a seed that no training uses, those longer than `longest` tokens cut there."""
+    tokenizer = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
+    return [encode(conversation, tokenizer, longest) for conversation in make_corpus(count, SEED)]
+
+
+def load(bits: CacheBits, dtype: DtypeName, examples: Sequence[Example]) -> ModelRunner:
+    """The demo model with pages for all of `examples`."""
+    spec = ModelSpec(path=model_path(), name="demo", dtype=dtype, device="cpu", cache_bits=bits)
+    runner = ModelRunner.load(spec.path, spec, report=lambda progress: None, cancelled=lambda: False)
+    pages = sum(-(-len(example.ids) // PAGE_TOKENS) for example in examples)
+    runner.allocate_kv(pages, PAGE_TOKENS, report=lambda progress: None)
+    return runner
+
+
+def outcome(runner: ModelRunner, examples: Sequence[Example]) -> Outcome:
+    """Feed what is before the first answers, then the rest token by token, all conversations side by side."""
+    predicted, of_answers = [], []
+    for chunks, wanted in steps(examples):
+        rows = runner.forward(chunks).log_softmax(-1)
+        kept = [(row, token) for row, token in zip(rows, wanted, strict=True) if token is not None]
+        predicted += [row for row, _ in kept]
+        of_answers += [row[token] for row, token in kept]
+    return Outcome(torch.stack(predicted), torch.stack(of_answers), runner.kv_bytes_per_token())
+
+
+def steps(examples: Sequence[Example]) -> Iterator[tuple[list[ChunkInput], list[int | None]]]:
+    """Chunks of each step, and for each the token that follows where it belongs to an answer."""
+    starts = [max(1, example.answer.index(True)) if any(example.answer) else len(example.ids) for example in examples]
+    first_page = 0
+    tables: list[list[int]] = []
+    for example in examples:
+        count = -(-len(example.ids) // PAGE_TOKENS)
+        tables.append(list(range(first_page, first_page + count)))
+        first_page += count
+    for step in range(max(len(example.ids) for example in examples)):
+        chunks: list[ChunkInput] = []
+        wanted: list[int | None] = []
+        for example, start, pages in zip(examples, starts, tables, strict=True):
+            begin, end = (0, start) if step == 0 else (start + step - 1, start + step)
+            if end < len(example.ids):
+                chunks.append(ChunkInput(example.ids[begin:end], begin, pages, sample=True))
+                wanted.append(example.ids[end] if example.answer[end] else None)
+        if chunks:
+            yield chunks, wanted
+
+
+def main() -> None:
+    """Print one line for each number of bits."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=160)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    given = parser.parse_args()
+    examples = held_out(given.conversations, 512)
+    plain: Outcome | None = None
+    for bits in BITS:
+        found = outcome(load(bits, given.dtype, examples), examples)
+        plain = plain or found
+        perplexity = math.exp(-float(found.of_answers.double().mean()))
+        divergence = float((plain.predicted.exp() * (plain.predicted - found.predicted)).sum(-1).mean())
+        others = float((plain.predicted.argmax(-1) != found.predicted.argmax(-1)).float().mean())
+        print(
+            f"{bits:>2} bits: perplexity {perplexity:.4f}, KL {divergence:.6f}, another likeliest token {others:.2%}, "
+            f"{found.token_bytes} bytes per token ({len(found.of_answers)} answer tokens)",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
