@@ -330,13 +330,18 @@ def test_running_out_of_memory_is_told_as_that(make: Make) -> None:
     assert "not enough memory" in drive.events["a"][-1].message
 
 
-@pytest.mark.parametrize("where", ["iterate", "prefilled", "decoded"])
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        *((FakeExllama, where) for where in ("iterate", "prefilled", "decoded")),
+        (RealExllama, "iterate"),  # the stubbed kernels fail whole steps alone
+    ],
+    indirect=["make"],
+)
 @pytest.mark.parametrize("knobs", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_step_that_runs_out_of_memory_goes_on_with_fewer_requests(
     make: Make, where: str, knobs: SamplingParams
 ) -> None:
-    if make is RealExllama and where != "iterate":
-        pytest.skip("the stubbed kernels fail whole steps alone")
     requests = [ask(str(salt), prompt(salt, 3 + 90 * salt), knobs) for salt in range(8)]
     expected = {request.id: answer(make(), request) for request in requests}
     fakes = make()

@@ -227,10 +227,10 @@ def test_the_config_of_the_tests_can_be_loaded(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_said_by_the_backend_that_would_compute_the_model(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "g", architectures=["Gemma2ForCausalLM"])
+    folder = write_model(tmp_path / "g", architectures=["CohereForCausalLM"])
     asked: list[str] = []
     entry = inspect(folder, lambda quantisation: asked.append(quantisation) or "exllamav2")
     assert (entry.backend, entry.problem, entry.context_tokens, asked) == ("exllamav2", "", 2048, [""])
-    assert "Gemma2ForCausalLM" in inspect(folder).problem
+    assert "CohereForCausalLM" in inspect(folder).problem
     unknown = write_model(tmp_path / "m", architectures=["MambaForCausalLM"])
     assert "exllamav2 does not know MambaForCausalLM" in inspect(unknown, lambda quantisation: "exllamav2").problem
