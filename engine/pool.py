@@ -125,7 +125,6 @@ class Pool:
             self._replicas[worker_id] = replica
             self._unnoted[worker_id] = placement
             replica.start()
-        self.share_cores()
 
     def revive(self, limit: int) -> int:
         """Keep up to `limit` draining replicas after all; how many it kept."""

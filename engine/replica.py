@@ -327,6 +327,7 @@ class Replica:
         """Have done with the host, and take its requests from it."""
         self._hosting.let_go(kill=kill)
         self.progress, self.stats, self._vitals = None, BackendStats(), Vitals(self._awake)
+        self.attached.clear()
         lost = list(self.active.values())
         self.active.clear()
         return lost

@@ -163,7 +163,7 @@ def test_another_dtype_and_changed_files_are_other_weights(folder: Path) -> None
 
 
 _DYING_WRITER = """
-import sys, time, torch
+import signal, sys, torch
 from pathlib import Path
 from engine.backends.torch.shared_weights import weight_store
 folder = Path(sys.argv[1])
@@ -171,7 +171,7 @@ files = [folder / "config.json", *folder.glob("*.safetensors")]
 with weight_store(folder, files, torch.bfloat16, [torch.device("cpu")], lambda: False) as store:
     store.tensor("model.embed_tokens.weight", lambda: torch.zeros(4, 4))
     print("half done", flush=True)
-    time.sleep(3600)
+    signal.pause()
 """
 
 
