@@ -51,7 +51,7 @@ class LocalLink:
 
     async def load(self, model: str, *, beside: bool = False) -> None:
         """Load a model; returns when ready."""
-        await self._call(self._runtime.load(model, beside=beside))
+        await self._call(self._runtime.load(model, beside=beside, renames=True))
 
     async def cancel_load(self) -> None:
         """Stop the load or download under way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Container, Coroutine, Mapping, Sequence
@@ -89,11 +90,13 @@ class Runtime:
         *,
         called: str = "",
         beside: bool = False,
+        renames: bool = False,
         changes: Mapping[str, object] | None = None,
     ) -> None:
         """Find (and download where needed) a model and load it; raises EngineError with the reason.
 
         called: its name for clients, its own where empty.  beside: keep the models that are loaded.
+        renames: a name that is taken gets a number, for who cannot give it another.
         changes: settings of this model, by their names, for this load alone.
         """
         settings = changed(self.settings, changes or {})
@@ -110,8 +113,15 @@ class Runtime:
             self._finding = None
         if finding.cancelled.is_set():
             raise LoadCancelled(f"Fetching {name} was cancelled", model=name)
-        spec = msgspec.structs.replace(spec, name=called or spec.name)
+        own = self._free_name(spec.name) if beside and renames else spec.name
+        spec = msgspec.structs.replace(spec, name=called or own)
         await self._load(spec, settings, changes or (), beside)
+
+    def _free_name(self, name: str) -> str:
+        """The name, or "name-2" and on where models have it."""
+        taken = {model.name for model in self.engine.snapshot().models}
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        return next(each for each in (name, *itertools.islice(numbered, len(taken))) if each not in taken)
 
     async def _load(self, spec: ModelSpec, settings: Settings, changes: Container[str], beside: bool) -> None:
         """With the knobs as the operator has set them, but for those that this load has its own of."""

@@ -90,6 +90,13 @@ async def test_models_are_loaded_by_name_with_settings_of_their_own_and_changed_
         }
 
 
+async def test_who_cannot_name_a_model_gets_a_number_to_a_name_that_is_taken(folders: Path) -> None:
+    async with operated(folders) as api:
+        for _ in range(3):
+            await api.runtime.load("tiny", beside=True, renames=True)
+        assert list(api.models()) == ["tiny", "tiny-2", "tiny-3"]
+
+
 async def test_a_folder_may_be_loaded_beside_itself_under_another_name(folders: Path) -> None:
     async with operated(folders) as api:
         await api.load(model="tiny")
