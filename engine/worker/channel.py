@@ -110,7 +110,8 @@ class WorkerChannel:
 class EngineChannel(asyncio.Protocol):
     """The engine's end, on its asyncio loop: events to `on_event` (which must not raise) in order, then `on_closed`."""
 
-    def __init__(self, on_event: Callable[[Event], None], on_closed: Callable[[], None]) -> None:
+    def __init__(self, sock: socket.socket, on_event: Callable[[Event], None], on_closed: Callable[[], None]) -> None:
+        self._sock = sock
         self._on_event = on_event
         self._on_closed = on_closed
         self._codec = Codec()
@@ -122,7 +123,7 @@ class EngineChannel(asyncio.Protocol):
         cls, sock: socket.socket, on_event: Callable[[Event], None], on_closed: Callable[[], None]
     ) -> EngineChannel:
         """Take over this end of a connection."""
-        channel = cls(on_event, on_closed)
+        channel = cls(sock, on_event, on_closed)
         await asyncio.get_running_loop().create_connection(lambda: channel, sock=sock)
         return channel
 
@@ -155,4 +156,12 @@ class EngineChannel(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio: the other end closed, or we did."""
+        if exc is not None:
+            self._read_rest()
         self._on_closed()
+
+    def _read_rest(self) -> None:
+        """A worker that died while it was being written to has said things before: asyncio reads no further then."""
+        with contextlib.suppress(OSError):  # nothing more to read
+            while chunk := self._sock.recv(_READ_BYTES, socket.MSG_DONTWAIT):
+                self.data_received(chunk)
