@@ -1,0 +1,35 @@
+"""The engine's end of a worker's channel, against a worker that dies badly."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.worker.channel import EngineChannel, socket_pair
+from engine.worker.protocol import Codec, Event, Shutdown, Taken
+
+
+async def test_what_a_worker_said_before_it_died_is_heard_although_it_was_being_written_to() -> None:
+    ours, theirs = socket_pair()
+    heard: list[Event] = []
+    closed = asyncio.Event()
+    channel = await EngineChannel.connect(ours, heard.append, closed.set)
+    channel.send(Shutdown())
+    said = [Taken(request_id=str(number)) for number in range(3)]
+    for event in said:
+        theirs.sendall(Codec().frame(event))
+    theirs.close()
+    channel.send(Shutdown())
+    await closed.wait()
+    assert heard == said
+
+
+async def test_an_aborted_channel_hears_nothing_more() -> None:
+    ours, theirs = socket_pair()
+    heard: list[Event] = []
+    closed = asyncio.Event()
+    channel = await EngineChannel.connect(ours, heard.append, closed.set)
+    theirs.sendall(Codec().frame(Taken(request_id="late")))
+    channel.abort()
+    await closed.wait()
+    theirs.close()
+    assert heard == []
