@@ -10,7 +10,7 @@ run: $(VENV)/.run
 	@$(BIN)/ericllm $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -81,8 +81,8 @@ class Workers:
         prompt_tokens = view.prompt_tokens(batch.stats)
         if batch.step_s > 0:
             answers = sum(map(goes_on, batch.outputs))
-            view.cost.observe(batch.step_s, prompt_tokens, answers)
-            self._typical_cost.observe(batch.step_s, prompt_tokens, answers)
+            for cost in (view.cost, self._typical_cost):
+                cost.observe(batch.step_s, prompt_tokens // batch.steps, answers)
         view.progressed(batch)
         for output in batch.outputs:
             running = self._running.get(output.request_id)

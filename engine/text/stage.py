@@ -51,6 +51,7 @@ class TextStage:
         self._withheld = 0
         self._unsettled = ""
         self._finish: FinishReason | None = None
+        self._plain = not params.stop and not params.banned_strings
         for token_id in request.generated:
             self.push(token_id)
 
@@ -58,6 +59,20 @@ class TextStage:
     def finish(self) -> FinishReason | None:
         """Why the answer ended, None while it goes on (set after the constructor if the replayed ids end it)."""
         return self._finish
+
+    def pass_on(self, token_id: int) -> str | None:
+        """The text of the next token where nothing in it can end the answer or be held back for a string, which is
+        how nearly all are; else None, and `push` is to be asked."""
+        tokens = self._tokens + 1
+        if (
+            not self._plain
+            or self._finish is not None
+            or token_id in self._end_token_ids
+            or (self._max_tokens is not None and tokens >= self._max_tokens)
+        ):
+            return None
+        self._tokens = tokens
+        return self._detokenizer.push(token_id)
 
     def push(self, token_id: int) -> TextOutput:
         """Take the next token; after the end, nothing changes any more."""

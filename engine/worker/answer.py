@@ -32,6 +32,11 @@ class Output:
         """Whether there is nothing to tell."""
         return not (self.token_ids or self.text) and self.finish is None
 
+    @property
+    def urgent(self) -> bool:
+        """Whether somebody waits for just this: an answer's first token, or its end."""
+        return self.finish is not None or self.cached_tokens is not None
+
     def fail(self, error: ErrorInfo | str) -> Output:
         """End the request with this error, or with WorkerFailed for a sentence."""
         self.finish = "error"
@@ -123,6 +128,11 @@ class Answer:
         return request
 
     def _take_token(self, event: TokenEvent, token_id: int, output: Output) -> None:
+        if not self._unsettled and (text := self._stage.pass_on(token_id)) is not None:
+            output.text += text
+            self._tell(event, token_id, output)
+            self._begin(output)
+            return
         shown = self._stage.push(token_id)
         if self._request.params.banned_strings:
             self._known.append(token_id)
@@ -137,13 +147,20 @@ class Answer:
         output.text += text
         for event in self._unsettled:
             if event.token_id is not None:
-                output.token_ids.append(event.token_id)
-            if event.logprob is not None:
-                output.logprobs.append(event.logprob)
-        if not self._begun:
-            output.cached_tokens, self._begun = self._cached_tokens, bool(output.token_ids)
+                self._tell(event, event.token_id, output)
+        self._begin(output)
         self._unsettled.clear()
         self._tried.clear()
+
+    def _tell(self, event: TokenEvent, token_id: int, output: Output) -> None:
+        output.token_ids.append(token_id)
+        if event.logprob is not None:
+            output.logprobs.append(event.logprob)
+
+    def _begin(self, output: Output) -> None:
+        """Say with the first tokens how many of the prompt's were cached."""
+        if not self._begun:
+            output.cached_tokens, self._begun = self._cached_tokens, bool(output.token_ids)
 
     def _why_failed(self, message: str) -> str:
         ruled_out = len(self._tried.get(len(self._known), ()))

@@ -116,6 +116,7 @@ class EngineChannel(asyncio.Protocol):
         self._on_closed = on_closed
         self._codec = Codec()
         self._buffer = bytearray()
+        self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
 
     @classmethod
@@ -128,9 +129,20 @@ class EngineChannel(asyncio.Protocol):
         return channel
 
     def send(self, command: Command) -> None:
-        """Queue a command; never blocks, and does nothing once the channel is closed."""
+        """Queue a command; never blocks, and does nothing once the channel is closed.
+
+        What is sent in one turn of the loop arrives together: requests that come at once are in the same step.
+        """
+        if self._transport is None or self._transport.is_closing():
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._unsent.append(self._codec.frame(command))
+
+    def _write(self) -> None:
+        frames, self._unsent = self._unsent, []
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(self._codec.frame(command))
+            self._transport.write(b"".join(frames))
 
     def abort(self) -> None:
         """Close at once, whatever is still on its way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -12,12 +13,14 @@ import psutil
 from engine.backends.base import Backend, BackendRequest, BackendStats, PrefixChanges, TokenEvent
 from engine.errors import EngineError, InvalidRequest, NoModelLoaded, WorkerFailed
 from engine.worker import protocol
-from engine.worker.answer import Answer, Output
+from engine.worker.answer import Answer
 from engine.worker.channel import WorkerChannel
 from engine.worker.factory import BackendFactory
 from engine.worker.loading import Replica, attach_adapter, limit_torch_threads, load_replica, reason
+from engine.worker.outbox import Outbox
 
 HEARTBEAT_S = 1.0
+GAUGE_S = 1.0
 MAX_FAILED_STEPS = 2
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +48,9 @@ class WorkerLoop:
         self._process = psutil.Process()
         self._replica: Replica | None = None
         self._answers: dict[str, Answer] = {}
-        self._outputs: dict[str, Output] = {}
+        self._outbox = Outbox()
+        self._gauged_s = -math.inf
+        self._rss_bytes = 0
         self._leaving: set[str] = set()
         self._failed_steps = 0
         self._unchecked = False
@@ -75,7 +80,9 @@ class WorkerLoop:
         busy = self._busy_backend() is not None
         if not busy:
             self._check()
-        command = self._channel.take(0.0 if busy else HEARTBEAT_S)
+        command = self._channel.take(0.0 if busy or self._outbox.holds else HEARTBEAT_S)
+        if command is not None and self._outbox.holds:
+            self._send_batch()  # it may make the next step a long one
         while command is not None:
             self._obey(command)
             if self._stopping:
@@ -139,7 +146,7 @@ class WorkerLoop:
 
     def _unload(self) -> None:
         self._answers.clear()
-        self._outputs.clear()
+        self._outbox = Outbox()
         self._leaving.clear()
         if self._replica is not None:
             self._replica.backend.unload()
@@ -165,18 +172,18 @@ class WorkerLoop:
                 raise InvalidRequest(f"a request with the id {request.id} is already being worked on", param="id")
             answer = Answer(self._replica.tokenizer, request)
             if answer.finish is not None:
-                self._outputs[request.id] = Output(finish=answer.finish)
+                self._outbox.of(request.id).finish = answer.finish
                 return
             self._replica.backend.submit(request)
             self._answers[request.id] = answer
         except EngineError as error:
-            self._outputs[request.id] = Output().fail(error.info)
+            self._outbox.of(request.id).fail(error.info)
         except Exception as error:
             _logger.exception("request %s could not be taken", request.id)
-            self._outputs[request.id] = Output().fail(f"the request could not be taken: {reason(error)}")
+            self._outbox.of(request.id).fail(f"the request could not be taken: {reason(error)}")
 
     def _forget(self, request_id: str) -> None:
-        self._outputs.pop(request_id, None)
+        self._outbox.drop(request_id)
         if self._answers.pop(request_id, None) is not None and self._replica is not None:
             self._replica.backend.cancel(request_id)
 
@@ -195,16 +202,15 @@ class WorkerLoop:
                 self._apply(event, backend)
             for answer in [answer for answer in self._answers.values() if answer.rewinding]:
                 self._rewind(answer, backend)
-        self._send_batch(time.monotonic() - started_s)
+        if self._outbox.stepped(started_s, time.monotonic()):
+            self._send_batch(everything=False)
 
     def _apply(self, event: TokenEvent, backend: Backend) -> None:
         """One token through its request's text stage; tokens past a request's end, or taken back, are dropped."""
         answer = self._answers.get(event.request_id)
         if answer is None or answer.rewinding:
             return
-        output = self._outputs.get(event.request_id)
-        if output is None:
-            output = self._outputs[event.request_id] = Output()
+        output = self._outbox.of(event.request_id)
         try:
             answer.take(event, output)
         except Exception as error:
@@ -218,7 +224,7 @@ class WorkerLoop:
     def _rewind(self, answer: Answer, backend: Backend) -> None:
         """Have the backend go another way from where a banned string began; the prefix cache makes that cheap."""
         backend.cancel(answer.id)
-        output = self._outputs.setdefault(answer.id, Output())
+        output = self._outbox.of(answer.id)
         try:
             backend.submit(answer.rewound())
         except EngineError as error:
@@ -233,8 +239,9 @@ class WorkerLoop:
         """Fail everybody who was in the step; give up when steps go on failing."""
         _logger.exception("a step failed")
         for request_id in list(self._answers):
-            self._forget(request_id)
-            self._outputs[request_id] = Output().fail(f"the step failed: {reason(error)}")
+            del self._answers[request_id]
+            backend.cancel(request_id)
+            self._outbox.of(request_id).fail(f"the step failed: {reason(error)}")
         self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:
             self._send_batch()
@@ -252,16 +259,20 @@ class WorkerLoop:
                 raise
             _logger.error("the backend's accounts do not add up: %s", reason(error))
 
-    def _send_batch(self, step_s: float = 0.0) -> None:
-        outputs = [output.message(request_id) for request_id, output in self._outputs.items() if not output.empty]
-        self._outputs.clear()
+    def _send_batch(self, *, everything: bool = True) -> None:
+        """Tell the engine what steps brought since the last time, what may wait too if `everything`, and how it is."""
+        now_s = time.monotonic()
+        if now_s - self._gauged_s >= GAUGE_S:
+            self._gauged_s, self._rss_bytes = now_s, self._process.memory_info().rss
+        steps, stepped_s = self._outbox.steps, self._outbox.stepped_s
         backend = self._replica.backend if self._replica is not None else None
         self._channel.send(
             protocol.StepBatch(
-                outputs=outputs,
+                outputs=self._outbox.take(everything=everything),
                 stats=backend.stats() if backend is not None else BackendStats(),
-                step_s=step_s,
-                rss_bytes=self._process.memory_info().rss,
+                steps=steps,
+                step_s=stepped_s / steps if steps else 0.0,
+                rss_bytes=self._rss_bytes,
                 prefix=backend.prefix_changes() if backend is not None else PrefixChanges(),
             )
         )

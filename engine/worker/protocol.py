@@ -125,7 +125,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step brought for one request.
+    """What the steps of a batch brought for one request.
 
     token_ids: new ids (all of them, whether shown or not); text: new visible text, "" while it is held back for a
     stop string or an unfinished character. A resumed request emits only what comes after its `generated` ids.
@@ -141,10 +141,14 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """Everything one step brought, with the gauges after it. Sent after steps, and once a second when idle."""
+    """What steps brought, with the gauges after them. Sent after steps, and once a second when idle.
+
+    steps: how many, 0 when idle; several short ones may be told together.  step_s: what one of them took.
+    """
 
     outputs: list[RequestOutput]
     stats: BackendStats
+    steps: int = 1
     step_s: float = 0.0
     rss_bytes: int = 0
     prefix: PrefixChanges = PrefixChanges()

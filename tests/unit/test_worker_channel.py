@@ -33,3 +33,15 @@ async def test_an_aborted_channel_hears_nothing_more() -> None:
     await closed.wait()
     theirs.close()
     assert heard == []
+
+
+async def test_commands_of_one_turn_arrive_together() -> None:
+    ours, theirs = socket_pair()
+    closed = asyncio.Event()
+    channel = await EngineChannel.connect(ours, lambda event: None, closed.set)
+    for _ in range(3):
+        channel.send(Shutdown())
+    arrived = await asyncio.to_thread(theirs.recv, 1 << 16)
+    assert arrived == 3 * Codec().frame(Shutdown())
+    theirs.close()
+    await closed.wait()

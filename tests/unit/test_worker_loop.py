@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from engine.backends.base import PrefixChanges
 from engine.config import AdapterSpec
 from engine.errors import UnsupportedModel
 from engine.worker.hosts import ThreadHost, WorkerExit
+from engine.worker.outbox import CROWD
 from engine.worker.protocol import (
     Attach,
     Attached,
@@ -131,7 +134,7 @@ async def step_until(probe: Probe, gate: Gate, *, decoding: int, waiting: int = 
         gate.allow(1)
         batch = await probe.wait_for(StepBatch)
         if (batch.stats.decoding, batch.stats.waiting) == (decoding, waiting):
-            gate.wait_until_reached()
+            await asyncio.to_thread(gate.wait_until_reached)
             return batch
 
 
@@ -151,7 +154,7 @@ async def test_max_prompts_changed_while_running_lets_the_waiting_in(start_worke
     probe = await start_worker(FakeBackend(gate=gate))
     await probe.load(model_folder, max_prompts=1)
     probe.send(submit_command("a", max_tokens=10**6), submit_command("b", max_tokens=2))
-    gate.wait_until_reached()
+    await asyncio.to_thread(gate.wait_until_reached)
     probe.send(SetMaxPrompts(max_prompts=2))
     gate.open()
     finished = [output.request_id async for output in probe.outputs("b") if output.finish is not None]
@@ -221,7 +224,7 @@ async def test_a_load_is_cancelled_between_two_reports_and_the_worker_stays_usab
     backend = FakeBackend(load_gate=load_gate)
     probe = await start_worker(backend)
     probe.send(load_command(model_folder))
-    load_gate.wait_until_reached()
+    await asyncio.to_thread(load_gate.wait_until_reached)
     probe.send(CancelLoad())
     assert (await probe.wait_for(LoadFailed)).error.code == "load_cancelled"
     assert backend.loaded is None
@@ -237,7 +240,7 @@ async def test_a_cancel_that_comes_right_behind_its_load_is_not_lost(start_worke
     probe = await start_worker(backend)
     await probe.load(model_folder)
     probe.send(submit_command("r"))
-    gate.wait_until_reached()
+    await asyncio.to_thread(gate.wait_until_reached)
     backend.load_gate = Gate()
     probe.send(load_command(model_folder), CancelLoad())
     gate.open()
@@ -248,7 +251,7 @@ async def test_a_shutdown_during_a_load_ends_it(start_worker, model_folder):
     load_gate = Gate()
     probe = await start_worker(FakeBackend(load_gate=load_gate))
     probe.send(load_command(model_folder))
-    load_gate.wait_until_reached()
+    await asyncio.to_thread(load_gate.wait_until_reached)
     probe.send(Shutdown())
     assert (await probe.wait_for(LoadFailed)).error.code == "load_cancelled"
     assert (await probe.wait_for(WorkerExit)).code == 0
@@ -340,13 +343,26 @@ async def test_a_busy_step_never_holds_up_the_sender(start_worker, model_folder)
     probe = await start_worker(backend)
     await probe.load(model_folder, max_prompts=64)
     probe.send(submit_command("first"))
-    gate.wait_until_reached()
+    await asyncio.to_thread(gate.wait_until_reached)
     probe.send(*(submit_command(f"r{number}", "x" * 100_000, max_tokens=1) for number in range(16)))
     assert backend.submitted[1:] == []
     gate.open()
     ids = [f"r{number}" for number in range(16)]
     finished = {output.request_id: output.finish async for output in probe.outputs("first", *ids)}
     assert {finished[request_id] for request_id in ids} == {"length"}
+
+
+async def test_a_failed_step_keeps_what_short_steps_before_it_brought(start_worker, model_folder):
+    probe = await start_worker(FakeBackend(fail_at_steps=[4]))
+    await probe.load(model_folder, max_prompts=CROWD)
+    ids = [f"r{number}" for number in range(CROWD)]
+    probe.send(*(submit_command(request_id, max_tokens=50) for request_id in ids))
+    tokens, finishes = Counter(), []
+    async for output in probe.outputs(*ids):
+        tokens[output.request_id] += len(output.token_ids)
+        finishes += [output.finish] if output.finish is not None else []
+    assert dict(tokens) == dict.fromkeys(ids, 3)
+    assert finishes == ["error"] * CROWD
 
 
 async def test_unloading_happens_when_the_worker_ends(start_worker, model_folder):
@@ -363,7 +379,7 @@ async def test_a_killed_thread_is_abandoned_and_its_end_told_once(start_worker, 
     probe = await start_worker(FakeBackend(gate=gate))
     await probe.load(model_folder)
     probe.send(submit_command("r"))
-    gate.wait_until_reached()
+    await asyncio.to_thread(gate.wait_until_reached)
     probe.host.kill()
     await probe.wait_for(WorkerExit)
     probe.host.kill()
@@ -475,7 +491,7 @@ async def test_a_banned_string_is_gone_round_under_an_adapter_that_is_to_go(star
     await probe.load(model_folder)
     probe.send(Attach(adapter=adapter("it")))
     probe.send(submit_command("a", adapter="it", banned_strings=("bad",), max_tokens=9))
-    gate.wait_until_reached()
+    await asyncio.to_thread(gate.wait_until_reached)
     probe.send(Detach(name="it"))
     gate.open()
     text, last = await probe.answer("a")
@@ -490,7 +506,7 @@ async def test_what_changed_in_the_prefix_cache_is_told_with_the_step(start_work
     probe = await start_worker(backend)
     await probe.load(model_folder)
     probe.send(submit_command("r"))
-    gate.wait_until_reached()
+    await asyncio.to_thread(gate.wait_until_reached)
     backend.changes = PrefixChanges(added=(b"8 bytes.",), dropped=(b"8 others",))
     gate.allow(2)
     while not (batch := await probe.wait_for(StepBatch)).outputs:

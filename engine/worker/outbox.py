@@ -1,0 +1,65 @@
+"""What steps brought and the engine has not been told yet."""
+
+from __future__ import annotations
+
+from engine.worker.answer import Output
+from engine.worker.protocol import RequestOutput
+
+HELD_S = 0.02
+CROWD = 8
+
+
+class Outbox:
+    """Outputs by request id until they are sent.
+
+    Every message costs the engine a wake-up for each reader in it, on the very cores that a CPU worker computes on. So
+    while many answers go on at once in short steps, those of several steps go together: none is held for longer than
+    HELD_S, as far as the last step tells how long the next one takes. The first token of an answer and the last one
+    go at once, before the others.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.stepped_s = 0.0
+        self._outputs: dict[str, Output] = {}
+        self._since_s = 0.0
+        self._held = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether outputs of earlier steps are held."""
+        return self._held
+
+    def of(self, request_id: str) -> Output:
+        """What there is for a request so far; what is added to it goes with it."""
+        output = self._outputs.get(request_id)
+        if output is None:
+            output = self._outputs[request_id] = Output()
+        return output
+
+    def drop(self, request_id: str) -> None:
+        """Tell nothing of a request."""
+        self._outputs.pop(request_id, None)
+
+    def stepped(self, began_s: float, ended_s: float) -> bool:
+        """A step ran from `began_s` to `ended_s`, on the worker's clock; whether something is to be sent now."""
+        if not self._held:
+            self._since_s = ended_s
+        step_s = ended_s - began_s
+        self.steps += 1
+        self.stepped_s += step_s
+        self._held = len(self._outputs) >= CROWD and ended_s + step_s - self._since_s <= HELD_S
+        return not self._held or any(output.urgent for output in self._outputs.values())
+
+    def take(self, *, everything: bool = True) -> list[RequestOutput]:
+        """Take out the outputs that have something to tell, only the urgent ones of those that are held unless
+        `everything` is asked for; steps are counted anew."""
+        self.steps, self.stepped_s = 0, 0.0
+        taken = self._outputs
+        if self._held and not everything:
+            taken = {request_id: output for request_id, output in taken.items() if output.urgent}
+            for request_id in taken:
+                del self._outputs[request_id]
+        else:
+            self._outputs, self._held = {}, False
+        return [output.message(request_id) for request_id, output in taken.items() if not output.empty]

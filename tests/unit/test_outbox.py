@@ -1,0 +1,60 @@
+"""Outputs of short steps are told together, but nobody waits for what matters."""
+
+from __future__ import annotations
+
+from engine.worker.outbox import CROWD, HELD_S, Outbox
+
+SHORT_S = HELD_S / 4
+
+
+def fill(outbox: Outbox, requests: int = CROWD, token: int = 7) -> None:
+    """A step's token for each of so many requests."""
+    for number in range(requests):
+        outbox.of(f"r{number}").token_ids.append(token)
+
+
+def test_short_steps_of_many_requests_are_told_together_within_the_limit() -> None:
+    outbox = Outbox()
+    ended_s, told = 0.0, []
+    for step in range(1, 9):
+        fill(outbox, token=step)
+        ended_s += SHORT_S
+        told.append(outbox.stepped(ended_s - SHORT_S, ended_s))
+        if told[-1]:
+            break
+    assert told == [False, False, False, False, True]
+    assert (outbox.steps, round(outbox.stepped_s / SHORT_S)) == (5, 5)
+    assert [output.token_ids for output in outbox.take()] == [[1, 2, 3, 4, 5]] * CROWD
+    assert not outbox.holds
+
+
+def test_few_requests_are_told_at_every_step() -> None:
+    outbox = Outbox()
+    fill(outbox, CROWD - 1)
+    assert outbox.stepped(0.0, SHORT_S)
+
+
+def test_long_steps_are_told_one_by_one() -> None:
+    outbox = Outbox()
+    fill(outbox)
+    assert outbox.stepped(0.0, HELD_S * 1.1)
+
+
+def test_a_first_token_and_an_end_go_at_once_with_all_that_is_held() -> None:
+    for urgent in ("first", "end"):
+        outbox = Outbox()
+        fill(outbox)
+        assert not outbox.stepped(0.0, SHORT_S)
+        fill(outbox)
+        if urgent == "first":
+            outbox.of("new").cached_tokens = 0
+        else:
+            outbox.of("r0").finish = "stop"
+        assert outbox.stepped(SHORT_S, 2 * SHORT_S)
+
+
+def test_what_is_dropped_is_not_told() -> None:
+    outbox = Outbox()
+    fill(outbox, 2)
+    outbox.drop("r0")
+    assert [output.request_id for output in outbox.take()] == ["r1"]
