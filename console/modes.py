@@ -36,5 +36,9 @@ MODES: tuple[Mode, ...] = (
     Mode("dashboard", "1", "Dashboard", "console.screens.dashboard", "DashboardScreen"),
     Mode("models", "2", "Models", "console.screens.models", "ModelsScreen"),
     Mode("chat", "3", "Chat", "console.screens.chat", "ChatScreen"),
-    Mode("logs", "4", "Logs", "console.screens.logs", "LogsScreen"),
+    Mode("requests", "4", "Requests", "console.screens.requests", "RequestsScreen"),
+    Mode("tune", "5", "Tune", "console.screens.tune", "TuneScreen"),
+    Mode("api", "6", "API", "console.screens.api", "ApiScreen"),
+    Mode("logs", "7", "Logs", "console.screens.logs", "LogsScreen"),
+    Mode("settings", "8", "Settings", "console.screens.settings", "SettingsScreen"),
 )

@@ -59,15 +59,23 @@ class TabRow(Widget):
             self.refresh()
 
     def render(self) -> Content:
-        """Tabs on the left, knobs on the right."""
-        tabs = Content("").join(_tab(mode.name, mode.digit, mode.title, mode.name == self._mode) for mode in MODES)
-        room = self.size.width - tabs.cell_length
-        forms = (knob_row(self._knobs, brevity) for brevity in range(BREVITIES))
-        knobs = next((form for form in forms if form.cell_length < room), knob_row(self._knobs, BREVITIES - 1))
-        return fitted(self.app, Content.assemble(tabs, " " * max(1, room - knobs.cell_length), knobs))
+        """Tabs on the left, knobs on the right: the widest forms that fit together, knobs giving way first."""
+        width = self.size.width
+        for brief in (False, True):
+            tabs = tab_row(self._mode, brief=brief)
+            for brevity in range(BREVITIES):
+                knobs = knob_row(self._knobs, brevity)
+                if (room := width - tabs.cell_length - knobs.cell_length) > 0:
+                    return fitted(self.app, Content.assemble(tabs, " " * room, knobs))
+        return fitted(self.app, tabs)
 
 
 BREVITIES = 4
+
+
+def tab_row(here: str, *, brief: bool) -> Content:
+    """All tabs; brief: the digit alone of those that one is not on."""
+    return Content("").join(_tab(mode.name, mode.digit, mode.title, mode.name == here, brief=brief) for mode in MODES)
 
 
 def knob_row(knobs: Knobs, brevity: int) -> Content:
@@ -88,9 +96,11 @@ def _link(text: str, style: str, action: str) -> Content:
     return Content.styled(text, style).stylize(Style.from_meta({"@click": action}))
 
 
-def _tab(name: str, digit: str, title: str, here: bool) -> Content:
+def _tab(name: str, digit: str, title: str, here: bool, *, brief: bool) -> Content:
     if here:
         return Content.styled(f" {digit} {title} ", "bold $background on $primary")
+    if brief:
+        return _link(f" {digit} ", "$primary", f"app.open('{name}')")
     return Content.assemble((f" {digit}", "$primary"), _link(f" {title} ", "$foreground", f"app.open('{name}')"))
 
 

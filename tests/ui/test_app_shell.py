@@ -21,7 +21,7 @@ async def test_digits_and_function_keys_open_the_screens() -> None:
     app = EricApp(FakeLink())
     async with app.run_test() as pilot:
         seen = []
-        for key in ("2", "4", "1", "f2", "f4", "f3", "f1"):
+        for key in ("2", "7", "1", "f2", "f7", "f3", "f1"):
             await pilot.press(key)
             seen.append(app.current_mode)
     assert seen == ["models", "logs", "dashboard", "models", "logs", "chat", "dashboard"]
