@@ -188,8 +188,7 @@ class EricApp(App[None], inherit_bindings=False):
             self.exit()
             return
         title = f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished."
-        grace = "They get a few seconds to end, then they are cut off. Quit?"
-        question = ConfirmScreen(title, grace, yes="Quit", no="Stay")
+        question = ConfirmScreen(title, "Whoever asked gets what there is so far, and no more. Quit?", yes="Quit", no="Stay")
         self.push_screen(question, lambda leave: self.exit() if leave else None)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:

@@ -206,16 +206,16 @@ class Runtime:
             return status
         return ApiStatus(host=status.host, port=status.port, key_required=status.key_required, error=self._api_error)
 
-    async def close(self, drain_s: float = 5.0) -> None:
-        """Refuse new requests, give running ones `drain_s` to end, stop everything. Where it is cancelled, another
-        call with less time finishes the work."""
+    async def close(self, drain_s: float = 5.0, patience_s: float | None = None) -> None:
+        """Refuse new requests, give running ones `drain_s` to end, stop everything; workers that have not ended
+        `patience_s` later are killed. Where it is cancelled, another call with less time finishes the work."""
         self.engine.refuse_new()
         if self._finding is not None:
             self._finding.cancelled.set()
         clock = asyncio.get_running_loop().time
         until = clock() + drain_s
         await self._api.stop(drain_s=drain_s)
-        await self.engine.close(drain_s=max(0.0, until - clock()))
+        await self.engine.close(drain_s=max(0.0, until - clock()), patience_s=patience_s)
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.close)
 

@@ -13,6 +13,10 @@ from console.settings import APP_NAME, Settings, data_dir, log_dir, state_dir
 from engine.errors import EngineError
 
 
+QUIT_PATIENCE_S = 0.4
+"""What a worker gets to end by itself: whoever quits does not wait for one that hangs."""
+
+
 def run_console(settings: Settings, choice: ModelChoice) -> int:
     """Open the console and load `choice` behind it; returns the exit code when the operator leaves."""
     from console.app import EricApp
@@ -34,7 +38,7 @@ def run_console(settings: Settings, choice: ModelChoice) -> int:
             code = app.return_code or 0
         finally:
             print(f"{APP_NAME}: stopping", file=sys.stderr)
-            loop.submit(runtime.close()).result()
+            loop.submit(runtime.close(drain_s=0.0, patience_s=QUIT_PATIENCE_S)).result()
             loop.stop()
     return code
 

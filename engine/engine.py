@@ -84,12 +84,15 @@ class Engine:
         """Take no request and no command any more, as `close` does; what is under way goes on until then."""
         self._refusing = True
 
-    async def close(self, drain_s: float = 5.0) -> None:
-        """Refuse new requests, give running ones `drain_s`, then stop every worker.
+    async def close(self, drain_s: float = 5.0, patience_s: float | None = None) -> None:
+        """Refuse new requests, give running ones `drain_s`, then stop every worker; those that have not ended
+        `patience_s` later, where that is given, are killed.
 
         Idempotent; called again with no time to drain, it ends those that the first call waits for.
         """
         self.refuse_new()
+        if patience_s is not None:
+            asyncio.get_running_loop().call_later(drain_s + patience_s, self._kill_workers)
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close(drain_s))
         elif drain_s <= 0:
@@ -343,6 +346,10 @@ class Engine:
             timer.cancel()
         await self._sampler.close()
         self._publish()
+
+    def _kill_workers(self) -> None:
+        for replica in self._fleet.roster.replicas():
+            replica.kill()
 
 
 def _shut_down() -> EngineClosed:

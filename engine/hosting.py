@@ -37,6 +37,7 @@ class Hosting:
         self._host: WorkerHost | None = None
         self._starting: asyncio.Task[None] | None = None
         self._disposals: set[asyncio.Task[None]] = set()
+        self._live: list[WorkerHost] = []
 
     @property
     def occupied(self) -> bool:
@@ -57,6 +58,11 @@ class Hosting:
         """Send the worker a command; nothing happens without one."""
         if self._host is not None:
             self._host.send(command)
+
+    def kill(self) -> None:
+        """End at once whatever still runs; who stops it, or waits for that, is done sooner."""
+        for host in self._live:
+            host.kill()
 
     def let_go(self, *, kill: bool = False) -> None:
         """Have done with the host: it is stopped in the background, and killed first if it would not hear of it."""
@@ -85,9 +91,11 @@ class Hosting:
             await asyncio.wait(self._disposals)
         if host is not self._host:
             return
+        self._live.append(host)
         try:
             await host.start(partial(self._said, host), partial(self._ended, host))
         except EngineError as error:
+            self._live.remove(host)
             if host is self._host:
                 self._host = None
                 self._listener.host_failed(error.info)
@@ -100,6 +108,7 @@ class Hosting:
             self._listener.host_said(event)
 
     def _ended(self, host: WorkerHost, exit_: WorkerExit) -> None:
+        self._live.remove(host)
         expected = host is not self._host
         if not expected:
             self._host = None

@@ -198,6 +198,10 @@ class Replica:
             self._owner.replica_changed(self)
         return self._stopping
 
+    def kill(self) -> None:
+        """End its process at once, for who cannot wait for `stop`."""
+        self._hosting.kill()
+
     def reading(self, now: float, max_prompts: int) -> WorkerReading:
         """How it is doing at `now` (the loop's clock)."""
         return WorkerReading(

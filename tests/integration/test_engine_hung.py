@@ -13,6 +13,7 @@ import pytest
 from console.api.server import ApiServer, ApiSettings
 from engine.engine import Engine
 from engine.errors import NoModelLoaded
+from engine.worker.hosts import ProcessHost
 from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.engines import (
     Backends,
@@ -56,6 +57,26 @@ async def test_a_process_that_hangs_is_replaced_and_its_requests_go_on(
             os.kill(hung, 0)
     finally:
         await engine.close(drain_s=0.0)
+
+
+async def test_who_closes_in_a_hurry_does_not_wait_for_a_process_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def until_it_ended(host: ProcessHost, timeout_s: float) -> bool:
+        await host._told.wait()
+        return True
+
+    monkeypatch.setattr(ProcessHost, "_told_within", until_it_ended)  # the patient way would never end
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend:make")
+    engine = Engine(config(worker_host="process"), probe=StillProbe())
+    await engine.start()
+    await engine.load(fake_spec(tmp_path))
+    hung = worker(engine, "w0").pid
+    assert hung is not None
+    os.kill(hung, signal.SIGSTOP)
+    await engine.close(drain_s=0.0, patience_s=0.1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(hung, 0)
 
 
 @pytest.mark.slow
