@@ -47,6 +47,7 @@ class ModelReading(msgspec.Struct, frozen=True, kw_only=True):
     """One model that the engine holds. key: unique even while one is replaced by another of the same name.
 
     planned, used: what placement expected of each device for one worker, and what its load really took.
+    longest_context_tokens: prompt and answer of its longest request that ended.
     """
 
     key: str
@@ -60,6 +61,7 @@ class ModelReading(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterReading, ...] = ()
     planned: tuple[DeviceShare, ...] = ()
     used: tuple[DeviceShare, ...] = ()
+    longest_context_tokens: int = 0
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,11 +72,20 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int = 0
 
 
+class DeviceLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The most a device can: dense matrix products in 16 and 32 bits, and bytes read. None where it is not known."""
+
+    flops_16bit_per_s: float | None = None
+    flops_32bit_per_s: float | None = None
+    bytes_per_s: float | None = None
+
+
 class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     """One device now. weights + kv + work + others + free = total; `others` is what other programs hold.
 
     node: the machine it is in, "" for this one.  utilisation: 0..1. Readings that a device does not give are None.
     others: the processes behind others_bytes, as far as the driver names them.
+    limits: what it can at most, None where that is not known.
     """
 
     id: str
@@ -92,6 +103,7 @@ class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     power_limit_w: float | None = None
     node: str = ""
     others: tuple[ProcessMemory, ...] = ()
+    limits: DeviceLimits | None = None
 
 
 class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,6 +226,112 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """How `count` measurements lie, within 1% (percentiles); None while there are none."""
+
+    count: int = 0
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    longest: float | None = None
+
+
+class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+    """Lengths in tokens: counts[i] of them are at most bounds[i] and above the bound before it; the last are longer."""
+
+    spread: Spread = Spread()
+    bounds: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+
+class Goodput(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests whose TTFT and mean ITL kept the SLO. A limit that is None is not asked for.
+
+    judged: requests that ended, without those that were cancelled; an error or a timeout keeps no SLO.
+    per_s: those that kept it, over the last minute.
+    """
+
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
+    judged: int = 0
+    kept: int = 0
+    per_s: float = 0.0
+
+
+class DraftPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens guessed so far ahead (the first position is the next token but one), and how many of them held."""
+
+    guessed: int = 0
+    held: int = 0
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """What was done since `since` (unix time), when the engine started or an operator began to count anew.
+
+    busy_s: time in which a worker computed.  batch: requests in a step, on average.
+    prompt_tokens: those that were computed, without what the prefix cache had.
+    """
+
+    since: float = 0.0
+    elapsed_s: float = 0.0
+    busy_s: float = 0.0
+    requests: int = 0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    steps: int = 0
+    batch: float | None = None
+
+
+class Energy(msgspec.Struct, frozen=True, kw_only=True):
+    """What the devices draw that workers are on. power_w: None where none of them tells.
+
+    unmetered: devices with workers that do not tell.  busy_joules: of the session, while a worker computed.
+    today_joules: since midnight of this machine's clock, earlier runs included.  rate_per_kwh: None where none is set.
+    """
+
+    power_w: float | None = None
+    unmetered: int = 0
+    session_joules: float = 0.0
+    busy_joules: float = 0.0
+    today_joules: float = 0.0
+    rate_per_kwh: float | None = None
+    currency: str = ""
+
+
+class DeviceWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What models ask of a device over the last seconds, and the most that it can; None where that is not known."""
+
+    device: str
+    flops_per_s: float = 0.0
+    flops_limit_per_s: float | None = None
+    bytes_per_s: float = 0.0
+    bytes_limit_per_s: float | None = None
+
+
+class Insight(msgspec.Struct, frozen=True, kw_only=True):
+    """Where time, tokens and energy go, over the session; brought up to date once a second.
+
+    queue, prefill, decode: seconds, of whole answers.  longest_context_tokens: prompt and answer of the longest request
+    that ended.  configured_context_tokens: what the models take at most, 0 where none is loaded.
+    finished: requests by finish reason.  drafts: by position; () where no backend tells.
+    """
+
+    session: Session = Session()
+    queue: Spread = Spread()
+    prefill: Spread = Spread()
+    decode: Spread = Spread()
+    prompts: Lengths = Lengths()
+    outputs: Lengths = Lengths()
+    longest_context_tokens: int = 0
+    configured_context_tokens: int = 0
+    finished: dict[str, int] = {}
+    goodput: Goodput = Goodput()
+    drafts: tuple[DraftPosition, ...] = ()
+    energy: Energy = Energy()
+    work: tuple[DeviceWork, ...] = ()
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The engine at `at` (unix time). history: oldest first, at most 600 seconds; histograms by metric name.
 
@@ -245,3 +363,4 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     totals: Totals = Totals()
     histograms: dict[str, Histogram] = {}
     log_total: int = 0
+    insight: Insight = Insight()
