@@ -91,6 +91,9 @@ class EngineLink(Protocol):
     async def restart_worker(self, worker_id: str) -> None:
         """Start a worker again: one that was left dead, or one that an operator does not trust any more."""
 
+    async def drain_worker(self, worker_id: str) -> None:
+        """Let a worker finish what it has, take nothing new, and go: one worker less."""
+
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
         """What loading a model would take of each device now; the knobs are the settings' unless given."""
 

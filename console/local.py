@@ -69,6 +69,10 @@ class LocalLink:
         """Start a worker again."""
         await self._call(self._runtime.engine.restart_worker(worker_id))
 
+    async def drain_worker(self, worker_id: str) -> None:
+        """Let a worker finish and go."""
+        await self._call(self._runtime.engine.drain_worker(worker_id))
+
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
         """What loading a model would take of each device now."""
         knobs = {"num_workers": workers, "max_prompts": max_prompts}

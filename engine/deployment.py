@@ -288,6 +288,23 @@ class Deployment:
             self._pool.set_max_prompts(config.max_prompts)
         self._pool.resize(config.num_workers, placements)
 
+    def drain_worker(self, worker_id: str) -> None:
+        """Let one worker finish what it has and go; there is to be one less. One that goes already does so.
+
+        Raises InvalidRequest where no worker would be left to answer.
+        """
+        if self._pool is None or (leaving := self._pool[worker_id]) not in self._pool.staying:
+            return
+        others = [replica for replica in self._pool.staying if replica is not leaving]
+        if not others or (leaving.state != "failed" and all(replica.state == "failed" for replica in others)):
+            raise InvalidRequest(
+                f"{worker_id} is the last worker of {self.spec.name}: unload the model instead", param="worker"
+            )
+        before = self.config
+        self.config = msgspec.structs.replace(before, num_workers=max(1, before.num_workers - 1))
+        self._mark(before)
+        self._pool.shed(leaving)
+
     def _mark(self, before: EngineConfig) -> None:
         for label, name in (("workers", "num_workers"), ("max_prompts", "max_prompts")):
             old, new = getattr(before, name), getattr(self.config, name)

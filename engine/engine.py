@@ -203,6 +203,14 @@ class Engine:
         self._refuse_if_closed()
         self._fleet.restart_worker(worker_id)
 
+    async def drain_worker(self, worker_id: str) -> None:
+        """Let a worker finish what it has, take nothing new, and go; its model is to have one worker less from now on.
+
+        Raises InvalidRequest where there is none of that id, or none would be left to answer; EngineClosed.
+        """
+        self._refuse_if_closed()
+        self._fleet.drain_worker(worker_id)
+
     async def attach(self, adapter: AdapterSpec, model: str = "") -> None:
         """Make a LoRA adapter usable by requests of a model; returns when every ready worker has it.
 

@@ -182,10 +182,22 @@ class Fleet:
 
     def restart_worker(self, worker_id: str) -> None:
         """See Engine.restart_worker."""
-        found = next((replica for replica in self.roster.replicas() if replica.id == worker_id), None)
-        if found is None:
-            raise InvalidRequest(f"there is no worker {worker_id}", param="worker", value=worker_id)
-        found.restart()
+        self._worker(worker_id)[1].restart()
+
+    def drain_worker(self, worker_id: str) -> None:
+        """See Engine.drain_worker."""
+        deployment, _ = self._worker(worker_id)
+        deployment.drain_worker(worker_id)
+        if deployment is self.roster.first:
+            self.config = msgspec.structs.replace(self.config, num_workers=deployment.config.num_workers)
+        self._changed()
+
+    def _worker(self, worker_id: str) -> tuple[Deployment, Replica]:
+        for deployment in self.roster:
+            for replica in deployment.replicas():
+                if replica.id == worker_id:
+                    return deployment, replica
+        raise InvalidRequest(f"there is no worker {worker_id}", param="worker", value=worker_id)
 
     async def attach(self, adapter: AdapterSpec, name: str) -> None:
         """See Engine.attach."""

@@ -103,9 +103,14 @@ class Pool:
         return await asyncio.shield(self._first)
 
     @property
+    def staying(self) -> list[Replica]:
+        """Replicas that are to stay, oldest first."""
+        return [replica for replica in self if replica.state not in ("draining", "stopping")]
+
+    @property
     def size(self) -> int:
-        """Replicas that are to stay."""
-        return sum(replica.state not in ("draining", "stopping") for replica in self)
+        """How many are to stay."""
+        return len(self.staying)
 
     def grow(self, placements: Sequence[Placement]) -> None:
         """Start a replica for each placement, in the background; none once `stop` was called."""
@@ -134,13 +139,17 @@ class Pool:
         return len(draining)
 
     def shrink(self, number: int) -> None:
-        """Let go of the `number` youngest: a ready one takes nothing new and stops when empty, others stop now."""
-        staying = [replica for replica in self if replica.state not in ("draining", "stopping")]
+        """Let go of the `number` youngest."""
+        staying = self.staying
         for replica in staying[len(staying) - number :]:
-            if replica.state == "ready":
-                replica.drain()
-            else:
-                self._leave(replica)
+            self.shed(replica)
+
+    def shed(self, replica: Replica) -> None:
+        """Let go of one: a ready one takes nothing new and stops when empty, others stop now."""
+        if replica.state == "ready":
+            replica.drain()
+        elif replica.state not in ("draining", "stopping"):
+            self._leave(replica)
 
     def resize(self, workers: int, placements: Sequence[Placement]) -> None:
         """Be `workers` many: failed ones go, draining ones are kept rather than new ones started at `placements`."""

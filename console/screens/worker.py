@@ -28,6 +28,7 @@ class WorkerScreen(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("r", "restart", "Restart", id="worker.restart", tooltip="Restart this worker"),
+        Binding("d", "drain", "Drain", id="worker.drain", tooltip="Let this worker finish what it has, then go"),
         Binding("escape,q", "dismiss", "Close", id="worker.close", tooltip="Close the worker", show=False),
     ]
 
@@ -40,7 +41,7 @@ class WorkerScreen(ModalScreen[None]):
         """One page that scrolls where it is long."""
         with VerticalScroll(classes="dialog worker") as page:
             page.border_title = f"Worker {self._worker}"
-            page.border_subtitle = "r restarts it, esc closes"
+            page.border_subtitle = "r restarts it, d drains it, esc closes"
             yield Static(id="card", markup=False)
 
     def on_mount(self) -> None:
@@ -93,3 +94,23 @@ class WorkerScreen(ModalScreen[None]):
 
     def _restart(self) -> None:
         self.console.perform(self.console.link.restart_worker(self._worker), done=f"{self._worker} is started again")
+
+    def action_drain(self) -> None:
+        """Let it finish and go; ask first: there is one worker less then."""
+        worker = self.reading
+        if worker is None:
+            self.notify(f"{self._worker} is gone.", severity="warning", markup=False)
+        elif worker.state in ("draining", "stopping"):
+            self.notify(f"{worker.id} is on its way out already.", markup=False)
+        else:
+            works = f" finishes {text.plural(worker.active, 'request')}," if worker.active else ""
+            question = ConfirmScreen(
+                f"Drain {worker.id}?",
+                f"It{works} takes nothing new and goes: one worker less.",
+                yes="Drain",
+                no="Keep it",
+            )
+            self.app.push_screen(question, lambda yes: self._drain() if yes else None)
+
+    def _drain(self) -> None:
+        self.console.perform(self.console.link.drain_worker(self._worker), done=f"{self._worker} is drained, then goes")

@@ -207,6 +207,10 @@ class FakeLink:
         """Keeps the call alone."""
         await self._record("restart_worker", worker_id=worker_id)
 
+    async def drain_worker(self, worker_id: str) -> None:
+        """Keeps the call alone."""
+        await self._record("drain_worker", worker_id=worker_id)
+
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
         """`expected`, whatever is asked for; `estimates` keeps what that was."""
         self.estimates.append({"model": model, "workers": workers, "max_prompts": max_prompts})

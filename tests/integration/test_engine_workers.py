@@ -191,6 +191,45 @@ async def test_a_draining_worker_that_dies_is_not_restarted_and_loses_nothing(tm
         await all_ready(engine)
 
 
+async def test_a_worker_that_is_drained_finishes_takes_nothing_new_and_goes(tmp_path: Path) -> None:
+    gate = Gate()
+    backends = Backends(then=lambda: FakeBackend(gate=gate))
+    async with serving(tmp_path, backends, num_workers=2) as engine:
+        streams = [engine.submit(ask(str(number))) for number in range(2)]
+        await engine.drain_worker("w0")
+        assert (worker(engine, "w0").state, engine.snapshot().target_workers) == ("draining", 1)
+        late = engine.submit(ask("late", id="late"))
+        assert row(engine, "late").worker == "w1"
+        await engine.drain_worker("w0")
+        gate.open()
+        answers = await asyncio.gather(*map(read, [*streams, late]))
+        assert all(answer.last.finish == "length" for answer in answers)
+        await all_ready(engine)
+        assert [each.id for each in engine.snapshot().workers] == ["w1"]
+        assert [mark.text for mark in engine.snapshot().marks] == ["workers 2 -> 1"]
+
+
+async def test_the_last_worker_that_could_answer_is_not_drained(tmp_path: Path) -> None:
+    backends = Backends(FakeBackend(), FakeBackend(load_error=MemoryError("no room")))
+    async with serving(tmp_path, backends) as engine:
+        with pytest.raises(InvalidRequest, match="w0 is the last worker"):
+            await engine.drain_worker("w0")
+        await engine.reconfigure(workers=2)
+        await until(lambda: worker(engine, "w1").state == "failed")
+        with pytest.raises(InvalidRequest, match="w0 is the last worker"):
+            await engine.drain_worker("w0")
+        assert engine.snapshot().target_workers == 2
+        await engine.drain_worker("w1")
+        await all_ready(engine)
+        assert [each.id for each in engine.snapshot().workers] == ["w0"]
+
+
+async def test_a_worker_that_is_not_there_is_not_drained(tmp_path: Path) -> None:
+    async with serving(tmp_path) as engine:
+        with pytest.raises(InvalidRequest, match="there is no worker w7"):
+            await engine.drain_worker("w7")
+
+
 async def test_what_the_operator_did_is_marked(tmp_path: Path) -> None:
     async with serving(tmp_path) as engine:
         await engine.reconfigure(workers=2, max_prompts=8)

@@ -164,6 +164,30 @@ async def test_r_asks_before_requests_have_to_move() -> None:
     assert link.commands == [("restart_worker", {"worker_id": "w0"})]
 
 
+async def test_d_asks_once_and_drains() -> None:
+    link = FakeLink(fleet_scenes.simulated())
+    app = EricApp(link)
+    async with app.run_test(size=(100, 40)) as pilot:
+        await _opened(pilot, 0)
+        await pilot.press("d")
+        assert "It finishes 7 requests, takes nothing new and goes: one worker less." in screen_text(app)
+        await pilot.press("n")
+        assert link.commands == []
+        await pilot.press("d", "y")
+        await app.workers.wait_for_complete()
+    assert link.commands == [("drain_worker", {"worker_id": "w0"})]
+
+
+async def test_a_worker_that_drains_is_not_asked_about_again() -> None:
+    snapshot = _worker(fleet_scenes.simulated(), "w0", state="draining")
+    app = EricApp(FakeLink(snapshot))
+    async with app.run_test(size=(100, 40), notifications=True) as pilot:
+        await _opened(pilot, 0)
+        await pilot.press("d")
+        await pilot.pause()
+        assert "w0 is on its way out already." in [toast.message for toast in app._notifications]
+
+
 async def test_a_restart_that_is_refused_says_why() -> None:
     link = FakeLink(fleet_scenes.simulated())
     link.failures["restart_worker"] = EngineError("there is no worker w2")
@@ -182,7 +206,8 @@ async def test_the_palette_has_what_the_keys_of_workers_do() -> None:
         assert "Look closely at the selected worker" in {entry.title for entry in entries(app.screen)}
         await pilot.press("i")
         await pilot.pause()
-        assert {"Restart this worker", "Close the worker"} <= {entry.title for entry in entries(app.screen)}
+        does = "Let this worker finish what it has, then go"
+        assert {"Restart this worker", does, "Close the worker"} <= {entry.title for entry in entries(app.screen)}
 
 
 async def test_a_worker_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +235,7 @@ def test_planned_and_used_stand_beneath_each_other() -> None:
 
 
 async def test_the_knobs_show_the_limit_that_memory_set_and_workers_that_come() -> None:
-    wide = (await _seen(fleet_scenes.memory_ran_out(), (140, 40))).splitlines()[1]
+    wide = (await _seen(fleet_scenes.memory_ran_out(), (160, 40))).splitlines()[1]
     assert "Workers  −  1→2  +   Max prompts  −  16, memory allows 11  +" in wide
     narrow = (await _seen(fleet_scenes.memory_ran_out(), (80, 24))).splitlines()[1]
     assert "− 1→2 +  Prompts − 16 (11) +" in narrow
