@@ -60,6 +60,13 @@ class ModelNotFound(EngineError):
     http_status = 404
 
 
+class RequestNotFound(EngineError):
+    """Nothing is known of a request of that id (any more)."""
+
+    code = "request_not_found"
+    http_status = 404
+
+
 class QueueFull(EngineError):
     """The queue holds as many requests as it may; details: queued, limit, retry_after_s."""
 

@@ -138,7 +138,10 @@ class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One request: live, or among the last finished. queued_s runs until a worker took it; itl_s is its mean."""
+    """One request: live, or among the last finished. queued_s runs until a worker took it; itl_s is its mean.
+
+    order: its arrival number, unique in the engine, from 1.  created_at: unix time; 0.0 is "not known".
+    """
 
     id: str
     source: str
@@ -159,6 +162,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     client: str = ""
     priority: int = 0
+    order: int = 0
+    created_at: float = 0.0
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,10 +191,19 @@ class Second(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """Something an operator did, to be drawn into the graphs. at: unix time."""
+    """Something an operator did, to be drawn into the graphs. at: unix time.
+
+    Where it was a knob: knob is the setting's name, before and after its values, model whose it is; and settled_at when
+    the workers had done what it asks for, None as long as they have not.
+    """
 
     at: float
     text: str
+    knob: str = ""
+    before: float | None = None
+    after: float | None = None
+    model: str = ""
+    settled_at: float | None = None
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
