@@ -1,0 +1,127 @@
+"""`link.api`: who may ask over HTTP, who does, in which dialects, and what went wrong."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+Scope = Literal["use", "watch", "admin"]
+"""What a key is good for. use: models and completions.  watch: snapshot, logs, metrics, events, and nothing that
+changes anything.  admin: everything."""
+
+SETTINGS_KEY = "settings"
+"""The name of the key that --api-key gives."""
+
+
+class KeyReading(msgspec.Struct, frozen=True, kw_only=True):
+    """One key, without what it consists of. Times are unix times, None where that never was.
+
+    made_at: None for the key of the settings.  prompt_tokens, output_tokens: of all its requests that were answered.
+    """
+
+    name: str
+    scopes: tuple[Scope, ...]
+    made_at: float | None = None
+    last_used_at: float | None = None
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class NewKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A key that was just made: the one time that `key` itself is told."""
+
+    name: str
+    scopes: tuple[Scope, ...]
+    key: str
+
+    def __repr__(self) -> str:
+        return f"NewKey(name={self.name!r}, scopes={self.scopes!r})"
+
+
+class DialectReading(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of asking. routes: as "/v1/completions"; requests: so far."""
+
+    name: str
+    title: str
+    routes: tuple[str, ...]
+    on: bool = True
+    requests: int = 0
+
+
+class ClientReading(msgspec.Struct, frozen=True, kw_only=True):
+    """A client that asks now, or did within the last minute: an address with a key and a program.
+
+    key: the name of its key, "" for none.  since: unix time of the first request of those that kept it here.
+    """
+
+    address: str
+    key: str = ""
+    agent: str = ""
+    under_way: int = 0
+    requests: int = 0
+    since: float = 0.0
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that ended in an error. at: unix time; path without its query, and nothing of any body."""
+
+    at: float
+    status: int
+    code: str
+    message: str
+    client: str = ""
+    key: str = ""
+    method: str = ""
+    path: str = ""
+
+
+class FailureCount(msgspec.Struct, frozen=True, kw_only=True):
+    """How many requests ended so since the program started."""
+
+    status: int
+    code: str
+    count: int
+
+
+class ApiReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP side at `at` (unix time). Where it listens is in ApiStatus.
+
+    requests_per_min, failures_per_min: over the last 60 seconds.  per_second: requests of each of them, oldest first.
+    clients: busiest first.  failures: newest first, the last 50.  failure_counts: most first.
+    """
+
+    at: float = 0.0
+    under_way: int = 0
+    requests: int = 0
+    requests_per_min: int = 0
+    failures_per_min: int = 0
+    per_second: tuple[int, ...] = ()
+    keys: tuple[KeyReading, ...] = ()
+    dialects: tuple[DialectReading, ...] = ()
+    clients: tuple[ClientReading, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    failure_counts: tuple[FailureCount, ...] = ()
+
+
+class ApiLink(Protocol):
+    """What a screen asks about the HTTP side. EngineLink starts and stops it."""
+
+    def report(self) -> ApiReport:
+        """Who asks, how much and what went wrong, at once."""
+
+    async def listen(self, host: str, port: int) -> None:
+        """Listen there instead, from now on; where it is off, when it is started next. Requests under way go on.
+
+        port: 0 takes any free one. Raises with the reason where it cannot; it listens where it did, then.
+        """
+
+    async def make_key(self, name: str, scopes: tuple[Scope, ...]) -> NewKey:
+        """Make a key; raises InvalidRequest for a name that is taken or is none, or where there are no scopes."""
+
+    async def revoke_key(self, name: str) -> None:
+        """Refuse a key from now on; raises where there is none of that name, or where everybody could ask then."""
+
+    async def switch_dialect(self, name: str, on: bool) -> None:
+        """Answer a dialect, or say that it is switched off."""
