@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import platformdirs
-from pydantic import BeforeValidator, Field, SecretStr, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from engine.backends.torch.settings import MAX_STRETCH
-from engine.config import MAX_TIMEOUT_S, AttentionName, BackendKind, CacheBits
-from engine.devices import parse_devices
-from engine.errors import InvalidRequest
-from engine.models.adapters import CONFIG as ADAPTER_CONFIG
+from console.setting_values import (
+    AdapterFolder,
+    Folder,
+    Folders,
+    GigabyteList,
+    MegabyteList,
+    SimulatedDevices,
+    whole_number,
+)
+from engine.config import MAX_STRETCH, MAX_TIMEOUT_S, AttentionName, BackendKind, CacheBits
 from engine.models.files import home_expanded
 
 APP_NAME = "ericllm"
@@ -28,6 +32,8 @@ ENV_PREFIX = "ERICLLM_"
 MAX_TOKENS = 10**9
 
 Group = Literal["Model", "Engine", "API", "Console"]
+When = Literal["now", "load", "start"]
+"""When a value that is saved while the program runs is used: at once, by the next model loaded, at the next start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +42,20 @@ class Flag:
 
     metavar: how the help shows its value.  backends: None where every one does.
     example: what the sample file shows where there is no default.
+    when: when a value saved while the program runs is used; by default, the next load for a model's settings and the
+    next start for all others.
     """
 
     group: Group
     metavar: str = ""
     backends: tuple[BackendKind, ...] | None = None
     example: str | int | float | None = None
+    when: When | None = None
+
+    @property
+    def used(self) -> When:
+        """When a value that is saved is used."""
+        return self.when or ("load" if self.group == "Model" else "start")
 
 
 def config_path(env: Mapping[str, str] | None = None) -> Path:
@@ -65,44 +79,19 @@ def state_dir() -> Path:
     return Path(platformdirs.user_state_dir(APP_NAME))
 
 
-def _split_list(value: object) -> object:
-    """'16,24' -> ['16', '24'], '' -> []; anything but text is left to pydantic."""
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",")] if value.strip() else []
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return [value]
-    return value
-
-
-def _split_paths(value: object) -> object:
-    if isinstance(value, str):
-        return [part for part in value.split(os.pathsep) if part]
-    return value
-
-
-def _whole_number(value: object) -> object:
-    """'8' -> 8, as variables have it; anything else is left to pydantic."""
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
-
-
-GigabyteList = Annotated[tuple[float, ...], NoDecode, BeforeValidator(_split_list)]
-MegabyteList = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split_list)]
-PathList = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_paths)]
-
-
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All settings of the console and the engine. Build it with `console.sources.load_settings`."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: Annotated[
         str,
-        Flag("Model", "NAME"),
+        Flag("Model", "NAME", when="start"),
         Field(min_length=1, description="A folder, a name found in --models-dir, a hub id, or 'demo'"),
     ] = "demo"
     models_dir: Annotated[
-        PathList,
-        Flag("Model", "DIR"),
+        Folders,
+        Flag("Model", "DIR", when="now"),
         Field(description="Folder searched for models; may be given again. The hub cache is searched too"),
     ] = ()
     backend: Annotated[
@@ -114,7 +103,7 @@ class Settings(BaseSettings):
         Field(description="Type of weights and activations"),
     ] = "auto"
     lora: Annotated[
-        Path | None,
+        AdapterFolder | None,
         Flag("Model", "DIR", example="~/models/my-lora"),
         Field(description="Folder of a LoRA adapter to apply to every request"),
     ] = None
@@ -145,10 +134,14 @@ class Settings(BaseSettings):
     ] = None
 
     num_workers: Annotated[
-        int, Flag("Engine", "N"), Field(ge=1, le=64, description="Replicas of the model, each in its own process")
+        int,
+        Flag("Engine", "N", when="now"),
+        Field(ge=1, le=64, description="Replicas of the model, each in its own process"),
     ] = 1
     max_prompts: Annotated[
-        int, Flag("Engine", "N"), Field(ge=1, le=4096, description="Requests that a worker works on at once")
+        int,
+        Flag("Engine", "N", when="now"),
+        Field(ge=1, le=4096, description="Requests that a worker works on at once"),
     ] = 16
     timeout: Annotated[
         float,
@@ -171,7 +164,7 @@ class Settings(BaseSettings):
         Field(ge=0, le=MAX_TIMEOUT_S, description="Unload a model that nobody asks for so long, until asked; 0: never"),
     ] = 0.0
     devices: Annotated[
-        str,
+        SimulatedDevices,
         Flag("Engine", "sim:GIB,GIB", example="sim:24,24"),
         Field(description="Simulated cards with that many GiB, computed on the CPU; the machine's own if not given"),
     ] = ""
@@ -182,47 +175,53 @@ class Settings(BaseSettings):
     ] = "local"
     gpu_split: Annotated[
         GigabyteList,
-        Flag("Engine", "GB,GB"),
+        Flag("Engine", "GB,GB", when="load"),
         Field(description="GB of weights per GPU, for example 16,24"),
     ] = ()
     gpu_reserve: Annotated[
         MegabyteList,
-        Flag("Engine", "MIB,MIB", ("exllamav2",)),
+        Flag("Engine", "MIB,MIB", ("exllamav2",), when="load"),
         Field(description="MiB to leave free on each GPU where the split is automatic, for example 512,256"),
     ] = ()
     tensor_parallel: Annotated[
         bool,
-        Flag("Engine", backends=("exllamav2",)),
+        Flag("Engine", backends=("exllamav2",), when="load"),
         Field(description="Split every layer over the GPUs instead of giving each some layers"),
     ] = False
     gpu_balance: Annotated[
-        bool, Flag("Engine"), Field(description="Spread whole workers over the GPUs, round-robin")
+        bool,
+        Flag("Engine", when="load"),
+        Field(description="Spread whole workers over the GPUs, round-robin"),
     ] = False
-    cache_8bit: Annotated[bool, Flag("Engine"), Field(description="8-bit KV cache: the same as --cache-bits 8")] = False
+    cache_8bit: Annotated[
+        bool,
+        Flag("Engine", when="load"),
+        Field(description="8-bit KV cache: the same as --cache-bits 8"),
+    ] = False
     cache_bits: Annotated[
         CacheBits,
-        BeforeValidator(_whole_number),
-        Flag("Engine"),
+        BeforeValidator(whole_number),
+        Flag("Engine", when="load"),
         Field(description="Bits per KV cache element; 6 with exllamav2 alone"),
     ] = 16
     draft_model: Annotated[
-        Path | None,
-        Flag("Engine", "DIR", ("exllamav2",), example="~/models/my-draft"),
+        Folder | None,
+        Flag("Engine", "DIR", ("exllamav2",), example="~/models/my-draft", when="load"),
         Field(description="Folder of a small model with the same vocabulary that guesses tokens ahead"),
     ] = None
     ngram_draft: Annotated[
         bool,
-        Flag("Engine", backends=("exllamav2",)),
+        Flag("Engine", backends=("exllamav2",), when="load"),
         Field(description="Guess tokens ahead from the request's own text"),
     ] = False
     draft_tokens: Annotated[
         int | None,
-        Flag("Engine", "N", ("exllamav2",), example=4),
+        Flag("Engine", "N", ("exllamav2",), example=4, when="load"),
         Field(ge=1, le=7, description="Tokens to guess ahead per step"),
     ] = None
     attention: Annotated[
         AttentionName,
-        Flag("Engine"),
+        Flag("Engine", when="load"),
         Field(description="Paged attention on CUDA; auto takes the best that fits the GPU"),
     ] = "auto"
     worker_host: Annotated[
@@ -243,72 +242,18 @@ class Settings(BaseSettings):
     ] = None
 
     headless: Annotated[bool, Flag("Console"), Field(description="Engine and API without a screen")] = False
-    theme: Annotated[str, Flag("Console", "NAME"), Field(description="Colour theme")] = "ericllm-dark"
+    theme: Annotated[str, Flag("Console", "NAME", when="now"), Field(description="Colour theme")] = "ericllm-dark"
+    refresh_hz: Annotated[
+        int,
+        Flag("Console", "N", when="now"),
+        Field(ge=1, le=10, description="Times a second that the screen shows new numbers"),
+    ] = 4
     verbose: Annotated[bool, Flag("Console"), Field(description="Log more")] = False
-
-    @field_validator("gpu_split")
-    @classmethod
-    def _positive_split(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if any(gigabytes <= 0 for gigabytes in value):
-            raise ValueError("every GPU's share must be more than 0 GB")
-        return value
-
-    @field_validator("gpu_reserve")
-    @classmethod
-    def _no_negative_reserve(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if any(mebibytes < 0 for mebibytes in value):
-            raise ValueError("what is left free on a GPU must be 0 MiB or more")
-        return value
-
-    @field_validator("models_dir")
-    @classmethod
-    def _existing_folders(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        folders = tuple(map(home_expanded, value))
-        for path in folders:
-            if not path.is_dir():
-                raise ValueError(f"there is no folder {path}")
-        return folders
-
-    @field_validator("devices")
-    @classmethod
-    def _simulated_devices(cls, value: str) -> str:
-        if value:
-            try:
-                parse_devices(value)
-            except InvalidRequest as error:
-                raise ValueError(error.message) from None
-        return value
-
-    @field_validator("lora", "draft_model")
-    @classmethod
-    def _existing_folder(cls, value: Path | None) -> Path | None:
-        if value is not None and not home_expanded(value).is_dir():
-            raise ValueError(f"there is no folder {value}")
-        return value
-
-    @field_validator("lora")
-    @classmethod
-    def _folder_of_an_adapter(cls, value: Path | None) -> Path | None:
-        if value is not None and not (home_expanded(value) / ADAPTER_CONFIG).is_file():
-            raise ValueError(f"there is no {ADAPTER_CONFIG} in {value}")
-        return value
 
     @property
     def effective_cache_bits(self) -> Literal[16, 8, 6, 4]:
         """--cache-bits, or 8 where --cache_8bit was given."""
         return 8 if self.cache_8bit else self.cache_bits
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """`console.sources` merges the sources itself, so that it can say where a bad value came from."""
-        return (init_settings,)
 
 
 def fields() -> Sequence[tuple[str, FieldInfo, Flag]]:

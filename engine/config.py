@@ -22,6 +22,8 @@ MAX_STOP_STRINGS = 16
 MAX_BANNED_STRINGS = 64
 MAX_BANNED_CHARACTERS = 200
 MAX_TIMEOUT_S = 10**7
+MAX_STRETCH = 1000.0
+"""Most that a context may be stretched by, by alpha_value and by compress_pos_emb."""
 _SHOWN_DIGITS = 24
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 from engine.backends.exllama.folder import ModelFolder
 from engine.backends.exllama.parts import MAX_Q_SIZE, PAGE_TOKENS, Library
-from engine.config import ModelSpec
+from engine.config import MAX_STRETCH, ModelSpec
 from engine.errors import BackendUnavailable, InvalidRequest, UnsupportedModel
 
 CHUNK_TOKENS = 2048
 """Most tokens of one sequence that are computed at once; the library's buffers are made for as many."""
 
-MAX_STRETCH = 1000.0
 DEFAULT_DRAFT_TOKENS = 4
 
 _OUTPUT_ROWS = 16

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from engine.backends.torch.kv_format import refuse_format
 from engine.backends.torch.model_config import ModelConfig
-from engine.config import ModelSpec
+from engine.config import MAX_STRETCH, ModelSpec
 from engine.errors import InvalidRequest
-
-MAX_STRETCH = 1000.0
 
 
 def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:

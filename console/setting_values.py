@@ -1,0 +1,84 @@
+"""The types of settings' values: lists as flags have them, folders that must be there, simulated devices.
+
+What is wrong with a value is a ValueError with half a sentence, which `console.sources` puts behind where it stands.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator
+
+from engine.errors import InvalidRequest
+from engine.models.files import home_expanded
+
+
+def _split_list(value: object) -> object:
+    """'16,24' -> ['16', '24'], '' -> []; anything but text is left to pydantic."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")] if value.strip() else []
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return [value]
+    return value
+
+
+def _split_paths(value: object) -> object:
+    if isinstance(value, str):
+        return [part for part in value.split(os.pathsep) if part]
+    return value
+
+
+def whole_number(value: object) -> object:
+    """'8' -> 8, as variables have it; anything else is left to pydantic."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _existing_folder(value: Path) -> Path:
+    if not home_expanded(value).is_dir():
+        raise ValueError(f"there is no folder {value}")
+    return value
+
+
+def _existing_folders(value: tuple[Path, ...]) -> tuple[Path, ...]:
+    return tuple(_existing_folder(home_expanded(path)) for path in value)
+
+
+def _adapter(value: Path) -> Path:
+    from engine.models.adapters import CONFIG
+
+    if not (home_expanded(value) / CONFIG).is_file():
+        raise ValueError(f"there is no {CONFIG} in {value}")
+    return value
+
+
+def _simulated(value: str) -> str:
+    if value:
+        from engine.devices.simulated import parse_devices
+
+        try:
+            parse_devices(value)
+        except InvalidRequest as error:
+            raise ValueError(error.message) from None
+    return value
+
+
+def _positive(value: tuple[float, ...]) -> tuple[float, ...]:
+    if any(gigabytes <= 0 for gigabytes in value):
+        raise ValueError("every GPU's share must be more than 0 GB")
+    return value
+
+
+def _not_negative(value: tuple[int, ...]) -> tuple[int, ...]:
+    if any(mebibytes < 0 for mebibytes in value):
+        raise ValueError("what is left free on a GPU must be 0 MiB or more")
+    return value
+
+
+GigabyteList = Annotated[tuple[float, ...], BeforeValidator(_split_list), AfterValidator(_positive)]
+MegabyteList = Annotated[tuple[int, ...], BeforeValidator(_split_list), AfterValidator(_not_negative)]
+Folders = Annotated[tuple[Path, ...], BeforeValidator(_split_paths), AfterValidator(_existing_folders)]
+Folder = Annotated[Path, AfterValidator(_existing_folder)]
+AdapterFolder = Annotated[Folder, AfterValidator(_adapter)]
+SimulatedDevices = Annotated[str, AfterValidator(_simulated)]
