@@ -28,10 +28,11 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Fetching(msgspec.Struct, frozen=True, kw_only=True):
-    """A download under way. progress: bytes over all files, those that were there already counted as done."""
+    """A download under way. progress: bytes over all files, those that were there already counted as done; total is 0
+    while the hub is asked what there is."""
 
     model: str
-    progress: LoadProgress | None = None
+    progress: LoadProgress
 
 
 class ModelsLink(Protocol):

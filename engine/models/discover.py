@@ -10,7 +10,7 @@ import msgspec
 
 from engine.models.catalog import ModelEntry
 from engine.models.files import home_expanded
-from engine.models.hub_cache import hub_cache_folder, repo_of, snapshot_of
+from engine.models.hub_cache import hub_cache_folder, is_complete, kept_bytes, repo_of, snapshot_of
 from engine.models.inspect import ChooseBackend, inspect
 
 DEMO = "demo"
@@ -41,10 +41,21 @@ def discover(
     """
     entries = []
     for model in find_models(folders, hub_cache=hub_cache):
-        entry = inspect(model.path, choose)
+        entry = _with_download(inspect(model.path, choose), model)
         if entry.architecture or entry.weights_bytes:  # else some other program's config.json
             entries.append(msgspec.structs.replace(entry, name=model.name, origin=model.origin))
     return entries
+
+
+def _with_download(entry: ModelEntry, model: FoundModel) -> ModelEntry:
+    """The entry; of a download that stopped half way, with how far it came."""
+    repo = model.path.parent.parent
+    hub_id = repo_of(repo)
+    if not model.downloaded or hub_id is None or is_complete(model.path):
+        return entry
+    kept = kept_bytes(repo)
+    problem = f"its download stopped with {kept / 2**30:.2f} GiB; loading it goes on from there"
+    return msgspec.structs.replace(entry, unfinished=hub_id, kept_bytes=kept, problem=problem)
 
 
 def find_models(folders: Sequence[Path], *, hub_cache: bool = True) -> list[FoundModel]:

@@ -15,8 +15,17 @@ import msgspec
 
 from engine.backends.base import LoadProgress
 from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, ModelNotFound, UnsafeWeights, UnsupportedModel
-from engine.models.hub_cache import DEFAULT_REVISION, hub_cache_folder, is_commit, is_complete, repo_folder, snapshot_of
+from engine.models.hub_cache import (
+    DEFAULT_REVISION,
+    hub_cache_folder,
+    is_commit,
+    is_complete,
+    part_bytes,
+    repo_folder,
+    snapshot_of,
+)
 from engine.models.hub_errors import explain
+from engine.models.hub_files import LIBRARY, fetch_blob
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -26,6 +35,7 @@ _POLL_S = 0.1
 _WANTED = (".safetensors", ".json", ".jinja")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _GIB = 2**30
+_MIB = 2**20
 
 
 class _Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,20 +63,24 @@ def download(
 
     HF_ENDPOINT, HF_HUB_CACHE, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN are honoured. Weights come last and the branch's
     reference is written at the end, so that an unfinished download is never taken for a model; files that are
-    whole are kept and not fetched again. Raises ModelNotFound, UnsafeWeights, UnsupportedModel, ModelLoadFailed
-    or LoadCancelled.
+    whole are kept and not fetched again, and of weights the next download takes up what has come. Raises
+    ModelNotFound, UnsafeWeights, UnsupportedModel, ModelLoadFailed, or LoadCancelled with what is kept.
     """
     if cancelled():
         raise _cancelled(repo_id)
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return _offline(repo_id, revision)
+    report(LoadProgress(phase="download", done=0, total=0))
     api = _open_hub()
     try:
         plan = _plan(api, repo_id, revision)
         transfer = _Transfer(api, plan)
         _require_space(plan, transfer.done_bytes)
-        for files in (plan.small, plan.weights):
-            transfer.fetch(files, report, cancelled)
+        try:
+            for files in (plan.small, plan.weights):
+                transfer.fetch(files, report, cancelled)
+        except LoadCancelled:
+            raise _cancelled(repo_id, _kept(plan)) from None
         _write_reference(plan, revision or DEFAULT_REVISION)
     except EngineError:
         raise
@@ -82,7 +96,7 @@ def _open_hub() -> HfApi:
     from huggingface_hub import HfApi
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    return HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="ericllm")
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name=LIBRARY)
 
 
 def _plan(api: HfApi, repo_id: str, revision: str | None) -> _Plan:
@@ -123,9 +137,8 @@ class _Transfer:
         self._cache = hub_cache_folder()
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        snapshot = repo_folder(plan.repo_id) / "snapshots" / plan.commit
-        self._present = {name for name in (*plan.small, *plan.weights) if (snapshot / name).is_file()}
-        self.done_bytes = sum(size for name, size in {**plan.small, **plan.weights}.items() if name in self._present)
+        self._present = _present(plan)
+        self.done_bytes = _kept_bytes(plan)
 
     def fetch(
         self, files: Mapping[str, int], report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]
@@ -163,7 +176,7 @@ class _Transfer:
         """Fetch one file, counting its bytes as they come (a restarted file gives some back), `size` in the end."""
         from huggingface_hub import hf_hub_download
 
-        received = 0
+        received = part_bytes(self._plan.repo_id, self._plan.commit, name)
 
         def count(chunk: int) -> None:
             nonlocal received
@@ -172,25 +185,28 @@ class _Transfer:
             received += chunk
             self._count(chunk)
 
-        bar: Any = _bar_class(count)
+        bar: Any = _bar_class(count, lambda first: count(first - received))
+        if name in self._plan.weights:
+            fetch_blob(self._api, self._plan.repo_id, self._plan.commit, name, size, bar)
         hf_hub_download(
             self._plan.repo_id,
             name,
             revision=self._plan.commit,
             cache_dir=self._cache,
             endpoint=self._api.endpoint,
-            library_name="ericllm",
+            library_name=LIBRARY,
             tqdm_class=bar,
         )
         self._count(size - received)
 
 
-def _bar_class(count: Callable[[int], None]) -> type:
-    """What the library takes for a progress bar: it shows nothing and hands every chunk's size to `count`."""
+def _bar_class(count: Callable[[int], None], begin: Callable[[int], None]) -> type:
+    """What the library takes for a progress bar: it shows nothing and hands every chunk's size to `count`, and to
+    `begin` how much of the file was there when the hub's answer came."""
 
     class Bar:
-        def __init__(self, *args: object, **settings: object) -> None:
-            pass
+        def __init__(self, *args: object, initial: int = 0, **settings: object) -> None:
+            begin(initial)
 
         def __enter__(self) -> Bar:
             return self
@@ -207,6 +223,27 @@ def _bar_class(count: Callable[[int], None]) -> type:
         update_transfer = set_postfix_str = set_transfer_postfix_str = set_description = refresh = close = ignore
 
     return Bar
+
+
+def _present(plan: _Plan) -> set[str]:
+    """Files that the cache has whole."""
+    snapshot = repo_folder(plan.repo_id) / "snapshots" / plan.commit
+    return {name for name in (*plan.small, *plan.weights) if (snapshot / name).is_file()}
+
+
+def _kept_bytes(plan: _Plan) -> int:
+    """Of what is to be fetched, what the cache has: whole files, and the beginnings of weights."""
+    whole = _present(plan)
+    sizes = {**plan.small, **plan.weights}
+    parts = sum(part_bytes(plan.repo_id, plan.commit, name) for name in plan.weights if name not in whole)
+    return parts + sum(sizes[name] for name in whole)
+
+
+def _kept(plan: _Plan) -> str:
+    """ "3.1 of 9.4 GiB are kept, ..." """
+    kept, total = _kept_bytes(plan), plan.total_bytes
+    unit, name = (_GIB, "GiB") if total >= _GIB else (_MIB, "MiB")
+    return f"{kept / unit:.1f} of {total / unit:.1f} {name} are kept, and the next download goes on from there"
 
 
 def _require_space(plan: _Plan, present_bytes: int) -> None:
@@ -240,5 +277,5 @@ def _offline(repo_id: str, revision: str | None) -> Path:
     return snapshot
 
 
-def _cancelled(repo_id: str) -> LoadCancelled:
-    return LoadCancelled(f"downloading {repo_id} was cancelled", model=repo_id)
+def _cancelled(repo_id: str, kept: str = "nothing had come yet") -> LoadCancelled:
+    return LoadCancelled(f"downloading {repo_id} was cancelled; {kept}", model=repo_id)

@@ -67,6 +67,27 @@ def is_complete(snapshot: Path) -> bool:
         return False
 
 
+def part_file(repo_id: str, commit: str, name: str) -> Path:
+    """Where the beginning of a file is kept until the rest of it has come."""
+    return repo_folder(repo_id) / "blobs" / f"{commit}.{name}.part"
+
+
+def part_bytes(repo_id: str, commit: str, name: str) -> int:
+    """How much of it has come."""
+    try:
+        return part_file(repo_id, commit, name).stat().st_size
+    except OSError:
+        return 0
+
+
+def kept_bytes(repo: Path) -> int:
+    """What a repository's cache folder holds: whole files and parts of them."""
+    try:
+        return sum(file.stat().st_size for file in (repo / "blobs").iterdir())
+    except OSError:
+        return 0
+
+
 def _commit_of(repo: Path, revision: str) -> str | None:
     if is_commit(revision):
         return revision

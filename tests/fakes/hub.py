@@ -16,6 +16,8 @@ from urllib.parse import unquote, urlsplit
 _API = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?")
 _FILE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
+_RANGE = re.compile(r"bytes=(\d+)-")
+
 
 @dataclass
 class FakeRepo:
@@ -34,13 +36,17 @@ class FakeRepo:
 class FakeHub:
     """The hub's content and what was asked of it.
 
-    requests: "METHOD path" of each request.  hold: a file whose second half is sent only once `release` is set;
-    `half_sent` is set when its first half is out.  status: answered to everything, if set.
+    requests: "METHOD path" of each request.  resumed: the first byte that was asked for, of each file asked for from
+    its middle on.  hold: a file of which the second half is sent only once `release` is set; `half_sent` is set when
+    the first half is out.  ranges: whether files can be asked for from their middle on.  status: answered to
+    everything, if set.
     """
 
     url: str
     repos: dict[str, FakeRepo] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+    ranges: bool = True
     hold: str | None = None
     half_sent: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
@@ -95,7 +101,16 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             body = repo.files[file]
             headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{hashlib.sha256(body).hexdigest()}"'}
-            self._send(200, headers, body, with_body, hold=file == self.hub.hold)
+            first = self._first_byte()
+            if first:
+                self.hub.resumed.append(first)
+                headers["Content-Range"] = f"bytes {first}-{len(body) - 1}/{len(body)}"
+            self._send(206 if first else 200, headers, body[first:], with_body, hold=file == self.hub.hold)
+
+    def _first_byte(self) -> int:
+        """Where the client wants the file from."""
+        asked = _RANGE.fullmatch(self.headers.get("Range", ""))
+        return int(asked[1]) if asked and self.hub.ranges else 0
 
     def _repo(self, name: str, revision: str | None, with_body: bool) -> FakeRepo | None:
         repo = self.hub.repos.get(name)

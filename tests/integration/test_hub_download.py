@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.backends.base import LoadProgress
 from engine.errors import LoadCancelled, ModelLoadFailed, ModelNotFound, UnsafeWeights, UnsupportedModel
 from engine.models.discover import discover
+from engine.models.hub_cache import part_file
 from engine.models.inspect import inspect
 from engine.models.resolve import resolve
 from tests.fakes.hub import FakeHub, FakeRepo, serve_hub
@@ -80,7 +84,8 @@ def test_progress_counts_the_bytes_of_all_files(repo: FakeRepo, model_files: dic
     resolve("org/name", [], report=reports.append)
     total = sum(map(len, model_files.values()))
     done = [report.done for report in reports]
-    assert {(report.phase, report.unit, report.total) for report in reports} == {("download", "bytes", total)}
+    assert reports[0].total == 0  # the hub is being asked
+    assert {(report.phase, report.unit, report.total) for report in reports[1:]} == {("download", "bytes", total)}
     assert done == sorted(done)
     assert done[-1] == total
 
@@ -127,8 +132,86 @@ def test_a_download_goes_on_with_the_files_that_are_missing(hub: FakeHub, repo: 
     reports: list[LoadProgress] = []
     folder = resolve("org/name", [], report=reports.append)
     assert hub.fetched() == ["model.safetensors"]
-    assert reports[0].done >= sum(map(len, model_files.values())) - len(model_files["model.safetensors"])
+    assert reports[1].done >= sum(map(len, model_files.values())) - len(model_files["model.safetensors"])
     assert inspect(folder).problem == ""
+
+
+@pytest.fixture
+def stopped_half_way(hub: FakeHub, repo: FakeRepo, model_files: dict, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The part of the weights that a cancelled download of org/name left behind."""
+    hub.hold = "model.safetensors"
+    small = sum(map(len, model_files.values())) - len(model_files[hub.hold])
+    halves: list[int] = []
+    shut_down = ThreadPoolExecutor.shutdown
+
+    def let_go(pool: ThreadPoolExecutor, *args: Any, **settings: Any) -> None:
+        if halves:  # those who fetch have been told to stop
+            hub.release.set()
+        shut_down(pool, *args, **settings)
+
+    def report(progress: LoadProgress) -> None:
+        if progress.done > small:
+            halves.append(progress.done)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ThreadPoolExecutor, "shutdown", let_go)
+        with pytest.raises(LoadCancelled):
+            resolve("org/name", [], report=report, cancelled=lambda: bool(halves))
+    return part_file("org/name", repo.commit, hub.hold)
+
+
+def test_a_download_goes_on_within_a_file_from_where_it_stopped(
+    hub: FakeHub, stopped_half_way: Path, model_files: dict
+) -> None:
+    kept = stopped_half_way.stat().st_size
+    assert 0 < kept < len(model_files["model.safetensors"])
+    reports: list[LoadProgress] = []
+    folder = resolve("org/name", [], report=reports.append)
+    assert hub.resumed == [kept]
+    assert min(report.done for report in reports[1:]) >= kept
+    assert reports[-1].done == reports[-1].total == sum(map(len, model_files.values()))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == model_files
+    assert not list(folder.parent.parent.glob("blobs/*.part"))
+
+
+def test_a_hub_that_sends_files_only_whole_is_taken_at_its_word(
+    hub: FakeHub, stopped_half_way: Path, model_files: dict
+) -> None:
+    hub.ranges = False
+    reports: list[LoadProgress] = []
+    folder = resolve("org/name", [], report=reports.append)
+    assert (folder / "model.safetensors").read_bytes() == model_files["model.safetensors"]
+    assert reports[-1].done == reports[-1].total
+    assert max(report.done for report in reports) == reports[-1].total
+
+
+def test_a_part_that_is_too_long_is_fetched_anew(stopped_half_way: Path, model_files: dict) -> None:
+    stopped_half_way.write_bytes(bytes(10**6))
+    folder = resolve("org/name", [])
+    assert (folder / "model.safetensors").read_bytes() == model_files["model.safetensors"]
+
+
+def test_a_cancelled_download_says_what_is_kept(hub: FakeHub, repo: FakeRepo, model_files: dict) -> None:
+    hub.hold = "model.safetensors"
+    with pytest.raises(LoadCancelled, match=r"cancelled; 0\.0 of 0\.0 MiB are kept, and the next download goes on"):
+        resolve("org/name", [], cancelled=cancel_when_half_sent(hub))
+
+
+def test_a_download_that_stopped_is_listed_with_what_is_there(stopped_half_way: Path) -> None:
+    entry = next(entry for entry in discover([]) if entry.name == "org/name")
+    assert entry.unfinished == "org/name"
+    assert entry.kept_bytes > stopped_half_way.stat().st_size
+    assert "download stopped" in entry.problem
+    resolve(entry.unfinished, [])
+    entry = next(entry for entry in discover([]) if entry.name == "org/name")
+    assert (entry.unfinished, entry.problem) == ("", "")
+
+
+def test_a_file_that_somebody_else_fetches_is_left_to_them(stopped_half_way: Path) -> None:
+    with stopped_half_way.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ModelLoadFailed, match=r"model\.safetensors is being downloaded by another program"):
+            resolve("org/name", [])
 
 
 def test_nothing_is_asked_of_the_hub_once_cancelled(hub: FakeHub, repo: FakeRepo) -> None:
