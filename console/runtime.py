@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Container, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,6 +19,7 @@ from console.doctor import diagnose
 from console.estimate import estimate_for
 from console.link import ApiStatus
 from console.loading import ModelChoice, backend_for, engine_config, find_model
+from console.loops import LoopThread as LoopThread
 from console.operating import RuntimeOperator
 from console.settings import Settings
 from console.sources import changed
@@ -41,7 +40,6 @@ from engine.snapshot import ModelStatus
 if TYPE_CHECKING:
     from engine.cluster import Cluster
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -235,37 +233,3 @@ class _Finding:
 def _api_settings(settings: Settings) -> ApiSettings:
     key = settings.api_key.get_secret_value() if settings.api_key else None
     return ApiSettings(host=settings.host, port=settings.port, api_key=key)
-
-
-class LoopThread:
-    """An asyncio loop on a thread of its own: where the engine lives while a screen has the main thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine there; safe from any thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def call_soon(self, callback: Any, *arguments: Any) -> None:
-        """Call a function there; safe from any thread, ignored when the loop is gone."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback, *arguments)
-
-    def stop(self) -> None:
-        """End the loop and wait for its thread."""
-        self.call_soon(self._loop.stop)
-        self._thread.join()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        finally:
-            self._loop.close()
