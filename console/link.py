@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
-from engine.backends.base import FinishReason
+from console.links.conversation import ConversationLink
 from engine.config import SamplingParams
 from engine.doctor.report import Report
 from engine.errors import ErrorInfo
@@ -37,29 +37,15 @@ class ApiStatus(msgspec.Struct, frozen=True, kw_only=True):
         return f"http://{host}:{self.port}"
 
 
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of a conversation."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
-
-
-class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of an answer, with the running numbers. finish is set on the last one only."""
-
-    text: str
-    output_tokens: int
-    ttft_s: float | None = None
-    tokens_per_s: float | None = None
-    finish: FinishReason | None = None
-    prompt_tokens: int = 0
-
-
 class EngineLink(Protocol):
     """What screens talk to. Every call may be made from the screen's own loop; none blocks it.
 
     Coroutines raise engine.errors.EngineError; nothing else is meant for a user.
     """
+
+    @property
+    def conversation(self) -> ConversationLink:
+        """Answers, and what a draft would take."""
 
     def snapshot(self) -> Snapshot:
         """The latest snapshot, at once."""
@@ -108,11 +94,6 @@ class EngineLink(Protocol):
 
     def sampling_defaults(self, model: str = "") -> SamplingParams:
         """What a loaded model's folder suggests for sampling; neutral where it says nothing."""
-
-    def chat(
-        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = ""
-    ) -> AsyncIterator[ChatDelta]:
-        """Stream an answer of a model, or of one of its adapters; closing the iterator (aclose) cancels the request."""
 
     async def diagnose(self) -> Report:
         """What the engine's machine has and lacks for its settings; takes seconds, and ends early when cancelled."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from console.link import ApiStatus, ChatDelta, ChatMessage
+from console.link import ApiStatus
+from console.local_conversation import LocalConversation
 from console.runtime import LoopThread, Runtime
 from engine.config import SamplingParams
 from engine.doctor.report import Report
-from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
-from engine.errors import from_info
 from engine.estimate import Estimate
 from engine.models.catalog import ModelEntry
 from engine.snapshot import LogEntry, Snapshot
-from engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -28,6 +26,7 @@ class LocalLink:
     def __init__(self, runtime: Runtime, loop: LoopThread) -> None:
         self._runtime = runtime
         self._loop = loop
+        self.conversation = LocalConversation(runtime, loop)
 
     def snapshot(self) -> Snapshot:
         """The latest snapshot; a download under way shows as a loading model."""
@@ -108,109 +107,5 @@ class LocalLink:
         tokenizer = self._runtime.engine.tokenizer_of(model)
         return SamplingParams() if tokenizer is None else tokenizer.generation_defaults.as_params()
 
-    async def chat(
-        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = ""
-    ) -> AsyncIterator[ChatDelta]:
-        """Stream an answer; closing the iterator cancels the request."""
-        feed = _Feed(asyncio.get_running_loop())
-        work = self._loop.submit(_converse(self._runtime.engine, messages, params, model, feed))
-        work.add_done_callback(lambda _: feed.close())
-        try:
-            async for delta in feed:
-                yield delta
-            await asyncio.wrap_future(work)
-        finally:
-            work.cancel()
-
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self._loop.submit(work))
-
-
-class _Feed:
-    """Deltas from the engine's loop to a screen's: what piles up while the screen is busy is merged into one."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._pending: ChatDelta | None = None
-        self._closed = False
-        self._ready = asyncio.Event()
-
-    def put(self, delta: ChatDelta) -> None:
-        """Hand over a delta; called on the engine's loop."""
-        self._loop.call_soon_threadsafe(self._merge, delta)
-
-    def close(self) -> None:
-        """No more deltas come; called on the engine's loop."""
-        self._loop.call_soon_threadsafe(self._end)
-
-    def _merge(self, delta: ChatDelta) -> None:
-        if self._pending is not None:
-            delta = msgspec.structs.replace(delta, text=self._pending.text + delta.text)
-        self._pending = delta
-        self._ready.set()
-
-    def _end(self) -> None:
-        self._closed = True
-        self._ready.set()
-
-    async def __aiter__(self) -> AsyncIterator[ChatDelta]:
-        while True:
-            await self._ready.wait()
-            self._ready.clear()
-            delta, self._pending = self._pending, None
-            if delta is not None:
-                yield delta
-            elif self._closed:
-                return
-            if self._closed:
-                self._ready.set()
-
-
-async def _converse(
-    engine: Engine, messages: Sequence[ChatMessage], params: SamplingParams, model: str, feed: _Feed
-) -> None:
-    """Template, submit and forward one chat; runs on the engine's loop."""
-    turns = [{"role": turn.role, "content": turn.content} for turn in messages]
-
-    def encode(tokenizer: Tokenizer) -> list[int]:
-        return tokenizer.encode(tokenizer.apply_chat_template(turns), add_special_tokens=False)
-
-    serving = await engine.serving(model)
-    request = GenerateRequest(
-        prompt_ids=encode(serving.tokenizer),
-        params=params,
-        source="chat",
-        client="console",
-        model=model,
-        key=serving.key,
-        adapter=serving.adapter,
-        encode=encode,
-    )
-    stream = engine.submit(request)
-    try:
-        await _forward(stream, feed)
-    finally:
-        await stream.aclose()
-
-
-async def _forward(stream: RequestStream, feed: _Feed) -> None:
-    loop = asyncio.get_running_loop()
-    first_at: float | None = None
-    async for delta in stream:
-        now = loop.time()
-        first_at = now if first_at is None else first_at
-        feed.put(_chat_delta(delta, now - first_at))
-        if delta.error is not None:
-            raise from_info(delta.error)
-
-
-def _chat_delta(delta: StreamDelta, decoding_s: float) -> ChatDelta:
-    rate = (delta.output_tokens - 1) / decoding_s if decoding_s > 0 and delta.output_tokens > 1 else None
-    return ChatDelta(
-        text=delta.text,
-        output_tokens=delta.output_tokens,
-        ttft_s=delta.ttft_s,
-        tokens_per_s=rate,
-        finish=delta.finish,
-        prompt_tokens=delta.prompt_tokens,
-    )

@@ -12,7 +12,8 @@ from textual.containers import Horizontal, Vertical
 from textual.worker import Worker
 
 from console.chats import ChatSettings, ChatStore, ChatStoreError, Turn, TurnNote
-from console.link import ApiStatus, ChatDelta, ChatMessage
+from console.link import ApiStatus
+from console.links.conversation import ChatDelta, ChatMessage
 from console.screens.base import ConsoleScreen
 from console.screens.chat_settings import ChatSettingsScreen, sampling
 from console.screens.confirm import ConfirmScreen
@@ -220,7 +221,7 @@ class ChatScreen(ConsoleScreen):
         finish, problem = "cancelled", ""
         try:
             params = sampling(self._settings, self.link.sampling_defaults(self.console.viewed_model))
-            stream = self.link.chat(self._messages(), params, self.console.viewed_model)
+            stream = self.link.conversation.chat(self._messages(), params, self.console.viewed_model)
             async with contextlib.aclosing(stream) as deltas:  # type: ignore[type-var]
                 async for delta in deltas:
                     note = _note(note, delta)

@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from console.link import ApiStatus, ChatDelta, ChatMessage
+from console.link import ApiStatus
+from console.links.conversation import ChatMessage
 from engine.config import ModelSpec, SamplingParams
 from engine.doctor.examine import examine
 from engine.doctor.report import Report
-from engine.errors import EngineError, LoadCancelled, ModelNotFound, NoModelLoaded
+from engine.errors import EngineError, LoadCancelled, ModelNotFound
 from engine.estimate import Estimate
 from engine.models.catalog import ModelEntry
 from engine.snapshot import LogEntry, ModelStatus, RequestRow, Snapshot
 from tests.fakes import estimates, machines, scenes
+from tests.fakes.link_conversation import FakeConversation
 
 MODELS = (
     ModelEntry(
@@ -73,7 +75,7 @@ LOGS = (
 
 
 class FakeLink:
-    """See the module. `answer` is what every chat says, word by word."""
+    """See the module. `answer` is what every chat says, word by word; `answers` what single models say instead."""
 
     def __init__(
         self,
@@ -89,6 +91,8 @@ class FakeLink:
         self.models = list(models)
         self.lines = list(logs)
         self.answer = answer
+        self.answers: dict[str, str] = {}
+        self.conversation = FakeConversation(self)
         self.report = examine(machines.H100_WITH_EVERYTHING, "exllamav2")
         self.commands: list[tuple[str, dict[str, Any]]] = []
         self.failures: dict[str, EngineError] = {}
@@ -126,9 +130,14 @@ class FakeLink:
         self.commands.append((name, arguments))
         if name in self.failures:
             raise self.failures.pop(name)
-        await self._gate(name)
+        await self.gate(name)
 
-    async def _gate(self, name: str) -> None:
+    def answer_of(self, model: str) -> str:
+        """What a chat with that model says."""
+        return self.answers.get(model, self.answer)
+
+    async def gate(self, name: str) -> None:
+        """Wait where `name` is held."""
         if name in self._gates:
             await self._gates[name].wait()
 
@@ -214,7 +223,7 @@ class FakeLink:
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
         """`expected`, whatever is asked for; `estimates` keeps what that was."""
         self.estimates.append({"model": model, "workers": workers, "max_prompts": max_prompts})
-        await self._gate("estimate")
+        await self.gate("estimate")
         if "estimate" in self.failures:
             raise self.failures.pop("estimate")
         return self.expected
@@ -241,32 +250,6 @@ class FakeLink:
     def sampling_defaults(self, model: str = "") -> SamplingParams:
         """A model that suggests a temperature."""
         return SamplingParams(temperature=0.6)
-
-    async def chat(
-        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = ""
-    ) -> AsyncIterator[ChatDelta]:
-        """`answer` in words, each a delta; hold("chat") stops before every word."""
-        if self.current.status.state not in ("ready", "idle"):
-            raise NoModelLoaded("no model is loaded", state=self.current.status.state)
-        self.chats.append((list(messages), params))
-        self.chat_models.append(model)
-        if "chat" in self.failures:
-            raise self.failures.pop("chat")
-        words = self.answer.split(" ")
-        try:
-            for index, word in enumerate(words):
-                await self._gate("chat")
-                yield ChatDelta(
-                    text=word if index == 0 else f" {word}",
-                    output_tokens=index + 1,
-                    ttft_s=0.08,
-                    tokens_per_s=45.0,
-                    finish="stop" if index == len(words) - 1 else None,
-                    prompt_tokens=24,
-                )
-                await asyncio.sleep(0)
-        finally:
-            self.closed_chats += 1
 
     async def diagnose(self) -> Report:
         """The report given."""

@@ -1,0 +1,178 @@
+"""LocalConversation: chats with an engine in this process, on its own loop; no screen ever waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import msgspec
+
+from console.api.conversation import Turn, render
+from console.links.conversation import ChatDelta, ChatMessage, DraftCount
+from console.runtime import LoopThread, Runtime
+from engine.config import SamplingParams
+from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
+from engine.errors import NoModelLoaded, from_info
+from engine.snapshot import Snapshot
+from engine.text.tokenizer import Tokenizer
+
+
+class LocalConversation:
+    """Implements console.links.conversation.ConversationLink."""
+
+    def __init__(self, runtime: Runtime, loop: LoopThread) -> None:
+        self._runtime = runtime
+        self._loop = loop
+        self._counted = _Counted()
+
+    async def chat(
+        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
+    ) -> AsyncIterator[ChatDelta]:
+        """Stream an answer; closing the iterator cancels the request."""
+        feed = _Feed(asyncio.get_running_loop())
+        encode = _encoder(messages, continue_answer=continue_answer)
+        work = self._loop.submit(_converse(self._runtime.engine, encode, params, model, feed))
+        work.add_done_callback(lambda _: feed.close())
+        try:
+            async for delta in feed:
+                yield delta
+            await asyncio.wrap_future(work)
+        finally:
+            work.cancel()
+
+    async def count_tokens(self, messages: Sequence[ChatMessage], draft: str, model: str = "") -> DraftCount:
+        """What asking `draft` would take, counted on a thread of its own."""
+        tokenizer = self._runtime.engine.tokenizer_of(model)
+        if tokenizer is None:
+            raise NoModelLoaded("no model is loaded", state="unloaded")
+        context = context_of(self._runtime.engine.snapshot(), model)
+        return await asyncio.to_thread(self._counted.count, tokenizer, tuple(messages), draft, context)
+
+
+class _Counted:
+    """Counts drafts; what comes before a draft is counted once for all of them."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tokenizer, tuple[ChatMessage, ...], int] | None = None
+
+    def count(self, tokenizer: Tokenizer, messages: tuple[ChatMessage, ...], draft: str, context: int) -> DraftCount:
+        """Of a question that comes after `messages`."""
+        last = self._last
+        if last is None or last[0] is not tokenizer or last[1] != messages:
+            asked = [*messages, ChatMessage(role="user", content="")]
+            self._last = last = tokenizer, messages, len(_encoder(asked)(tokenizer))
+        words = len(tokenizer.encode(draft, add_special_tokens=False))
+        return DraftCount(history=last[2], draft=words, context=context)
+
+
+def context_of(snapshot: Snapshot, model: str) -> int:
+    """Tokens of context that the model of that name (or of that adapter; "" is the first) has; 0 where not known."""
+    named = (
+        each.status.model
+        for each in snapshot.models
+        if model and (each.name == model or any(adapter.name == model for adapter in each.adapters))
+    )
+    loaded = next(named, None) if model else snapshot.status.model
+    return loaded.max_model_len if loaded is not None else 0
+
+
+class _Feed:
+    """Deltas from the engine's loop to a screen's: what piles up while the screen is busy is merged into one."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._pending: ChatDelta | None = None
+        self._closed = False
+        self._ready = asyncio.Event()
+
+    def put(self, delta: ChatDelta) -> None:
+        """Hand over a delta; called on the engine's loop."""
+        self._loop.call_soon_threadsafe(self._merge, delta)
+
+    def close(self) -> None:
+        """No more deltas come; called on the engine's loop."""
+        self._loop.call_soon_threadsafe(self._end)
+
+    def _merge(self, delta: ChatDelta) -> None:
+        if self._pending is not None:
+            delta = msgspec.structs.replace(delta, text=self._pending.text + delta.text)
+        self._pending = delta
+        self._ready.set()
+
+    def _end(self) -> None:
+        self._closed = True
+        self._ready.set()
+
+    async def __aiter__(self) -> AsyncIterator[ChatDelta]:
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            delta, self._pending = self._pending, None
+            if delta is not None:
+                yield delta
+            elif self._closed:
+                return
+            if self._closed:
+                self._ready.set()
+
+
+def _encoder(messages: Sequence[ChatMessage], *, continue_answer: bool = False) -> Callable[[Tokenizer], list[int]]:
+    """What makes a prompt's ids of the messages, with whichever model's tokenizer."""
+    turns: list[Turn] = [{"role": turn.role, "content": turn.content} for turn in messages]
+
+    def encode(tokenizer: Tokenizer) -> list[int]:
+        text = render(
+            tokenizer,
+            turns=turns,
+            add_generation_prompt=not continue_answer,
+            continue_final=continue_answer,
+            variables={},
+        )
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    return encode
+
+
+async def _converse(
+    engine: Engine, encode: Callable[[Tokenizer], list[int]], params: SamplingParams, model: str, feed: _Feed
+) -> None:
+    """Encode beside the loop, submit and forward one chat; runs on the engine's loop."""
+    serving = await engine.serving(model)
+    request = GenerateRequest(
+        prompt_ids=await asyncio.to_thread(encode, serving.tokenizer),
+        params=params,
+        source="chat",
+        client="console",
+        model=model,
+        key=serving.key,
+        adapter=serving.adapter,
+        encode=encode,
+    )
+    stream = engine.submit(request)
+    try:
+        await _forward(stream, feed)
+    finally:
+        await stream.aclose()
+
+
+async def _forward(stream: RequestStream, feed: _Feed) -> None:
+    loop = asyncio.get_running_loop()
+    first_at: float | None = None
+    async for delta in stream:
+        now = loop.time()
+        first_at = now if first_at is None else first_at
+        feed.put(_chat_delta(delta, now - first_at))
+        if delta.error is not None:
+            raise from_info(delta.error)
+
+
+def _chat_delta(delta: StreamDelta, decoding_s: float) -> ChatDelta:
+    rate = (delta.output_tokens - 1) / decoding_s if decoding_s > 0 and delta.output_tokens > 1 else None
+    return ChatDelta(
+        text=delta.text,
+        output_tokens=delta.output_tokens,
+        ttft_s=delta.ttft_s,
+        tokens_per_s=rate,
+        finish=delta.finish,
+        prompt_tokens=delta.prompt_tokens,
+    )
