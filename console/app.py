@@ -14,6 +14,7 @@ from console import in_view, keymap, modes
 from console.commands import BindingCommands
 from console.knobs import KnobName, Knobs
 from console.link import EngineLink
+from console.pace import is_news
 from console.screens.base import Live
 from console.theme import DEFAULT_THEME, builtin_folder, load_themes, user_folder, variable_defaults
 from console.widgets import text
@@ -55,6 +56,7 @@ class EricApp(App[None], inherit_bindings=False):
         self._knobs = Knobs()
         self.viewed_key = ""
         self._several = False
+        self._drawn: Snapshot | None = None
         self._start = start if start in self.MODES else None
         super().__init__()
         self.set_class(wants_ascii(), "-ascii")
@@ -80,11 +82,16 @@ class EricApp(App[None], inherit_bindings=False):
             self.switch_mode(self._start)
         if self._theme_problems:
             self.notify("\n".join(self._theme_problems), title="Themes", severity="warning", markup=False, timeout=10)
-        self.set_interval(REFRESH_S, self.refresh_screen)
+        self.set_interval(REFRESH_S, self._tick)
+
+    def _tick(self) -> None:
+        if is_news(self._drawn, self.link.snapshot()):
+            self.refresh_screen()
 
     def refresh_screen(self) -> None:
         """Show the latest snapshot on the screen that is seen and on what covers it; others catch up when opened."""
         snapshot = self.snapshot()
+        self._drawn = self.link.snapshot()
         self._knobs.settled(snapshot)
         if (several := len(snapshot.models) > 1) != self._several:
             self._several = several
@@ -188,7 +195,9 @@ class EricApp(App[None], inherit_bindings=False):
             self.exit()
             return
         title = f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished."
-        question = ConfirmScreen(title, "Whoever asked gets what there is so far, and no more. Quit?", yes="Quit", no="Stay")
+        question = ConfirmScreen(
+            title, "Whoever asked gets what there is so far, and no more. Quit?", yes="Quit", no="Stay"
+        )
         self.push_screen(question, lambda leave: self.exit() if leave else None)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
