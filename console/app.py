@@ -22,7 +22,7 @@ from console.widgets.glyphs import wants_ascii
 from engine.errors import EngineError
 from engine.snapshot import Snapshot
 
-REFRESH_S = 0.25
+REFRESH_HZ = 4
 PALETTE_GONE_S = 0.1
 log = logging.getLogger(__name__)
 
@@ -50,9 +50,11 @@ class EricApp(App[None], inherit_bindings=False):
         start: str | None = None,
         themes_folder: Path | None = None,
         chats: Path | None = None,
+        refresh_hz: int = REFRESH_HZ,
     ) -> None:
         self.link = link
         self.chats = chats
+        self._refresh_hz = refresh_hz
         self._knobs = Knobs()
         self.viewed_key = ""
         self._several = False
@@ -82,7 +84,12 @@ class EricApp(App[None], inherit_bindings=False):
             self.switch_mode(self._start)
         if self._theme_problems:
             self.notify("\n".join(self._theme_problems), title="Themes", severity="warning", markup=False, timeout=10)
-        self.set_interval(REFRESH_S, self._tick)
+        self._clock = self.set_interval(1 / self._refresh_hz, self._tick)
+
+    def refresh_at(self, hertz: int) -> None:
+        """Show new numbers that many times a second from now on."""
+        self._clock.stop()
+        self._clock = self.set_interval(1 / hertz, self._tick)
 
     def _tick(self) -> None:
         if is_news(self._drawn, self.link.snapshot()):

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from console.config_file import sample
 from console.settings import APP_NAME, Flag, Settings, config_path, fields
-from console.sources import load_settings
+from console.sources import Sources, load_settings
 from engine.errors import EngineError
 
 USAGE_ERROR = 2
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _bench(argv[1:])
         if argv[:1] == ["estimate"]:
             return _estimate(argv[1:])
-        return _run(load_settings(_parse(argv, _parser(APP_NAME, ABOUT))))
+        return _run(Sources.read(_parse(argv, _parser(APP_NAME, ABOUT))))
     except EngineError as error:
         print(f"{APP_NAME}: {error.message}", file=sys.stderr)
         return USAGE_ERROR if error.http_status < 500 else FAILURE
@@ -100,7 +100,8 @@ def _bench(argv: Sequence[str]) -> int:
     return bench(_dashed(argv), _Parser(prog=f"{APP_NAME} bench", allow_abbrev=False))
 
 
-def _run(settings: Settings) -> int:
+def _run(sources: Sources) -> int:
+    settings = sources.settings()
     from console.loading import choose_model
 
     choice = choose_model(settings)
@@ -110,10 +111,10 @@ def _run(settings: Settings) -> int:
     if settings.headless:
         from console.headless import run_headless
 
-        return run_headless(settings, choice)
+        return run_headless(settings, choice, sources)
     from console.terminal import run_console
 
-    return run_console(settings, choice)
+    return run_console(settings, choice, sources)
 
 
 def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:

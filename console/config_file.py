@@ -1,8 +1,12 @@
-"""The commented sample of config.toml, made from the settings themselves."""
+"""config.toml: the commented sample, made from the settings themselves, and one value of a person's own changed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import tempfile
+from pathlib import Path
 from typing import Any, get_args
 
 from console.settings import APP_NAME, ENV_PREFIX, config_path, fields
@@ -23,6 +27,40 @@ def sample() -> str:
         lines += ["", f"# {field.description}.{_choices(field.annotation)}{_only_on(flag.backends)}{unset}"]
         lines.append(f"# {name} = {_toml(field.default if flag.example is None else flag.example)}")
     return "\n".join(lines) + "\n"
+
+
+def edited(text: str, name: str, value: Any) -> str:
+    """`text` of a config.toml with one setting changed, None taking it out; comments and order stay as they are."""
+    import tomlkit
+
+    document = tomlkit.parse(text)
+    if value is not None:
+        document[name] = value
+    elif name in document:
+        del document[name]
+    return tomlkit.dumps(document)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Put `text` in the place of a file, all of it or nothing. Raises OSError.
+
+    A link stays a link to the file that it names, and the file keeps its mode; a new one is its owner's alone, for it
+    may hold a key.
+    """
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            Path(name).chmod(path.stat().st_mode & 0o7777)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def _choices(annotation: Any) -> str:

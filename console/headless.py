@@ -11,19 +11,23 @@ from console.loading import ModelChoice
 from console.logs import logging_to
 from console.runtime import Runtime
 from console.settings import APP_NAME, Settings, log_dir, state_dir
+from console.sources import Sources
 from engine.errors import EngineError
 
 
-def run_headless(settings: Settings, choice: ModelChoice) -> int:
-    """Serve until a signal comes; returns 0, or 1 where the API or the model could not be started."""
-    return asyncio.run(_serve(settings, choice))
+def run_headless(settings: Settings, choice: ModelChoice, sources: Sources) -> int:
+    """Serve until a signal comes; returns 0, or 1 where the API or the model could not be started.
+
+    sources: what the settings were made from, for who asks over HTTP.
+    """
+    return asyncio.run(_serve(settings, choice, sources))
 
 
-async def _serve(settings: Settings, choice: ModelChoice) -> int:
+async def _serve(settings: Settings, choice: ModelChoice, sources: Sources) -> int:
     if settings.cluster != "local":
         _say(f"joining the cluster {settings.cluster}")
     try:
-        runtime = await Runtime.open(settings, log_dir=log_dir(), state_dir=state_dir())
+        runtime = await Runtime.open(settings, log_dir=log_dir(), state_dir=state_dir(), sources=sources)
     except EngineError as error:
         _say(error.message)
         return 1

@@ -11,6 +11,9 @@ from typing import Protocol
 import msgspec
 
 from console.links.conversation import ConversationLink
+from console.links.models import ModelsLink
+from console.links.requests import RequestsLink
+from console.links.settings import SettingsLink
 from engine.config import SamplingParams
 from engine.doctor.report import Report
 from engine.errors import ErrorInfo
@@ -47,6 +50,18 @@ class EngineLink(Protocol):
     def conversation(self) -> ConversationLink:
         """Answers, and what a draft would take."""
 
+    @property
+    def models(self) -> ModelsLink:
+        """Loads with settings of their own, downloads, and what is remembered of models."""
+
+    @property
+    def settings(self) -> SettingsLink:
+        """Every setting: its value, where that came from, and saving it."""
+
+    @property
+    def requests(self) -> RequestsLink:
+        """Requests that ended, all about one, and cancelling what waits."""
+
     def snapshot(self) -> Snapshot:
         """The latest snapshot, at once."""
 
@@ -71,7 +86,14 @@ class EngineLink(Protocol):
     async def unload(self, model: str = "") -> None:
         """Drain and unload a model, the first by default."""
 
-    async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None, model: str = "") -> None:
+    async def reconfigure(
+        self,
+        *,
+        workers: int | None = None,
+        max_prompts: int | None = None,
+        idle_unload_s: float | None = None,
+        model: str = "",
+    ) -> None:
         """Set knobs of a model live; returns when accepted, growth goes on in the background."""
 
     async def restart_worker(self, worker_id: str) -> None:
@@ -81,7 +103,7 @@ class EngineLink(Protocol):
         """Let a worker finish what it has, take nothing new, and go: one worker less."""
 
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
-        """What loading a model would take of each device now; the knobs are the settings' unless given."""
+        """What loading a model would take of each device now; the knobs are those in use unless given."""
 
     async def attach(self, name: str, path: str, model: str = "") -> None:
         """Make the LoRA adapter in a folder usable under a name; returns when every ready worker has it."""

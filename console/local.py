@@ -9,7 +9,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from console.link import ApiStatus
+from console.links.models import LoadSettings
 from console.local_conversation import LocalConversation
+from console.local_models import LocalModels
+from console.local_requests import LocalRequests
+from console.local_settings import LocalSettings
 from console.runtime import LoopThread, Runtime
 from engine.config import SamplingParams
 from engine.doctor.report import Report
@@ -26,7 +30,10 @@ class LocalLink:
     def __init__(self, runtime: Runtime, loop: LoopThread) -> None:
         self._runtime = runtime
         self._loop = loop
+        self.settings = LocalSettings(runtime, loop)
         self.conversation = LocalConversation(runtime, loop)
+        self.models = LocalModels(runtime, loop)
+        self.requests = LocalRequests(runtime, loop)
 
     def snapshot(self) -> Snapshot:
         """The latest snapshot; a download under way shows as a loading model."""
@@ -50,7 +57,7 @@ class LocalLink:
 
     async def load(self, model: str, *, beside: bool = False) -> None:
         """Load a model; returns when ready."""
-        await self._call(self._runtime.load(model, beside=beside, renames=True))
+        await self.models.load(model, beside=beside)
 
     async def cancel_load(self) -> None:
         """Stop the load or download under way."""
@@ -60,9 +67,21 @@ class LocalLink:
         """Drain and unload."""
         await self._call(self._runtime.engine.unload(model))
 
-    async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None, model: str = "") -> None:
+    async def reconfigure(
+        self,
+        *,
+        workers: int | None = None,
+        max_prompts: int | None = None,
+        idle_unload_s: float | None = None,
+        model: str = "",
+    ) -> None:
         """Set knobs live."""
-        await self._call(self._runtime.engine.reconfigure(workers=workers, max_prompts=max_prompts, model=model))
+        await self._call(
+            self._runtime.engine.reconfigure(
+                workers=workers, max_prompts=max_prompts, idle_unload_s=idle_unload_s, model=model
+            )
+        )
+        await self.models.note_knobs(model)
 
     async def restart_worker(self, worker_id: str) -> None:
         """Start a worker again."""
@@ -74,9 +93,7 @@ class LocalLink:
 
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
         """What loading a model would take of each device now."""
-        knobs = {"num_workers": workers, "max_prompts": max_prompts}
-        changes = {name: value for name, value in knobs.items() if value is not None}
-        return await self._call(self._runtime.estimate(model, changes))
+        return await self.models.estimate(model, LoadSettings(num_workers=workers, max_prompts=max_prompts))
 
     async def attach(self, name: str, path: str, model: str = "") -> None:
         """Make an adapter usable."""

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -18,11 +18,13 @@ from console.api.settings import ApiSettings
 from console.doctor import diagnose
 from console.estimate import estimate_for
 from console.link import ApiStatus
+from console.links.models import Fetching
 from console.loading import ModelChoice, backend_for, engine_config, find_model
 from console.loops import LoopThread as LoopThread
 from console.operating import RuntimeOperator
+from console.saving import RunningSettings
 from console.settings import Settings
-from console.sources import changed
+from console.sources import Sources, changed
 from engine.backends.base import LoadProgress
 from engine.config import AdapterSpec, ModelSpec
 from engine.devices import parse_devices
@@ -35,11 +37,13 @@ from engine.models.catalog import ModelEntry
 from engine.models.discover import discover
 from engine.models.files import home_expanded
 from engine.models.inspect import inspect
+from engine.models.resolve import resolve
 from engine.snapshot import ModelStatus
 
 if TYPE_CHECKING:
     from engine.cluster import Cluster
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -53,8 +57,11 @@ class Runtime:
         log_dir: Path | None = None,
         state_dir: Path | None = None,
         cluster: Cluster | None = None,
+        sources: Sources | None = None,
     ) -> None:
         self.settings = settings
+        self.saved = RunningSettings(self, sources or Sources())
+        self.state_dir = state_dir
         self._cluster = cluster
         self.engine = Engine(
             msgspec.structs.replace(engine_config(settings, log_dir), state_dir=state_dir),
@@ -66,7 +73,9 @@ class Runtime:
         self._finding: _Finding | None = None
 
     @classmethod
-    async def open(cls, settings: Settings, *, log_dir: Path, state_dir: Path) -> Runtime:
+    async def open(
+        cls, settings: Settings, *, log_dir: Path, state_dir: Path, sources: Sources | None = None
+    ) -> Runtime:
         """A runtime that keeps logs and what it learns, in the cluster where one is asked for. Raises EngineError."""
         cluster = None
         if settings.cluster != "local":
@@ -74,7 +83,7 @@ class Runtime:
 
             gib = parse_devices(settings.devices) if settings.devices else ()
             cluster = await asyncio.to_thread(open_cluster, settings.cluster, gib)
-        return cls(settings, log_dir=log_dir, state_dir=state_dir, cluster=cluster)
+        return cls(settings, log_dir=log_dir, state_dir=state_dir, cluster=cluster, sources=sources)
 
     async def start(self) -> None:
         """Start the engine; and the API where the settings want it. Raises EngineError when it cannot listen."""
@@ -102,18 +111,28 @@ class Runtime:
             await self._load(choice.spec, settings, (), beside)
             return
         name = choice.name if isinstance(choice, ModelChoice) else choice
+        spec = await self._find(name, partial(find_model, settings, name))
+        own = self._free_name(spec.name) if beside and renames else spec.name
+        spec = msgspec.structs.replace(spec, name=called or own)
+        await self._load(spec, settings, changes or (), beside)
+
+    async def _find(self, name: str, find: Callable[[Callable[[LoadProgress], None], Callable[[], bool]], T]) -> T:
+        """What `find` finds for a name, downloaded where it must be (in a thread); one at a time."""
         if self._finding is not None:
             raise EngineBusy(f"{self._finding.name} is being fetched; cancel that first", model=self._finding.name)
         self._finding = finding = _Finding(name)
         try:
-            spec = await asyncio.to_thread(find_model, settings, name, finding.report, finding.cancelled.is_set)
+            found = await asyncio.to_thread(find, finding.report, finding.cancelled.is_set)
         finally:
             self._finding = None
         if finding.cancelled.is_set():
             raise LoadCancelled(f"Fetching {name} was cancelled", model=name)
-        own = self._free_name(spec.name) if beside and renames else spec.name
-        spec = msgspec.structs.replace(spec, name=called or own)
-        await self._load(spec, settings, changes or (), beside)
+        return found
+
+    async def download(self, name: str) -> None:
+        """Fetch a hub id and load nothing. Raises EngineError."""
+        folders = self.settings.models_dir
+        await self._find(name, lambda report, cancelled: resolve(name, folders, report=report, cancelled=cancelled))
 
     def _free_name(self, name: str) -> str:
         """The name, or "name-2" and on where models have it."""
@@ -144,6 +163,13 @@ class Runtime:
         if finding is None or finding.progress is None:
             return None
         return ModelStatus(state="loading", progress=finding.progress)
+
+    def fetching(self) -> Fetching | None:
+        """The download under way, whatever is loaded; None when there is none."""
+        finding = self._finding
+        if finding is None or finding.progress is None:
+            return None
+        return Fetching(model=finding.name, progress=finding.progress)
 
     async def list_models(self) -> Sequence[ModelEntry]:
         """Models on this machine: those found, and the one that was loaded from somewhere else."""

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import platformdirs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
@@ -160,7 +160,7 @@ class Settings(BaseModel):
     ] = 60.0
     idle_unload: Annotated[
         float,
-        Flag("Engine", "SECONDS"),
+        Flag("Engine", "SECONDS", when="now"),
         Field(ge=0, le=MAX_TIMEOUT_S, description="Unload a model that nobody asks for so long, until asked; 0: never"),
     ] = 0.0
     devices: Annotated[
@@ -258,7 +258,17 @@ class Settings(BaseModel):
 
 def fields() -> Sequence[tuple[str, FieldInfo, Flag]]:
     """Every setting with its flag, in the order of the model."""
-    return [
-        (name, field, next(extra for extra in field.metadata if isinstance(extra, Flag)))
-        for name, field in Settings.model_fields.items()
-    ]
+    return [(name, field, flag_of(name)) for name, field in Settings.model_fields.items()]
+
+
+def flag_of(name: str) -> Flag:
+    """What a setting is besides its type."""
+    return next(extra for extra in Settings.model_fields[name].metadata if isinstance(extra, Flag))
+
+
+SECRETS = frozenset(
+    name
+    for name, field in Settings.model_fields.items()
+    if SecretStr in (field.annotation, *get_args(field.annotation))
+)
+"""Settings whose values are never shown."""

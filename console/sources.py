@@ -5,17 +5,66 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from console.settings import APP_NAME, ENV_PREFIX, Settings, config_path
+from console.settings import APP_NAME, ENV_PREFIX, SECRETS, Settings, config_path
 from engine.errors import InvalidRequest
 
-_SECRETS = {"api_key"}
 _NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_BACKEND_FACTORY", "ERICLLM_NATIVE"}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What set a value, and where that stands: "--port", "ERICLLM_PORT", a path; "" for a default."""
+
+    source: Literal["flag", "variable", "file", "default"]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What each source says, by the settings' names. file: the config.toml that was read, or where it would be."""
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    file: Path = field(default_factory=config_path)
+
+    @classmethod
+    def read(
+        cls, flags: Mapping[str, Any], *, env: Mapping[str, str] | None = None, file: Path | None = None
+    ) -> Sources:
+        """Read variables and file. Raises InvalidRequest for a name that is no setting, and for an unreadable file."""
+        env = os.environ if env is None else env
+        file = config_path(env) if file is None else file
+        saved = read_file(file, required=bool(env.get("ERICLLM_CONFIG")))
+        return cls(flags=flags, variables=_read_env(env), saved=saved, file=file)
+
+    def settings(self) -> Settings:
+        """All of them merged. Raises InvalidRequest with one sentence that names the value and where it stands."""
+        merged = {**self.saved, **self.variables, **self.flags}
+        try:
+            settings = Settings(**merged)
+        except ValidationError as error:
+            raise _worded(error, merged, self.origin) from None
+        return _agreeing(settings)
+
+    def origin(self, name: str) -> Origin:
+        """Who sets a setting."""
+        if name in self.flags:
+            return Origin("flag", f"--{name}")
+        if name in self.variables:
+            return Origin("variable", ENV_PREFIX + name.upper())
+        return Origin("file", str(self.file)) if name in self.saved else Origin("default", "")
+
+    def saving(self, saved: Mapping[str, Any]) -> Sources:
+        """The same with another content of the file."""
+        return replace(self, saved=saved)
 
 
 def load_settings(
@@ -25,21 +74,7 @@ def load_settings(
 
     Raises InvalidRequest with one sentence that names the value and where it stands.
     """
-    env = os.environ if env is None else env
-    file = config_path(env) if file is None else file
-    from_file = _read_file(file, required=bool(env.get("ERICLLM_CONFIG")))
-    from_env = _read_env(env)
-    merged = {**from_file, **from_env, **flags}
-    try:
-        settings = Settings(**merged)
-    except ValidationError as error:
-        raise _worded(error, flags, from_env, file) from None
-    if settings.cache_8bit and settings.cache_bits not in (16, 8):
-        raise InvalidRequest(
-            f"--cache_8bit asks for 8 bits and --cache-bits for {settings.cache_bits}; give one of them",
-            param="cache_bits",
-        )
-    return settings
+    return Sources.read(flags, env=env, file=file).settings()
 
 
 def changed(settings: Settings, changes: Mapping[str, Any]) -> Settings:
@@ -50,9 +85,20 @@ def changed(settings: Settings, changes: Mapping[str, Any]) -> Settings:
         if name not in Settings.model_fields:
             raise InvalidRequest(f"{name} is no setting of {APP_NAME}{_nearest(name)}", param=name)
     try:
-        return Settings(**{name: getattr(settings, name) for name in Settings.model_fields} | dict(changes))
+        values = {name: getattr(settings, name) for name in Settings.model_fields}
+        return _agreeing(Settings(**values | dict(changes)))
     except ValidationError as error:
-        raise _worded(error, changes, {}, config_path()) from None
+        raise _worded(error, changes, lambda name: Origin("flag", f"--{name}")) from None
+
+
+def _agreeing(settings: Settings) -> Settings:
+    """Raise InvalidRequest where two settings contradict each other."""
+    if settings.cache_8bit and settings.cache_bits not in (16, 8):
+        raise InvalidRequest(
+            f"--cache_8bit asks for 8 bits and --cache-bits for {settings.cache_bits}; give one of them",
+            param="cache_bits",
+        )
+    return settings
 
 
 def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
@@ -67,7 +113,8 @@ def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def _read_file(file: Path, *, required: bool) -> dict[str, Any]:
+def read_file(file: Path, *, required: bool = False) -> dict[str, Any]:
+    """What a config.toml says; nothing where there is none. Raises InvalidRequest."""
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -89,21 +136,15 @@ def _nearest(name: str, prefix: str = "") -> str:
     return f"; did you mean {prefix + near[0].upper() if prefix else near[0]}?"
 
 
-def _worded(
-    error: ValidationError, flags: Mapping[str, Any], from_env: Mapping[str, Any], file: Path
-) -> InvalidRequest:
+def _worded(error: ValidationError, given: Mapping[str, Any], origin: Callable[[str], Origin]) -> InvalidRequest:
     """One sentence for the first problem, naming the flag, the variable or the file it came from."""
     problem = error.errors(include_url=False)[0]
     name = str(problem["loc"][0])
-    if name in flags:
-        where = f"--{name}"
-    elif name in from_env:
-        where = ENV_PREFIX + name.upper()
-    else:
-        where = f"{name!r} in {file}"
+    found = origin(name)
+    where = f"{name!r} in {found.where}" if found.source == "file" else found.where
     if problem["type"] in ("string_too_short", "too_short"):
         return InvalidRequest(f"{where} is empty", param=name)
-    value = "" if name in _SECRETS else _shown(flags.get(name, from_env.get(name, problem["input"])))
+    value = "" if name in SECRETS else _shown(given.get(name, problem["input"]))
     reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable")[0]
     return InvalidRequest(f"{where} {value}".rstrip() + f": {reason[0].lower()}{reason[1:]}", param=name)
 

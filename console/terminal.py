@@ -10,22 +10,26 @@ from console.local import LocalLink
 from console.logs import logging_to
 from console.runtime import LoopThread, Runtime
 from console.settings import APP_NAME, Settings, data_dir, log_dir, state_dir
+from console.sources import Sources
 from engine.errors import EngineError
-
 
 QUIT_PATIENCE_S = 0.4
 """What a worker gets to end by itself: whoever quits does not wait for one that hangs."""
 
 
-def run_console(settings: Settings, choice: ModelChoice) -> int:
-    """Open the console and load `choice` behind it; returns the exit code when the operator leaves."""
+def run_console(settings: Settings, choice: ModelChoice, sources: Sources) -> int:
+    """Open the console and load `choice` behind it; returns the exit code when the operator leaves.
+
+    sources: what the settings were made from, for the screen that shows and saves them.
+    """
     from console.app import EricApp
 
     loop = LoopThread()
     if settings.cluster != "local":
         print(f"{APP_NAME}: joining the cluster {settings.cluster}", file=sys.stderr)
     try:
-        runtime = loop.submit(Runtime.open(settings, log_dir=log_dir(), state_dir=state_dir())).result()
+        opening = Runtime.open(settings, log_dir=log_dir(), state_dir=state_dir(), sources=sources)
+        runtime = loop.submit(opening).result()
     except EngineError as error:
         print(f"{APP_NAME}: {error.message}", file=sys.stderr)
         loop.stop()
@@ -33,7 +37,12 @@ def run_console(settings: Settings, choice: ModelChoice) -> int:
     with logging_to(runtime.engine.log, log_dir(), verbose=settings.verbose, stderr=False):
         try:
             loop.submit(_open(runtime, choice))
-            app = EricApp(LocalLink(runtime, loop), theme=settings.theme, chats=data_dir() / "chats.db")
+            app = EricApp(
+                LocalLink(runtime, loop),
+                theme=settings.theme,
+                chats=data_dir() / "chats.db",
+                refresh_hz=settings.refresh_hz,
+            )
             app.run()
             code = app.return_code or 0
         finally:

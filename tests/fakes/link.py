@@ -20,6 +20,7 @@ import msgspec
 
 from console.link import ApiStatus
 from console.links.conversation import ChatMessage
+from console.links.models import LoadSettings
 from engine.config import ModelSpec, SamplingParams
 from engine.doctor.examine import examine
 from engine.doctor.report import Report
@@ -29,6 +30,8 @@ from engine.models.catalog import ModelEntry
 from engine.snapshot import LogEntry, ModelStatus, RequestRow, Snapshot
 from tests.fakes import estimates, machines, scenes
 from tests.fakes.link_conversation import FakeConversation
+from tests.fakes.link_models import FakeModels
+from tests.fakes.link_settings import FakeSettings
 
 MODELS = (
     ModelEntry(
@@ -88,19 +91,20 @@ class FakeLink:
     ) -> None:
         self.current = snapshot if snapshot is not None else scenes.busy()
         self.api = api if api is not None else ApiStatus(running=True, clients=3, requests=4120)
-        self.models = list(models)
+        self.found = list(models)
         self.lines = list(logs)
         self.answer = answer
         self.answers: dict[str, str] = {}
         self.conversation = FakeConversation(self)
+        self.models = FakeModels(self)
         self.report = examine(machines.H100_WITH_EVERYTHING, "exllamav2")
         self.commands: list[tuple[str, dict[str, Any]]] = []
         self.failures: dict[str, EngineError] = {}
         self.chats: list[tuple[list[ChatMessage], SamplingParams]] = []
         self.chat_models: list[str] = []
-        self.estimates: list[dict[str, Any]] = []
         self.expected = estimates.estimate()
         self.closed_chats = 0
+        self.settings = FakeSettings()
         self._gates: dict[str, asyncio.Event] = {}
         self._load_cancelled = False
 
@@ -126,7 +130,8 @@ class FakeLink:
         """The commands called, in order."""
         return [name for name, _ in self.commands]
 
-    async def _record(self, name: str, /, **arguments: Any) -> None:
+    async def record(self, name: str, /, **arguments: Any) -> None:
+        """Write a command down; raise what it is to fail with, wait while it is held."""
         self.commands.append((name, arguments))
         if name in self.failures:
             raise self.failures.pop(name)
@@ -160,22 +165,26 @@ class FakeLink:
 
     async def list_models(self) -> Sequence[ModelEntry]:
         """The catalogue given."""
-        await self._record("list_models")
-        return self.models
+        await self.record("list_models")
+        return self.found
 
     async def load(self, model: str, *, beside: bool = False) -> None:
+        """As `models.load`, without changes."""
+        await self.models.load(model, beside=beside)
+
+    async def begin_load(self, model: str, *, beside: bool, **changes: object) -> None:
         """Loading while held, then ready; ModelNotFound for a name that is not in the catalogue."""
-        entry = next((entry for entry in self.models if model in (entry.name, str(entry.path))), None)
+        entry = next((entry for entry in self.found if model in (entry.name, str(entry.path))), None)
         if entry is None:
             raise ModelNotFound(f"no model is called {model}", model=model)
         spec = ModelSpec(path=entry.path, name=entry.name)
         self._load_cancelled = False
         if beside:
-            await self._record("load", model=model, beside=True)
+            await self.record("load", model=model, beside=True, **changes)
             return
         self._change(status=msgspec.structs.replace(scenes.loading().status, spec=spec))
         try:
-            await self._record("load", model=model)
+            await self.record("load", model=model, **changes)
             if self._load_cancelled:
                 raise LoadCancelled(f"loading {model} was cancelled")
         except LoadCancelled:
@@ -188,14 +197,14 @@ class FakeLink:
 
     async def cancel_load(self) -> None:
         """Ends a held load with LoadCancelled."""
-        await self._record("cancel_load")
+        await self.record("cancel_load")
         self._load_cancelled = True
         if "load" in self._gates:
             self.release("load")
 
     async def unload(self, model: str = "") -> None:
         """Back to no model."""
-        await self._record("unload", **({"model": model} if model else {}))
+        await self.record("unload", **({"model": model} if model else {}))
         if len(self.current.models) > 1:
             self._change(models=tuple(each for each in self.current.models if each.name != model))
             return
@@ -204,7 +213,7 @@ class FakeLink:
     async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None, model: str = "") -> None:
         """Moves the targets."""
         knobs = {"workers": workers, "max_prompts": max_prompts, "model": model or None}
-        await self._record("reconfigure", **{name: value for name, value in knobs.items() if value is not None})
+        await self.record("reconfigure", **{name: value for name, value in knobs.items() if value is not None})
         if model:
             return
         self._change(
@@ -214,31 +223,27 @@ class FakeLink:
 
     async def restart_worker(self, worker_id: str) -> None:
         """Keeps the call alone."""
-        await self._record("restart_worker", worker_id=worker_id)
+        await self.record("restart_worker", worker_id=worker_id)
 
     async def drain_worker(self, worker_id: str) -> None:
         """Keeps the call alone."""
-        await self._record("drain_worker", worker_id=worker_id)
+        await self.record("drain_worker", worker_id=worker_id)
 
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
-        """`expected`, whatever is asked for; `estimates` keeps what that was."""
-        self.estimates.append({"model": model, "workers": workers, "max_prompts": max_prompts})
-        await self.gate("estimate")
-        if "estimate" in self.failures:
-            raise self.failures.pop("estimate")
-        return self.expected
+        """As `models.estimate`."""
+        return await self.models.estimate(model, LoadSettings(num_workers=workers, max_prompts=max_prompts))
 
     async def attach(self, name: str, path: str, model: str = "") -> None:
         """Keeps the call alone."""
-        await self._record("attach", name=name, path=path, **({"model": model} if model else {}))
+        await self.record("attach", name=name, path=path, **({"model": model} if model else {}))
 
     async def detach(self, name: str, model: str = "") -> None:
         """Keeps the call alone."""
-        await self._record("detach", name=name, **({"model": model} if model else {}))
+        await self.record("detach", name=name, **({"model": model} if model else {}))
 
     async def cancel_request(self, request_id: str) -> None:
         """Finishes that row as cancelled."""
-        await self._record("cancel_request", request_id=request_id)
+        await self.record("cancel_request", request_id=request_id)
 
         def ended(row: RequestRow) -> RequestRow:
             if row.id != request_id:
@@ -253,15 +258,15 @@ class FakeLink:
 
     async def diagnose(self) -> Report:
         """The report given."""
-        await self._record("diagnose")
+        await self.record("diagnose")
         return self.report
 
     async def start_api(self) -> None:
         """On."""
-        await self._record("start_api")
+        await self.record("start_api")
         self.api = msgspec.structs.replace(self.api, running=True, error=None)
 
     async def stop_api(self) -> None:
         """Off."""
-        await self._record("stop_api")
+        await self.record("stop_api")
         self.api = msgspec.structs.replace(self.api, running=False, clients=0)

@@ -1,0 +1,96 @@
+"""Settings of a running program: where each came from, saved to config.toml, used at once where they need not wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from console.config_file import edited, replace_file
+from console.links.settings import SettingRow
+from console.setting_rows import setting_rows, toml_value
+from console.settings import Settings, flag_of
+from console.sources import Sources, changed, read_file
+from console.watched import Watched
+from engine.errors import EngineError, InvalidRequest
+
+if TYPE_CHECKING:
+    from console.runtime import Runtime
+
+_KNOBS = {"num_workers": "workers", "max_prompts": "max_prompts", "idle_unload": "idle_unload_s"}
+"""Settings that the engine takes while it runs, and what it calls them."""
+
+
+class RunningSettings:
+    """Those of one runtime. `rows` and `path` may be called from any thread, `save` on the runtime's loop."""
+
+    def __init__(self, runtime: Runtime, sources: Sources) -> None:
+        self._runtime = runtime
+        self._sources = sources
+        self._coming = runtime.settings
+        self._file = Watched(sources.file)
+        self._writing = asyncio.Lock()
+
+    def path(self) -> str:
+        """The config.toml that is read and written."""
+        return str(self._sources.file)
+
+    def rows(self) -> Sequence[SettingRow]:
+        """Every setting, in the order of the schema; a file that somebody else changed is read again."""
+        if self._file.changed():
+            self._reread()
+        return tuple(setting_rows(self._runtime.settings, self._coming, self._sources, self._turned()))
+
+    async def save(self, name: str, value: str | None) -> SettingRow:
+        """Write one setting, or take it out of the file (None).
+
+        Raises InvalidRequest, and what the engine refuses a knob with; the file is as it was then.
+        """
+        async with self._writing:
+            sources, text = await asyncio.to_thread(_prepared, self._sources, name, value)
+            coming = sources.settings()
+            if flag_of(name).used != "start" and sources.origin(name).source not in ("flag", "variable"):
+                await self._use(name, coming)
+            await asyncio.to_thread(_write, sources, text)
+            self._sources, self._coming = sources, coming
+            self._file.changed()
+        return next(row for row in self.rows() if row.name == name)
+
+    async def _use(self, name: str, coming: Settings) -> None:
+        value = getattr(coming, name)
+        if name in _KNOBS:
+            await self._runtime.engine.reconfigure(**{_KNOBS[name]: value})
+        self._runtime.settings = self._runtime.settings.model_copy(update={name: value})
+
+    def _turned(self) -> dict[str, object]:
+        config = self._runtime.engine.config
+        knobs = {"num_workers": config.num_workers, "max_prompts": config.max_prompts}
+        return knobs | {"idle_unload": config.idle_unload_s}
+
+    def _reread(self) -> None:
+        """Somebody else's change; one with a mistake is not looked at, the next start will say what is wrong."""
+        try:
+            sources = self._sources.saving(read_file(self._sources.file))
+            self._sources, self._coming = sources, sources.settings()
+        except EngineError:
+            return
+
+
+def _prepared(sources: Sources, name: str, typed: str | None) -> tuple[Sources, str]:
+    """The sources as they will be, and the file's text. Raises InvalidRequest for a value or a file with a mistake."""
+    saved = dict(read_file(sources.file))
+    text = sources.file.read_text(encoding="utf-8") if sources.file.exists() else ""
+    value = None if typed is None else changed(Settings(), {name: typed})
+    saved.pop(name, None)
+    if value is not None and typed is not None:
+        saved[name] = toml_value(typed, getattr(value, name))
+    alone = Sources(saved=saved, file=sources.file)
+    alone.settings()
+    return sources.saving(saved), edited(text, name, saved.get(name))
+
+
+def _write(sources: Sources, text: str) -> None:
+    try:
+        replace_file(sources.file, text)
+    except OSError as error:
+        raise InvalidRequest(f"{sources.file} cannot be written: {error.strerror}", param="config") from None
