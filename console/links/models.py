@@ -27,6 +27,10 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
+NOTHING = LoadSettings()
+"""A load that leaves everything as the program has it."""
+
+
 class Fetching(msgspec.Struct, frozen=True, kw_only=True):
     """A download under way. progress: bytes over all files, those that were there already counted as done; total is 0
     while the hub is asked what there is."""
@@ -48,7 +52,7 @@ class ModelsLink(Protocol):
     def fetching(self) -> Fetching | None:
         """The download under way, None where there is none. At once."""
 
-    async def load(self, model: str, changes: LoadSettings = LoadSettings(), *, beside: bool = False) -> None:
+    async def load(self, model: str, changes: LoadSettings = NOTHING, *, beside: bool = False) -> None:
         """Load a model with `changes`; returns when it is ready, and remembers what it was loaded with."""
 
     async def download(self, model: str) -> None:
@@ -57,7 +61,7 @@ class ModelsLink(Protocol):
         EngineLink.cancel_load stops it, and what has come stays for the next time.
         """
 
-    async def estimate(self, model: str, changes: LoadSettings = LoadSettings()) -> Estimate:
+    async def estimate(self, model: str, changes: LoadSettings = NOTHING) -> Estimate:
         """What loading it with `changes` would take of each device now."""
 
     async def remembered(self, model: str) -> LoadSettings:

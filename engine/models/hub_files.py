@@ -28,7 +28,7 @@ def fetch_blob(api: HfApi, repo_id: str, commit: str, name: str, size: int, bar:
     Raises ModelLoadFailed while somebody else fetches the file, and whatever the library raises.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # exported lazily
 
     url = hf_hub_url(repo_id, name, revision=commit, endpoint=api.endpoint)
     headers: dict[str, Any] = build_hf_headers(library_name=LIBRARY)
