@@ -306,11 +306,25 @@ class Deployment:
         self._pool.shed(leaving)
 
     def _mark(self, before: EngineConfig) -> None:
-        for label, name in (("workers", "num_workers"), ("max_prompts", "max_prompts")):
+        """A mark for each knob that was turned."""
+        for knob, name in (
+            ("workers", "num_workers"),
+            ("max_prompts", "max_prompts"),
+            ("idle_unload", "idle_unload_s"),
+        ):
             old, new = getattr(before, name), getattr(self.config, name)
             if old != new:
-                self._around.metrics.mark(time.time(), f"{label} {old} -> {new}")
-                _log.info("%s: %s %s -> %s", self.spec.name, label, old, new)
+                said = f"{knob} {old:g} -> {new:g}"
+                metrics, model = self._around.metrics, self.spec.name
+                metrics.mark(time.time(), said, knob=knob, before=old, after=new, model=model)
+                _log.info("%s: %s", model, said)
+
+    @property
+    def settled(self) -> bool:
+        """Whether its workers are as the knobs ask for."""
+        replicas, config = self.replicas(), self.config
+        as_many = len(replicas) == config.num_workers and all(replica.state == "ready" for replica in replicas)
+        return as_many and all(len(replica.active) <= config.max_prompts for replica in replicas)
 
     def _new_pool(self) -> Pool:
         pool = Pool(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection
 
 import msgspec
@@ -211,9 +212,13 @@ class Fleet:
         self.roster.named(name or adapter)[0].detach(adapter)
 
     def tick(self, now: float) -> None:
-        """Once a second: replace workers that are hung, and put models to sleep that nobody has asked for long."""
+        """Once a second: replace workers that are hung, note where knobs are in effect, and put models to sleep that
+        nobody has asked for long."""
         for replica in self.roster.replicas():
             replica.check(now)
+        for deployment in self.roster:
+            if deployment.settled:
+                self._around.metrics.settle(deployment.spec.name, time.time())
         for deployment in () if self.switch.busy() else self.roster:
             self._naps.tick(deployment, now)
 

@@ -6,21 +6,27 @@ Pure: every call is told the time. `Timeline` grows with each output of a worker
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from engine.config import SamplingParams
 from engine.snapshot import RequestRow
 
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer
+
 KEPT_ROWS = 10_000
 KEPT_DETAILS = 1_000
 KEPT_TEXTS = 200
 MAX_BURSTS = 200
+_MANY_BURSTS = 4 * MAX_BURSTS
+TEXT_TOKENS = 2_000
 ROWS_AT_ONCE = 2_000
 
 Setting = str | int | float | bool
@@ -30,13 +36,13 @@ T = TypeVar("T")
 class Stay(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A time that a request had a place on a worker, in seconds since it was submitted.
 
-    until_s: None while it is there.  died: the worker died, and the request went back to the queue.
+    until_s: None while it is there.  lost: the worker died or was started anew, and the request went back to the queue.
     """
 
     worker: str
     since_s: float
     until_s: float | None = None
-    died: bool = False
+    lost: bool = False
 
 
 class Burst(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -77,51 +83,55 @@ class Timeline:
     """One request's stays and bursts, by the clock that its owner uses."""
 
     _stays: list[tuple[str, float, float | None, bool]] = field(default_factory=list)
-    _since: list[float] = field(default_factory=list)
-    _until: list[float] = field(default_factory=list)
-    _tokens: list[int] = field(default_factory=list)
+    _since: array[float] = field(default_factory=lambda: array("d"))
+    _until: array[float] = field(default_factory=lambda: array("d"))
+    _tokens: array[int] = field(default_factory=lambda: array("I"))
 
     def taken(self, worker: str, now: float) -> None:
         """A worker has it from now on."""
         self._stays.append((worker, now, None, False))
 
-    def left(self, now: float, *, died: bool = False) -> None:
+    def left(self, now: float, *, lost: bool = False) -> None:
         """The worker that had it, if any did, has it no more."""
         if self._stays and self._stays[-1][2] is None:
             worker, since, _, _ = self._stays[-1]
-            self._stays[-1] = (worker, since, now, died)
+            self._stays[-1] = (worker, since, now, lost)
 
     def came(self, now: float, tokens: int) -> None:
         """Tokens came together. Called for each output of every worker."""
         self._since.append(now)
         self._until.append(now)
         self._tokens.append(tokens)
-        if len(self._tokens) >= 2 * MAX_BURSTS:
-            self._join()
+        if len(self._tokens) >= _MANY_BURSTS:
+            self.join()
 
     def stays(self, start: float) -> tuple[Stay, ...]:
         """Where it was, in seconds after `start`."""
         return tuple(
-            Stay(worker=worker, since_s=since - start, until_s=None if until is None else until - start, died=died)
-            for worker, since, until, died in self._stays
+            Stay(worker=worker, since_s=since - start, until_s=None if until is None else until - start, lost=lost)
+            for worker, since, until, lost in self._stays
         )
 
     def bursts(self, start: float) -> tuple[Burst, ...]:
         """At most MAX_BURSTS, in seconds after `start`."""
-        if len(self._tokens) > MAX_BURSTS:
-            self._join()
+        self.join()
         return tuple(
             Burst(since_s=since - start, until_s=until - start, tokens=tokens)
             for since, until, tokens in zip(self._since, self._until, self._tokens, strict=True)
         )
 
-    def _join(self) -> None:
-        """Neighbours become one where the least time lies between them, so that what is long stays to be seen."""
-        gaps = [since - until for since, until in zip(self._since[1:], self._until, strict=False)]
-        joined = set(sorted(range(len(gaps)), key=gaps.__getitem__)[: len(self._tokens) - MAX_BURSTS])
+    def join(self) -> None:
+        """Be no longer than MAX_BURSTS: neighbours become one where the least time lies between them, so that long
+        pauses stay to be seen."""
+        if (many := len(self._tokens) - MAX_BURSTS) <= 0:
+            return
+        gaps = [since - until for since, until in zip(self._since[1:], self._until[:-1], strict=True)]
+        longest = sorted(gaps)[many - 1]
+        ties = many - sum(gap < longest for gap in gaps)
         since, until, tokens = self._since[:1], self._until[:1], self._tokens[:1]
-        for at in range(1, len(self._tokens)):
-            if at - 1 in joined:
+        for at, gap in enumerate(gaps, 1):
+            if gap < longest or (gap == longest and ties > 0):
+                ties -= gap == longest
                 until[-1] = self._until[at]
                 tokens[-1] += self._tokens[at]
             else:
@@ -143,51 +153,69 @@ def unlike_neutral(params: SamplingParams) -> dict[str, Setting]:
     return found
 
 
+def text_of(tokenizer: Tokenizer, prompt_ids: Sequence[int], generated: Sequence[int]) -> RequestText:
+    """Prompt and answer with their control tokens, each of TEXT_TOKENS tokens at most: of a longer one, both ends."""
+    prompt, answer = (_both_ends(tokenizer, token_ids) for token_ids in (prompt_ids, generated))
+    return RequestText(prompt=prompt, answer=answer, cut=max(len(prompt_ids), len(generated)) > TEXT_TOKENS)
+
+
+def _both_ends(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    if len(token_ids) <= TEXT_TOKENS:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+    half = TEXT_TOKENS // 2
+    ends = (tokenizer.decode(part, skip_special_tokens=False) for part in (token_ids[:half], token_ids[-half:]))
+    return f"\n… {len(token_ids) - 2 * half:,} tokens left out …\n".join(ends)
+
+
 def _counted(name: str, values: Sequence[object] | dict[int, float]) -> str:
     noun = "token" if name.endswith("ids") or name == "logit_bias" else "string"
     return f"{len(values)} {noun}" + ("" if len(values) == 1 else "s")
 
 
-class _Detail(msgspec.Struct, frozen=True, array_like=True):
-    """What is kept of a request besides its row."""
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What is kept of a request besides its row and its text. start: when it was submitted, by its timeline's clock."""
 
     adapter: str
     sampling: dict[str, Setting]
-    stays: tuple[Stay, ...]
-    bursts: tuple[Burst, ...]
+    timeline: Timeline
+    start: float
 
 
 class Records:
     """Requests that ended: KEPT_ROWS rows, the timelines of the last KEPT_DETAILS, the texts of the last KEPT_TEXTS.
 
-    All but the texts are kept as msgpack, which takes a tenth of the memory. Rows may be read from any thread.
+    Rows are kept as msgpack, in a tenth of the memory, and may be read from any thread.
     """
 
     def __init__(self) -> None:
         self._total = 0
         self._rows: deque[tuple[str, int, bytes]] = deque(maxlen=KEPT_ROWS)
-        self._details: dict[int, bytes] = {}
+        self._kept: dict[int, _Kept] = {}
         self._texts: dict[int, RequestText] = {}
         self._lock = threading.Lock()
-        self._row = msgspec.msgpack.Decoder(RequestRow)
-        self._detail = msgspec.msgpack.Decoder(_Detail)
+        self._decoder = msgspec.msgpack.Decoder(RequestRow)
 
-    @property
-    def total(self) -> int:
-        """Requests that ever ended."""
-        return self._total
-
-    def ended(self, detail: RequestDetail) -> None:
-        """Keep a request that ended just now."""
-        row = detail.row
-        rest = _Detail(detail.adapter, detail.sampling, detail.stays, detail.bursts)
-        packed, story = msgspec.msgpack.encode(row), msgspec.msgpack.encode(rest)
+    def ended(
+        self,
+        row: RequestRow,
+        timeline: Timeline,
+        start: float,
+        *,
+        params: SamplingParams,
+        adapter: str = "",
+        text: RequestText | None = None,
+    ) -> None:
+        """Keep a request that ended just now. params: as they were asked for.  start: when it was submitted, by the
+        clock of its timeline, which nobody adds to any more."""
+        timeline.join()
+        _put(self._kept, row.order, _Kept(adapter, unlike_neutral(params), timeline, start), KEPT_DETAILS)
+        if text is not None:
+            _put(self._texts, row.order, text, KEPT_TEXTS)
+        packed = msgspec.msgpack.encode(row)
         with self._lock:
             self._total += 1
             self._rows.append((row.id, row.order, packed))
-            _put(self._details, row.order, story, KEPT_DETAILS)
-            if detail.text is not None:
-                _put(self._texts, row.order, detail.text, KEPT_TEXTS)
 
     def finished(self, after: int = 0) -> tuple[int, Sequence[RequestRow]]:
         """Rows of requests that ended after the first `after` ones, oldest first, at most ROWS_AT_ONCE; and what to
@@ -196,27 +224,24 @@ class Records:
             first = self._total - len(self._rows)
             start = min(max(0, after - first), len(self._rows))
             packed = [row for _, _, row in islice(self._rows, start, start + ROWS_AT_ONCE)]
-        return first + start + len(packed), [self._row.decode(row) for row in packed]
+        return first + start + len(packed), [self._decoder.decode(row) for row in packed]
 
     def detail(self, request_id: str, order: int = 0, *, texts: bool = False) -> RequestDetail | None:
         """The newest request of that id that ended, or the one of that `order`; None where it is not kept."""
-        with self._lock:
-            same = (kept for kept in reversed(self._rows) if kept[0] == request_id and order in (0, kept[1]))
-            found = next(same, None)
-            if found is None:
-                return None
-            story, text = self._details.get(found[1]), self._texts.get(found[1])
-        row = self._row.decode(found[2])
-        if story is None:
+        same = (each for each in reversed(self._rows) if each[0] == request_id and order in (0, each[1]))
+        found = next(same, None)
+        if found is None:
+            return None
+        row, kept = self._decoder.decode(found[2]), self._kept.get(found[1])
+        if kept is None:
             return RequestDetail(row=row, timeline=False, texts=texts)
-        rest = self._detail.decode(story)
         return RequestDetail(
             row=row,
-            adapter=rest.adapter,
-            sampling=rest.sampling,
-            stays=rest.stays,
-            bursts=rest.bursts,
-            text=text,
+            adapter=kept.adapter,
+            sampling=kept.sampling,
+            stays=kept.timeline.stays(kept.start),
+            bursts=kept.timeline.bursts(kept.start),
+            text=self._texts.get(found[1]),
             texts=texts,
         )
 

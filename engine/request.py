@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import msgspec
 from engine.backends.base import BackendRequest, FinishReason
 from engine.config import SamplingParams
 from engine.errors import ErrorInfo
+from engine.records import RequestDetail, Timeline, unlike_neutral
 from engine.snapshot import RequestRow, RequestState
 from engine.stream import RequestStream
 from engine.text.tokenizer import Tokenizer
@@ -68,6 +70,7 @@ class Request:
     the queue.  generated: every id that reached the engine so far.
     deaths: workers that died in a row while they worked on it, without a token to show for it.
     taken: how many it had generated when its worker began to work on it, None before that.
+    created_at: unix time.
     """
 
     id: str
@@ -98,6 +101,8 @@ class Request:
     finished: float | None = None
     finish: FinishReason | None = None
     error: ErrorInfo | None = None
+    created_at: float = field(default_factory=time.time)
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def wire_id(self) -> str:
@@ -164,6 +169,18 @@ class Request:
             model=self.model,
             client=self.client,
             priority=self.priority,
+            order=self.order,
+            created_at=self.created_at,
+        )
+
+    def detail(self, row: RequestRow) -> RequestDetail:
+        """All about it but its text; row: its line in the request table now."""
+        return RequestDetail(
+            row=row,
+            adapter=self.adapter,
+            sampling=unlike_neutral(self.asked),
+            stays=self.timeline.stays(self.created),
+            bursts=self.timeline.bursts(self.created),
         )
 
     @property

@@ -31,6 +31,7 @@ from engine.snapshot import LogEntry, ModelStatus, RequestRow, Snapshot
 from tests.fakes import estimates, machines, scenes
 from tests.fakes.link_conversation import FakeConversation
 from tests.fakes.link_models import FakeModels
+from tests.fakes.link_requests import FakeRequests
 from tests.fakes.link_settings import FakeSettings
 
 MODELS = (
@@ -97,6 +98,7 @@ class FakeLink:
         self.answers: dict[str, str] = {}
         self.conversation = FakeConversation(self)
         self.models = FakeModels(self)
+        self.requests = FakeRequests(self)
         self.report = examine(machines.H100_WITH_EVERYTHING, "exllamav2")
         self.commands: list[tuple[str, dict[str, Any]]] = []
         self.failures: dict[str, EngineError] = {}
@@ -210,9 +212,21 @@ class FakeLink:
             return
         self._change(status=ModelStatus(), workers=(), requests=(), queued=0, running=0)
 
-    async def reconfigure(self, *, workers: int | None = None, max_prompts: int | None = None, model: str = "") -> None:
+    async def reconfigure(
+        self,
+        *,
+        workers: int | None = None,
+        max_prompts: int | None = None,
+        idle_unload_s: float | None = None,
+        model: str = "",
+    ) -> None:
         """Moves the targets."""
-        knobs = {"workers": workers, "max_prompts": max_prompts, "model": model or None}
+        knobs = {
+            "workers": workers,
+            "max_prompts": max_prompts,
+            "idle_unload_s": idle_unload_s,
+            "model": model or None,
+        }
         await self.record("reconfigure", **{name: value for name, value in knobs.items() if value is not None})
         if model:
             return
