@@ -168,7 +168,7 @@ def requests(live: int = 17, finished: int = 13) -> tuple[RequestRow, ...]:
                 prompt_tokens=310 + 11 * index,
                 computed_tokens=310 + 11 * index,
                 output_tokens=128 + 7 * index,
-                max_tokens=512,
+                max_tokens=128 + 7 * index if endings[index % 5] == "length" else 512,
                 age_s=6.0 + index,
                 queued_s=0.004 * index,
                 ttft_s=0.074,

@@ -1,0 +1,120 @@
+"""Adviser: listens to snapshots and says what holds long enough to be worth a line."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from console.adviser import answer_rules, load_rules, machine_rules
+from console.adviser.advice import Advice, Code, Turn
+from console.adviser.evidence import Counts, Evidence
+from console.adviser.thresholds import HUSH_S, LINGER_S, SETTLE_S, WINDOW_S
+from engine.snapshot import Snapshot
+
+Key = tuple[Code, str]
+
+_SAMPLE_S = 1.0
+_LAPSE_S = 2.5
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """settle_s: what it finds must hold so long; 0 for one that looks at a longer time itself."""
+
+    find: Callable[[Evidence], Iterator[Advice]]
+    settle_s: float = 0.0
+
+
+RULES = (
+    Rule(load_rules.preempted),
+    Rule(answer_rules.truncated),
+    Rule(load_rules.queue),
+    Rule(load_rules.itl_over_slo, SETTLE_S),
+    Rule(machine_rules.device_hot, SETTLE_S),
+    Rule(machine_rules.slow_worker, SETTLE_S),
+    Rule(answer_rules.drafts_rejected),
+    Rule(load_rules.memory_unused),
+    Rule(machine_rules.power_limit, SETTLE_S),
+    Rule(answer_rules.context_unused),
+    Rule(answer_rules.prefix_useless),
+)
+"""Most urgent first."""
+
+
+@dataclass(slots=True)
+class _Finding:
+    """since: when it began to hold; seen: when it last did (times of snapshots). rank: of its rule."""
+
+    rank: int
+    advice: Advice
+    settle_s: float
+    since: float
+    seen: float
+
+
+class Adviser:
+    """Keeps what one snapshot does not tell: counters a minute ago, and since when something holds.
+
+    Time is the snapshots' own, so that it works on a replay too; where that goes back, everything begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._counts: deque[tuple[float, Counts]] = deque()
+        self._found: dict[Key, _Finding] = {}
+        self._quiet_until: dict[Key, float] = {}
+
+    def listen(self, snapshot: Snapshot) -> tuple[Advice, ...]:
+        """What there is to say now. Looks at a snapshot where the last one it looked at is a second old."""
+        if snapshot.at < self._at:
+            self._counts.clear()
+            self._found.clear()
+        elif self._counts and snapshot.at - self._at < _SAMPLE_S:
+            return self.said
+        self._at = snapshot.at
+        evidence = Evidence(snapshot, self._recent(snapshot))
+        for rank, rule in enumerate(RULES):
+            for advice in rule.find(evidence):
+                self._note(rank, rule, advice)
+        self._found = {key: found for key, found in self._found.items() if self._at - found.seen <= LINGER_S}
+        return self.said
+
+    @property
+    def said(self) -> tuple[Advice, ...]:
+        """What was found and holds, most urgent first. Of several that would turn a knob, the first alone."""
+        turned: set[str] = set()
+        said = []
+        for found in sorted(self._found.values(), key=lambda found: found.rank):
+            advice = found.advice
+            knob = advice.action.knob if isinstance(advice.action, Turn) else ""
+            settled = found.seen - found.since >= found.settle_s
+            if not settled or self._at < self._quiet_until.get(advice.key, 0.0) or knob in turned:
+                continue
+            turned |= {knob} - {""}
+            said.append(advice)
+        return tuple(said)
+
+    def taken(self, advice: Advice) -> None:
+        """It was done; nothing more of it until its effect can be seen."""
+        self._quiet_until[advice.key] = self._at + HUSH_S
+
+    def dismiss(self, advice: Advice) -> None:
+        """Say it no more, as long as this adviser lives."""
+        self._quiet_until[advice.key] = math.inf
+
+    def _note(self, rank: int, rule: Rule, advice: Advice) -> None:
+        before = self._found.get(advice.key)
+        since = before.since if before is not None else self._at
+        if before is not None and self._at - before.seen > _LAPSE_S and before.seen - before.since < before.settle_s:
+            since = self._at
+        self._found[advice.key] = _Finding(rank, advice, rule.settle_s, since, self._at)
+
+    def _recent(self, snapshot: Snapshot) -> Counts:
+        """What counters grew by since the oldest snapshot of the window; one that went back began anew."""
+        now, counts = Counts.of(snapshot), self._counts
+        while counts and (self._at - counts[0][0] > WINDOW_S or now.behind(counts[-1][1])):
+            counts.popleft()
+        counts.append((self._at, now))
+        return now.since(counts[0][1])

@@ -1,0 +1,95 @@
+"""What rules go by: the snapshot, what counters grew by, and a few readings of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from console.adviser.thresholds import WORKER_MARGIN
+from console.in_view import workers_of
+from console.widgets.names import reading_name
+from engine.snapshot import DeviceReading, Second, Snapshot, WorkerReading
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counters that only grow, or what they grew by."""
+
+    preemptions: int = 0
+    draft_tokens: int = 0
+    draft_accepted: int = 0
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Counts:
+        """As they stand."""
+        totals = snapshot.totals
+        return cls(totals.preemptions, totals.draft_tokens, totals.draft_accepted)
+
+    def since(self, before: Counts) -> Counts:
+        """What came after `before`."""
+        return Counts(
+            self.preemptions - before.preemptions,
+            self.draft_tokens - before.draft_tokens,
+            self.draft_accepted - before.draft_accepted,
+        )
+
+    def behind(self, before: Counts) -> bool:
+        """Whether these are of an engine that started later."""
+        return self.preemptions < before.preemptions or self.draft_tokens < before.draft_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """snapshot: of the model in view.  recent: what counters grew by in the last thresholds.WINDOW_S."""
+
+    snapshot: Snapshot
+    recent: Counts = Counts()
+
+    @property
+    def serving(self) -> tuple[WorkerReading, ...]:
+        """The workers of the model in view that take requests."""
+        return tuple(worker for worker in workers_of(self.snapshot) if worker.state == "ready")
+
+    @property
+    def places(self) -> int:
+        """Requests that these can work on at once, as far as their memory allows."""
+        return sum(min(worker.max_prompts, worker.stats.prompts_limit or worker.max_prompts) for worker in self.serving)
+
+    @property
+    def several(self) -> bool:
+        """Whether the engine holds more than one model, so that what it measures is not of one alone."""
+        return len(self.snapshot.models) > 1
+
+    def last(self, seconds: float) -> Sequence[Second]:
+        """The history of the last `seconds`; () where it is not that long yet."""
+        history = self.snapshot.history[-round(seconds) :]
+        return history if len(history) >= round(seconds) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A device with memory to spare for another worker that takes `need_bytes`."""
+
+    device: DeviceReading
+    need_bytes: int
+
+    @property
+    def name(self) -> str:
+        """The device's, as it is shown."""
+        return reading_name(self.device)
+
+
+def room_for_worker(evidence: Evidence) -> Room | None:
+    """Where another worker certainly fits, the emptiest device first. None where nothing is known of what one takes, or
+    it lies on several devices; workers on CPUs share their cores, so another one adds nothing."""
+    for worker in evidence.serving:
+        shares = worker.used or worker.planned
+        if len(shares) != 1 or shares[0].device.endswith("cpu"):
+            continue
+        need = shares[0].total_bytes
+        cards = [device for device in evidence.snapshot.devices if device.kind != "cpu"]
+        emptiest = max(cards, key=lambda device: device.free_bytes, default=None)
+        if need and emptiest is not None and emptiest.free_bytes >= need * WORKER_MARGIN:
+            return Room(emptiest, need)
+        return None
+    return None
