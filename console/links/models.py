@@ -1,4 +1,4 @@
-"""`link.models`: loads with settings of their own, what they would take, what a model was last loaded with, downloads."""
+"""`link.models`: loads with settings of their own, what they would take, what was used last, and downloads."""
 
 from __future__ import annotations
 
