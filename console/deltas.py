@@ -33,9 +33,12 @@ def plain(value: object) -> Any:
     return msgspec.to_builtins(value, str_keys=True, enc_hook=_plain_other)
 
 
-def shaped(value: object, kind: type[T] | Any) -> T:
-    """What `plain` made, as the type that it was; raises msgspec.ValidationError where it is not that."""
-    found: T = msgspec.convert(value, kind, str_keys=True, dec_hook=_shaped_other)
+def shaped(value: object, kind: type[T] | Any, *, strict: bool = True) -> T:
+    """What `plain` made, as the type that it was; raises msgspec.ValidationError where it is not that.
+
+    strict: numbers may not come as text.
+    """
+    found: T = msgspec.convert(value, kind, str_keys=True, strict=strict, dec_hook=_shaped_other)
     return found
 
 
@@ -122,7 +125,8 @@ def _is_record(value: object) -> bool:
 
 def _name(item: Any) -> object:
     """What tells an item from others; None for all that have no such field."""
-    return getattr(item, _naming_field(type(item)), None)
+    kind: Any = type(item)
+    return getattr(item, _naming_field(kind), None)
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from console.api.operator import LoadOrder
 from engine.config import AdapterSpec
@@ -57,6 +57,12 @@ class RuntimeOperator:
         """What the load would take of each device now."""
         name = await asyncio.to_thread(self._admitted, order.model)
         return await self._runtime.estimate(name, _changes(order))
+
+    async def admit(self, kind: Literal["model", "adapter"], name: str) -> str:
+        """A name as the settings find it, or the folder of an adapter."""
+        if kind == "adapter":
+            return str(await asyncio.to_thread(self._adapter_folder, name))
+        return await asyncio.to_thread(self._admitted, name)
 
     async def find_adapter(self, name: str, path: str, scale: float) -> AdapterSpec:
         """The adapter in a folder of ours, or found there under that name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -44,6 +44,12 @@ class Operator(Protocol):
 
     async def estimate(self, order: LoadOrder) -> Estimate:
         """What the load would take of each device now, and whether it fits. Raises EngineError."""
+
+    async def admit(self, kind: Literal["model", "adapter"], name: str) -> str:
+        """The name by which the engine's machine finds what somebody elsewhere names; a folder for an adapter.
+
+        Raises EngineError for a folder that lies elsewhere.
+        """
 
     async def find_adapter(self, name: str, path: str, scale: float) -> AdapterSpec:
         """The adapter in a folder, or of a name as it is found in the models folders. Raises EngineError."""

@@ -56,6 +56,12 @@ class FolderOperator:
         """Not asked of it."""
         raise NotImplementedError
 
+    async def admit(self, kind: str, name: str) -> str:
+        """Names of models alone."""
+        if "/" in name:
+            raise ModelNotFound(f"{name} lies in none of the folders that models are taken from")
+        return name
+
     async def find_adapter(self, name: str, path: str, scale: float) -> AdapterSpec:
         """Whatever is asked for."""
         return AdapterSpec(name=name, path=self._folder / path, scale=scale)

@@ -1,0 +1,97 @@
+"""/admin/call/<group>.<method>: what a console in the engine's process may ask of it, asked from elsewhere.
+
+GET for calls that only look, their arguments in the query; POST for all, their arguments as a JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from console.api.context import ApiContext
+from console.api.errors import MethodNotAllowed, NotFound, json_response
+from console.api.stream import SSE, ChunkStream
+from console.calls import CALLS, Call, Names, carried_out
+from console.deltas import plain, shaped
+from console.link import EngineLink
+from engine.errors import EngineClosed, InvalidRequest
+
+Admit = Callable[[Names, str], Awaitable[str]]
+"""What a name or a folder from outside stands for; raises EngineError for a folder that is none of ours."""
+
+_LOOK_S = 0.25
+
+
+class Calls:
+    """The endpoint. Who only looks is answered while the server stops, too; what was ordered is carried out even where
+    its client leaves before."""
+
+    def __init__(self, context: ApiContext, link: Callable[[], EngineLink], admit: Admit) -> None:
+        self._context = context
+        self._link = link
+        self._admit = admit
+        self._orders: set[asyncio.Task[object]] = set()
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        path = "/admin/call/{name}"
+        return [web.get(path, self._get, allow_head=False), web.post(path, self._post)]
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        call = _known(request)
+        if call.scope != "watch":
+            raise MethodNotAllowed(f"{call.name} changes something: it takes POST", allowed="POST")
+        arguments = _arguments(call, dict(request.query), strict=False)
+        return json_response({"result": plain(await self._carry_out(call, arguments))})
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        call = _known(request)
+        arguments = _arguments(call, _document(await request.read()), strict=True)
+        order = asyncio.ensure_future(self._carry_out(call, arguments))
+        self._orders.add(order)
+        order.add_done_callback(self._orders.discard)
+        if SSE.content_type not in request.headers.get("Accept", ""):
+            return json_response({"result": plain(await self._done(order))})
+        async with ChunkStream(request, self._context.settings) as chunks:
+            await chunks.send({"result": plain(await self._done(order))})
+        return chunks.response
+
+    async def _done(self, order: asyncio.Task[object]) -> object:
+        """What an order came to. A server that stops does not wait for it."""
+        while not order.done():
+            await asyncio.wait((order,), timeout=_LOOK_S)
+            if self._context.traffic.closing and not order.done():
+                raise EngineClosed("The server is stopping")
+        return order.result()
+
+    async def _carry_out(self, call: Call, arguments: dict[str, Any]) -> object:
+        for argument, kind in call.named.items():
+            arguments[argument] = await self._admit(kind, arguments[argument])
+        return await carried_out(call, self._link(), arguments)
+
+
+def _known(request: web.Request) -> Call:
+    name = request.match_info["name"]
+    if name not in CALLS:
+        raise NotFound(f"There is no call {name}; there are: {', '.join(sorted(CALLS))}")
+    return CALLS[name]
+
+
+def _document(raw: bytes) -> object:
+    try:
+        return msgspec.json.decode(raw or b"{}")
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}") from None
+
+
+def _arguments(call: Call, given: object, *, strict: bool) -> dict[str, Any]:
+    """By name; raises InvalidRequest for what the call does not take."""
+    try:
+        found: Any = shaped(given, call.arguments, strict=strict)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise InvalidRequest(f"{call.name} does not take that: {error}") from None
+    return {name: getattr(found, name) for name in call.arguments.__struct_fields__}
