@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from console.links.api import ApiLink
 from console.links.conversation import ConversationLink
 from console.links.models import ModelsLink
 from console.links.requests import RequestsLink
@@ -45,6 +46,10 @@ class EngineLink(Protocol):
 
     Coroutines raise engine.errors.EngineError; nothing else is meant for a user.
     """
+
+    @property
+    def api(self) -> ApiLink:
+        """The HTTP side: address, keys, dialects, clients and failures."""
 
     @property
     def conversation(self) -> ConversationLink:

@@ -10,6 +10,7 @@ import msgspec
 
 from console.link import ApiStatus
 from console.links.models import LoadSettings
+from console.local_api import LocalApi
 from console.local_conversation import LocalConversation
 from console.local_models import LocalModels
 from console.local_requests import LocalRequests
@@ -30,6 +31,7 @@ class LocalLink:
     def __init__(self, runtime: Runtime, loop: LoopThread) -> None:
         self._runtime = runtime
         self._loop = loop
+        self.api = LocalApi(runtime, loop)
         self.settings = LocalSettings(runtime, loop)
         self.conversation = LocalConversation(runtime, loop)
         self.models = LocalModels(runtime, loop)

@@ -17,10 +17,11 @@ from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from console.doctor import diagnose
 from console.estimate import estimate_for
-from console.link import ApiStatus
+from console.link import ApiStatus, EngineLink
 from console.links.models import Fetching
 from console.loading import ModelChoice, backend_for, engine_config, find_model
 from console.loops import LoopThread as LoopThread
+from console.loops import OwnLoop
 from console.operating import RuntimeOperator
 from console.saving import RunningSettings
 from console.settings import Settings
@@ -68,8 +69,9 @@ class Runtime:
             new_host=cluster.new_host if cluster is not None else None,
             probe=cluster.probe() if cluster is not None else None,
         )
-        self._api = ApiServer(self.engine, _api_settings(settings), RuntimeOperator(self))
+        self.api = ApiServer(self.engine, _api_settings(settings, state_dir), RuntimeOperator(self), self._own_link)
         self._api_error: ErrorInfo | None = None
+        self._link: EngineLink | None = None
         self._finding: _Finding | None = None
 
     @classmethod
@@ -213,7 +215,7 @@ class Runtime:
     async def start_api(self) -> None:
         """Listen; raises EngineError with the reason, which `api_status` keeps too."""
         try:
-            await self._api.start()
+            await self.api.start()
             self._api_error = None
         except EngineError as error:
             self._api_error = error.info
@@ -221,14 +223,22 @@ class Runtime:
 
     async def stop_api(self) -> None:
         """Stop listening; requests under way over HTTP are cancelled."""
-        await self._api.stop(drain_s=0.0)
+        await self.api.stop(drain_s=0.0)
 
     def api_status(self) -> ApiStatus:
         """The server now; safe from any thread."""
-        status = self._api.status()
+        status = self.api.status()
         if self._api_error is None or status.running:
             return status
         return ApiStatus(host=status.host, port=status.port, key_required=status.key_required, error=self._api_error)
+
+    def _own_link(self) -> EngineLink:
+        """What a console elsewhere gets: the link that one in this process would have, made on the engine's loop."""
+        if self._link is None:
+            from console.local import LocalLink
+
+            self._link = LocalLink(self, OwnLoop())
+        return self._link
 
     async def close(self, drain_s: float = 5.0, patience_s: float | None = None) -> None:
         """Refuse new requests, give running ones `drain_s` to end, stop everything; workers that have not ended
@@ -238,7 +248,7 @@ class Runtime:
             self._finding.cancelled.set()
         clock = asyncio.get_running_loop().time
         until = clock() + drain_s
-        await self._api.stop(drain_s=drain_s)
+        await self.api.stop(drain_s=drain_s)
         await self.engine.close(drain_s=max(0.0, until - clock()), patience_s=patience_s)
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.close)
@@ -256,6 +266,6 @@ class _Finding:
         self.progress = progress
 
 
-def _api_settings(settings: Settings) -> ApiSettings:
+def _api_settings(settings: Settings, state_dir: Path | None) -> ApiSettings:
     key = settings.api_key.get_secret_value() if settings.api_key else None
-    return ApiSettings(host=settings.host, port=settings.port, api_key=key)
+    return ApiSettings(host=settings.host, port=settings.port, api_key=key, state_dir=state_dir)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from console.api.failing import CALL
 from console.api.generation import Generation
 from console.api.operator import Operator
 from console.api.prompts import Prompt
@@ -85,6 +86,8 @@ class ApiContext:
                 yield generation
             finally:
                 self._running.discard(generation)
+                used, call = generation.tokens, request[CALL]
+                call.prompt_tokens, call.output_tokens = used.prompt, used.output
 
     def cut(self) -> None:
         """End every request under way; its client is told that the server stopped."""

@@ -37,6 +37,12 @@ class NotFound(EngineError):
     http_status = 404
 
 
+class DialectOff(NotFound):
+    """The path belongs to a dialect that is switched off; details: path, dialect."""
+
+    code = "dialect_off"
+
+
 class MethodNotAllowed(EngineError):
     """The path knows other methods; details: allowed."""
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import ipaddress
 import logging
 import re
 import uuid
@@ -13,30 +10,30 @@ import uuid
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from console.addresses import is_loopback
+from console.api.dialects import Dialects
 from console.api.errors import (
     BadHttp,
     BodyTooLarge,
+    DialectOff,
     Forbidden,
     InternalError,
     MethodNotAllowed,
     NotAuthorized,
     NotFound,
-    error_response,
 )
-from console.api.settings import ApiSettings
+from console.api.failing import CALL, failed, note_left
+from console.api.keys import Key, Keys
+from console.api.scopes import ADMIN, LOOKING, OPEN_PATHS, allows, in_words, scope_needed
 from console.api.traffic import Traffic
 from engine.errors import EngineClosed, EngineError
 
 log = logging.getLogger("api")
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What load balancers ask, which hold no key."""
-
-ADMIN = "/admin/"
-"""What operators alone may ask."""
+LEFT_STATUS = 499
+"""What is logged of a request whose client left before there was an answer."""
 
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
-_LOOKING = frozenset({"GET", "HEAD", "OPTIONS"})
 _PROXIED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -48,20 +45,25 @@ def counting(traffic: Traffic) -> Middleware:
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
         clock = asyncio.get_running_loop().time
         began = clock()
-        status = 499
-        traffic.enter()
+        agent = request.headers.get("User-Agent", "")
+        call = request[CALL] = traffic.enter(request.remote or "", agent, request.method, request.path)
+        status: int | None = None
         try:
-            if traffic.closing and request.method not in _LOOKING:
-                response: web.StreamResponse = error_response(EngineClosed("The server is stopping"))
+            if traffic.closing and request.method not in LOOKING:
+                response: web.StreamResponse = failed(request, EngineClosed("The server is stopping"))
                 response.force_close()
             else:
                 response = await handler(request)
             status = response.status
             return response
         finally:
-            traffic.leave()
+            if status is None:
+                note_left(request)
+            traffic.leave(call)
             level = logging.DEBUG if request.path in _QUIET_PATHS else logging.INFO
-            log.log(level, "%s %s %d in %.3f s", request.method, request.raw_path, status, clock() - began)
+            log.log(
+                level, "%s %s %d in %.3f s", request.method, request.raw_path, status or LEFT_STATUS, clock() - began
+            )
 
     return count
 
@@ -72,36 +74,72 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except EngineError as error:
-        return error_response(error)
+        return failed(request, error)
     except web.HTTPException as error:
-        return error_response(_from_http(request, error))
+        return failed(request, _from_http(request, error))
     except web.RequestPayloadError as error:
-        return error_response(BadHttp(f"The body could not be read: {error}"))
+        return failed(request, BadHttp(f"The body could not be read: {error}"))
     except ConnectionError:
         raise
     except Exception:
         log.exception("%s %s broke", request.method, request.raw_path)
-        return error_response(InternalError("The server failed to answer; its log says why"))
+        return failed(request, InternalError("The server failed to answer; its log says why"))
 
 
-def authorizing(settings: ApiSettings) -> Middleware:
-    """Asks for the key, as `Authorization: Bearer KEY` or `X-API-Key: KEY`, where there is one. Where there is none,
-    admin endpoints answer on this machine alone."""
-    expected = None if settings.api_key is None else _digest(settings.api_key)
+def authorizing(traffic: Traffic, keys: Keys) -> Middleware:
+    """Asks for a key that may do what is asked, as `Authorization: Bearer KEY` or `X-API-Key: KEY`, where there are
+    keys. Where there are none, admin endpoints answer on this machine alone."""
 
     @web.middleware
     async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if expected is not None and request.path not in OPEN_PATHS:
-            given = _given_key(request)
-            if given is None:
-                raise NotAuthorized("This server needs a key: send it as Authorization: Bearer KEY")
-            if not hmac.compare_digest(_digest(given), expected):
-                raise NotAuthorized("That key is not valid here")
-        elif expected is None and request.path.startswith(ADMIN) and not _is_local(request):
-            raise Forbidden("Without an API key, admin requests are taken from this machine alone: set --api-key")
-        return await handler(request)
+        key: Key | None = None
+        if request.path not in OPEN_PATHS:
+            if keys.required:
+                key = _allowed(request, keys)
+            elif request.path.startswith(ADMIN) and not _is_local(request):
+                raise Forbidden("Without an API key, admin requests are taken from this machine alone: set --api-key")
+        call = request[CALL]
+        traffic.admit(call, "" if key is None else key.name)
+        try:
+            return await handler(request)
+        finally:
+            if key is not None:
+                keys.note(key, call.prompt_tokens, call.output_tokens)
 
     return authorize
+
+
+def _allowed(request: web.Request, keys: Keys) -> Key:
+    """The request's key; raises NotAuthorized where it has none that is valid, Forbidden where that may not do so."""
+    given = _given_key(request)
+    if given is None:
+        raise NotAuthorized("This server needs a key: send it as Authorization: Bearer KEY")
+    key = keys.find(given)
+    if key is None:
+        raise NotAuthorized("That key is not valid here")
+    needed = scope_needed(request.method, request.path)
+    if not allows(key.scopes, needed):
+        asked = f"{request.method} {request.path}"
+        raise Forbidden(f"The key {key.name} may only {in_words(key.scopes)}; {asked} needs the scope {needed}")
+    return key
+
+
+def speaking(dialects: Dialects) -> Middleware:
+    """Tells which dialect a request is in; one that is switched off is as good as not there."""
+
+    @web.middleware
+    async def speak(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if (dialect := dialects.of(request)) is not None:
+            request[CALL].dialect = dialect.name
+            if not dialects.is_on(dialect):
+                raise DialectOff(
+                    f"{request.path} is switched off: this server does not answer the {dialect.title} dialect now",
+                    path=request.path,
+                    dialect=dialect.name,
+                )
+        return await handler(request)
+
+    return speak
 
 
 async def sign(request: web.Request, response: web.StreamResponse) -> None:
@@ -121,7 +159,7 @@ def _is_local(request: web.Request) -> bool:
     """Whether a program on this machine asks for itself: not a proxy for somebody else, and not a browser for a page
     from elsewhere (pages send Origin; one whose name was pointed at this address sends that name as Host)."""
     handed_on = any(name in request.headers for name in ("Origin", *_PROXIED))
-    return not handed_on and _is_loopback(request.remote or "") and _is_loopback(_named_host(request))
+    return not handed_on and is_loopback(request.remote or "") and is_loopback(_named_host(request))
 
 
 def _named_host(request: web.Request) -> str:
@@ -130,22 +168,6 @@ def _named_host(request: web.Request) -> str:
         return request.url.host or ""
     except ValueError:
         return ""
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
-
-
-def _digest(key: str) -> bytes:
-    """Keys are compared by digest: in constant time whatever their lengths."""
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def _from_http(request: web.Request, error: web.HTTPException) -> EngineError:

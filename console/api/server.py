@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import socket
+import time
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 
+from console.addresses import is_loopback
 from console.api.admin import Admin
-from console.api.chat import Chat
-from console.api.completions import Completions
+from console.api.calls import Calls
 from console.api.context import ApiContext
+from console.api.dialects import Dialects
 from console.api.errors import CannotListen
-from console.api.generate import Generate
-from console.api.middleware import authorizing, counting, errors, sign
-from console.api.models import Models
+from console.api.events import Events
+from console.api.key_file import KeysUnavailable
+from console.api.keys import Keys
+from console.api.listening import Address, Listener
+from console.api.middleware import authorizing, counting, errors, sign, speaking
 from console.api.operations import Operations
 from console.api.operator import Operator
+from console.api.scopes import in_words
 from console.api.settings import ApiSettings
-from console.link import ApiStatus
+from console.link import ApiStatus, EngineLink
+from console.links.api import ApiReport, NewKey, Scope
 from engine.engine import Engine
-from engine.errors import ErrorInfo
+from engine.errors import EngineError, ErrorInfo, InvalidRequest
 
 log = logging.getLogger("api")
 
@@ -32,46 +37,71 @@ __all__ = ["ApiServer", "ApiSettings"]
 _FAREWELL_S = 2.0
 """How long cancelled requests may take to tell their clients so."""
 
+_SAVE_S = 60.0
+"""How often what keys were used for is written down."""
+
 
 class ApiServer:
-    """Serves one engine; may be started and stopped again. Every method but `status` belongs to the engine's loop.
+    """Serves one engine; may be started and stopped again. `status` and `report` may be called from any thread, every
+    other method belongs to the engine's loop.
 
     operator: who carries out what admin endpoints are asked; without one there are none.
+    link: what a console elsewhere is shown and may ask for, made when the first one comes; None where there is none.
     """
 
-    def __init__(self, engine: Engine, settings: ApiSettings, operator: Operator | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ApiSettings,
+        operator: Operator | None = None,
+        link: Callable[[], EngineLink] | None = None,
+    ) -> None:
+        self._link = link
         self._settings = settings
+        self._wanted = Address(settings.host, settings.port)
         self._context = ApiContext(engine, settings, operator)
         self._traffic = self._context.traffic
+        self._keys = Keys(settings.state_dir, settings.api_key)
+        self._dialects = Dialects(self._context)
         self._runner: web.AppRunner | None = None
-        self._site: web.TCPSite | None = None
+        self._listener: Listener | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._error: ErrorInfo | None = None
         self._changing = asyncio.Lock()
 
     async def start(self) -> None:
-        """Listen; does nothing when it does already. Raises CannotListen with the reason, which `status` keeps."""
+        """Listen; does nothing when it does already. Raises CannotListen or KeysUnavailable with the reason, which
+        `status` keeps."""
         async with self._changing:
-            if self._site is not None:
+            if self._listener is not None:
                 return
             await self._close_runner()
-            runner = web.AppRunner(
-                self._app(),
-                handler_cancellation=True,
-                access_log=None,
-                logger=_PeerLog(log),
-                shutdown_timeout=_FAREWELL_S,
-            )
-            await runner.setup()
-            site = web.TCPSite(runner, self._settings.host, self._settings.port)
             try:
-                await site.start()
-            except (OSError, OverflowError, ValueError) as error:
-                await runner.cleanup()
-                failure = _cannot_listen(error, self._settings)
-                self._error = failure.info
-                raise failure from error
-            self._traffic.closing = False
-            self._runner, self._site, self._error = runner, site, None
+                await asyncio.to_thread(self._keys.open)
+                await self._open()
+            except EngineError as error:
+                self._error = error.info
+                raise
+            self._traffic.closing, self._error = False, None
+            self._saving = asyncio.create_task(self._save_now_and_then())
+
+    async def _open(self) -> None:
+        runner = web.AppRunner(
+            self._app(),
+            handler_cancellation=True,
+            access_log=None,
+            logger=_PeerLog(log),
+            shutdown_timeout=_FAREWELL_S,
+        )
+        await runner.setup()
+        listener = Listener(runner)
+        try:
+            await listener.open(self._wanted)
+        except CannotListen:
+            await runner.cleanup()
+            raise
+        self._runner, self._listener = runner, listener
+        self._warn_where_open()
 
     async def stop(self, drain_s: float = 5.0) -> None:
         """Take no more work, give what is under way `drain_s`, end the rest and tell its clients.
@@ -82,25 +112,95 @@ class ApiServer:
         async with self._changing:
             self._traffic.closing = True
             await self._traffic.wait_idle(drain_s)
-            if self._site is not None:
-                site, self._site = self._site, None
-                await site.stop()
+            if self._listener is not None:
+                listener, self._listener = self._listener, None
+                await listener.close()
             self._context.cut()
             await self._traffic.wait_idle(_FAREWELL_S)
             await self._close_runner()
+            if self._saving is not None:
+                self._saving.cancel()
+                self._saving = None
+                await self._save()
+
+    async def listen(self, host: str, port: int) -> None:
+        """Listen at another address from now on; where it is off, when it is started next. Requests under way go on.
+
+        Raises CannotListen where that address cannot be had: it listens where it did, then.
+        """
+        async with self._changing:
+            wanted = Address(host.strip(), port)
+            if not wanted.host:
+                raise InvalidRequest("An address to listen on is needed, as 127.0.0.1 or 0.0.0.0", param="host")
+            if self._listener is None:
+                self._wanted = wanted
+                return
+            if wanted == self._listener.address:
+                return
+            try:
+                await self._listener.move(wanted)
+            except CannotListen as error:
+                if self._listener.address is None:
+                    self._listener, self._error = None, error.info
+                raise
+            self._wanted = wanted
+            log.info("listening on %s", self.status().url)
+            self._warn_where_open()
+
+    async def make_key(self, name: str, scopes: tuple[Scope, ...]) -> NewKey:
+        """A new key, told this once. Raises InvalidRequest, or KeysUnavailable where it cannot be kept."""
+        made = await asyncio.to_thread(self._keys.make, name, scopes)
+        log.info("the key %s was made; it may %s", made.name, in_words(made.scopes))
+        return made
+
+    async def revoke_key(self, name: str) -> None:
+        """Refuse a key from now on. Raises InvalidRequest, also for the last key of a server that others can reach."""
+        is_last = [key.name for key in self._keys.readings()] == [name]
+        if is_last and self._listener is not None and not is_loopback(self._wanted.host):
+            raise InvalidRequest(
+                f"{name} is the last key, and without one everybody who reaches {self._wanted} may ask: "
+                "make another first, or listen on 127.0.0.1",
+                param="name",
+            )
+        await asyncio.to_thread(self._keys.revoke, name)
+        log.info("the key %s was revoked", name)
+
+    async def switch_dialect(self, name: str, on: bool) -> None:
+        """Answer a dialect or not, from the next request on. Raises InvalidRequest where there is none of that name."""
+        self._dialects.switch(name, on)
+        log.info("the dialect %s is %s", name, "on" if on else "off")
 
     def status(self) -> ApiStatus:
-        """The server now; may be called from any thread."""
-        runner, site = self._runner, self._site
+        """The server now."""
+        runner, listener = self._runner, self._listener
         server = None if runner is None else runner.server
+        address = None if listener is None else listener.address
         return ApiStatus(
-            running=site is not None,
-            host=self._settings.host,
-            port=self._settings.port if site is None else site.port,
+            running=address is not None,
+            host=self._wanted.host if address is None else address.host,
+            port=self._wanted.port if address is None else address.port,
             clients=0 if server is None else len(server.connections),
             requests=self._traffic.total,
-            key_required=self._settings.api_key is not None,
+            key_required=self._keys.required,
             error=self._error,
+        )
+
+    def report(self) -> ApiReport:
+        """Who asks, how much, and what went wrong."""
+        traffic = self._traffic
+        per_second = traffic.per_second()
+        return ApiReport(
+            at=time.time(),
+            under_way=traffic.under_way,
+            requests=traffic.total,
+            requests_per_min=sum(per_second),
+            failures_per_min=traffic.failures_per_min(),
+            per_second=per_second,
+            keys=self._keys.readings(),
+            dialects=self._dialects.readings(traffic.dialects()),
+            clients=traffic.clients(),
+            failures=traffic.failures(),
+            failure_counts=traffic.failure_counts(),
         )
 
     async def _close_runner(self) -> None:
@@ -109,15 +209,43 @@ class ApiServer:
             await self._runner.cleanup()
             self._runner = None
 
+    async def _save_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(_SAVE_S)
+            await self._save()
+
+    async def _save(self) -> None:
+        """Write down what keys were used for."""
+        try:
+            await asyncio.to_thread(self._keys.save)
+        except KeysUnavailable as error:
+            log.warning("%s", error.message)
+
+    def _warn_where_open(self) -> None:
+        status = self.status()
+        if not is_loopback(status.host) and not status.key_required:
+            log.warning(
+                "No key is needed to ask %s: set --api-key, make a key, or listen on 127.0.0.1",
+                status.url,
+            )
+
     def _app(self) -> web.Application:
         app = web.Application(
-            middlewares=[counting(self._traffic), errors, authorizing(self._settings)],
+            middlewares=[
+                counting(self._traffic),
+                errors,
+                authorizing(self._traffic, self._keys),
+                speaking(self._dialects),
+            ],
             client_max_size=self._settings.max_body_bytes,
         )
-        for endpoint in (Operations, Models, Completions, Chat, Generate):
-            app.add_routes(endpoint(self._context).routes())
+        app.add_routes(Operations(self._context).routes())
+        app.add_routes(self._dialects.routes())
         if self._context.operator is not None:
             app.add_routes(Admin(self._context, self._context.operator).routes())
+        if self._context.operator is not None and self._link is not None:
+            app.add_routes(Events(self._context, self._link).routes())
+            app.add_routes(Calls(self._context, self._link, self._context.operator.admit).routes())
         app.on_response_prepare.append(sign)
         return app
 
@@ -130,22 +258,3 @@ class _PeerLog(logging.LoggerAdapter[logging.Logger]):
         said = str(getattr(exc_info, "message", exc_info))  # a parser's own sentence, then what it pointed at
         self.warning("%s: %s", str(msg) % args, said.partition("\n")[0])
         self.debug("its traceback", exc_info=exc_info)
-
-
-def _cannot_listen(error: Exception, settings: ApiSettings) -> CannotListen:
-    """Why it cannot, in words, with what to do about it."""
-    host, port = settings.host, settings.port
-    reason = str(error)
-    if isinstance(error, socket.gaierror) or _has_errno(error, errno.EADDRNOTAVAIL):
-        reason = f"{host} is no address of this machine; choose another with --host"
-    elif _has_errno(error, errno.EADDRINUSE):
-        reason = "another program listens there; choose another port with --port"
-    elif _has_errno(error, errno.EACCES):
-        reason = f"this user may not use port {port}; choose one above 1023 with --port"
-    elif isinstance(error, OverflowError):
-        reason = "ports lie between 0 and 65535; choose one with --port"
-    return CannotListen(f"Cannot listen on {host} port {port}: {reason}", host=host, port=port)
-
-
-def _has_errno(error: Exception, number: int) -> bool:
-    return isinstance(error, OSError) and error.errno == number

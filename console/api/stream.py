@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from console.api.errors import InternalError, envelope
+from console.api.failing import note, note_left
 from console.api.settings import ApiSettings
 from engine.errors import EngineError
 
@@ -63,12 +64,15 @@ class ChunkStream:
         if self._pinging is not None:
             self._pinging.cancel()
         if isinstance(error, ConnectionError):
+            note_left(self._request)
             return True
         if error is not None and not isinstance(error, Exception):
             return False
         with suppress(ConnectionError):
             if error is not None:
-                await self.send(envelope(self._shown(error)))
+                shown = self._shown(error)
+                note(self._request, shown)
+                await self.send(envelope(shown))
             await self._in_time(self.response.write_eof())
         return True
 

@@ -1,19 +1,108 @@
-"""Traffic: how many requests the server works on, and whether it still takes any."""
+"""Traffic: what the server works on, for whom, how often, with what failures. Every request costs the same few steps.
+
+Times are unix times, `now` included. Safe from any thread: screens read while requests come and go.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from console.links.api import ClientReading, Failure, FailureCount
+
+LAST_FAILURES = 50
+MAX_CLIENTS = 500
+"""Clients that are told apart at once: those that asked last."""
+
+LINGER_S = 60.0
+"""How long a client that asks nothing more is still shown."""
+
+MINUTE = 60
+_LONGEST = 200
+"""Characters of what clients say of themselves."""
+
+
+@dataclass(slots=True)
+class _Client:
+    """under_way: requests now; last_at: when it last asked or was answered."""
+
+    since: float
+    under_way: int = 0
+    requests: int = 0
+    last_at: float = 0.0
+
+
+class Ending(NamedTuple):
+    """How a request failed."""
+
+    status: int
+    code: str
+    message: str
+
+
+@dataclass(slots=True)
+class Call:
+    """One request under way, and what it turns out to be. key: the name of its key, "" for none.
+
+    client: None until it is known whose the request is.  failure: None where all went well.
+    """
+
+    address: str
+    agent: str
+    method: str
+    path: str
+    key: str = ""
+    dialect: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    failure: Ending | None = None
+    client: _Client | None = None
+
+
+class Rate:
+    """How often something happened in each of the last 60 seconds."""
+
+    def __init__(self) -> None:
+        self._seconds = deque([0] * MINUTE, maxlen=MINUTE)
+        self._at = 0
+
+    def add(self, now: float) -> None:
+        """Once, at `now`."""
+        self._advance(now)
+        self._seconds[-1] += 1
+
+    def seconds(self, now: float) -> tuple[int, ...]:
+        """Each second's count, oldest first; that of `now` last."""
+        self._advance(now)
+        return tuple(self._seconds)
+
+    def _advance(self, now: float) -> None:
+        for _ in range(min(MINUTE, max(0, int(now) - self._at))):
+            self._seconds.append(0)
+        self._at = max(self._at, int(now))
 
 
 class Traffic:
     """Requests under way and so far. closing: the server stops, and takes no more work."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
         self.total = 0
         self.closing = False
+        self._now = now
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._lock = threading.Lock()
+        self._clients: OrderedDict[tuple[str, str, str], _Client] = OrderedDict()
+        self._dialects: Counter[str] = Counter()
+        self._failures: deque[Failure] = deque(maxlen=LAST_FAILURES)
+        self._failure_counts: Counter[tuple[int, str]] = Counter()
+        self._requests_rate, self._failures_rate = Rate(), Rate()
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Wait until no request is under way, `timeout_s` at most."""
@@ -23,14 +112,118 @@ class Traffic:
         except TimeoutError:
             return
 
-    def enter(self) -> None:
+    def enter(self, address: str, agent: str, method: str, path: str) -> Call:
         """A request begins."""
-        self.total += 1
-        self._under_way += 1
+        call = Call(address, agent[:_LONGEST], method, path[:_LONGEST])
+        with self._lock:
+            self.total += 1
+            self._under_way += 1
+            self._requests_rate.add(self._now())
         self._idle.clear()
+        return call
 
-    def leave(self) -> None:
+    def admit(self, call: Call, key: str) -> None:
+        """It is known by now whose it is: `key` is the name of its key, "" where none is needed."""
+        call.key = key
+        with self._lock:
+            call.client = client = self._client((call.address, key, call.agent))
+            client.requests += 1
+            client.under_way += 1
+            client.last_at = self._now()
+
+    def leave(self, call: Call) -> None:
         """A request has ended."""
-        self._under_way -= 1
+        now = self._now()
+        with self._lock:
+            self._under_way -= 1
+            if call.dialect:
+                self._dialects[call.dialect] += 1
+            if call.client is not None:
+                call.client.under_way -= 1
+                call.client.last_at = now
+            if call.failure is not None:
+                self._note_failure(call, call.failure, now)
         if not self._under_way:
             self._idle.set()
+
+    # -- what there is to see ---------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> int:
+        """Requests now."""
+        return self._under_way
+
+    def clients(self) -> tuple[ClientReading, ...]:
+        """Who asks now or did just before, busiest first, then in the order of their coming."""
+        oldest = self._now() - LINGER_S
+        with self._lock:
+            readings = [
+                ClientReading(
+                    address=address,
+                    key=key,
+                    agent=agent,
+                    under_way=client.under_way,
+                    requests=client.requests,
+                    since=client.since,
+                )
+                for (address, key, agent), client in self._clients.items()
+                if client.under_way or client.last_at >= oldest
+            ]
+        return tuple(sorted(readings, key=lambda reading: (-reading.under_way, reading.since)))
+
+    def dialects(self) -> dict[str, int]:
+        """Requests so far by the name of their dialect."""
+        with self._lock:
+            return dict(self._dialects)
+
+    def failures(self) -> tuple[Failure, ...]:
+        """The last ones, newest first."""
+        with self._lock:
+            return tuple(reversed(self._failures))
+
+    def failure_counts(self) -> tuple[FailureCount, ...]:
+        """By status and code, most first."""
+        with self._lock:
+            counted = self._failure_counts.most_common()
+        return tuple(FailureCount(status=status, code=code, count=count) for (status, code), count in counted)
+
+    def per_second(self) -> tuple[int, ...]:
+        """Requests in each of the last 60 seconds, oldest first."""
+        with self._lock:
+            return self._requests_rate.seconds(self._now())
+
+    def failures_per_min(self) -> int:
+        """Failures in the last 60 seconds."""
+        with self._lock:
+            return sum(self._failures_rate.seconds(self._now()))
+
+    # -- under the lock ---------------------------------------------------------------------------------------------
+
+    def _client(self, who: tuple[str, str, str]) -> _Client:
+        """The client, moved to the end; one that was long away begins anew, and the one at the front may have to go."""
+        now = self._now()
+        known = self._clients.get(who)
+        if known is not None and (known.under_way or now - known.last_at <= LINGER_S):
+            self._clients.move_to_end(who)
+            return known
+        self._clients.pop(who, None)
+        if len(self._clients) >= MAX_CLIENTS:
+            self._clients.popitem(last=False)
+        client = self._clients[who] = _Client(since=now)
+        return client
+
+    def _note_failure(self, call: Call, failure: Ending, now: float) -> None:
+        self._failures_rate.add(now)
+        self._failure_counts[failure.status, failure.code] += 1
+        self._failures.append(
+            Failure(
+                at=now,
+                status=failure.status,
+                code=failure.code,
+                message=failure.message[:_LONGEST],
+                client=call.address,
+                key=call.key,
+                method=call.method,
+                path=call.path,
+            )
+        )

@@ -29,6 +29,7 @@ from engine.estimate import Estimate
 from engine.models.catalog import ModelEntry
 from engine.snapshot import LogEntry, ModelStatus, RequestRow, Snapshot
 from tests.fakes import estimates, machines, scenes
+from tests.fakes.link_api import FakeApi
 from tests.fakes.link_conversation import FakeConversation
 from tests.fakes.link_models import FakeModels
 from tests.fakes.link_requests import FakeRequests
@@ -91,11 +92,12 @@ class FakeLink:
         answer: str = "Max prompts is how many requests a worker works on at once.",
     ) -> None:
         self.current = snapshot if snapshot is not None else scenes.busy()
-        self.api = api if api is not None else ApiStatus(running=True, clients=3, requests=4120)
+        self.served = api if api is not None else ApiStatus(running=True, clients=3, requests=4120)
         self.found = list(models)
         self.lines = list(logs)
         self.answer = answer
         self.answers: dict[str, str] = {}
+        self.api = FakeApi(self)
         self.conversation = FakeConversation(self)
         self.models = FakeModels(self)
         self.requests = FakeRequests(self)
@@ -159,7 +161,7 @@ class FakeLink:
 
     def api_status(self) -> ApiStatus:
         """As the commands left it."""
-        return self.api
+        return self.served
 
     def logs(self, after: int = 0) -> tuple[int, Sequence[LogEntry]]:
         """The lines after the first `after`."""
@@ -278,9 +280,9 @@ class FakeLink:
     async def start_api(self) -> None:
         """On."""
         await self.record("start_api")
-        self.api = msgspec.structs.replace(self.api, running=True, error=None)
+        self.served = msgspec.structs.replace(self.served, running=True, error=None)
 
     async def stop_api(self) -> None:
         """Off."""
         await self.record("stop_api")
-        self.api = msgspec.structs.replace(self.api, running=False, clients=0)
+        self.served = msgspec.structs.replace(self.served, running=False, clients=0)

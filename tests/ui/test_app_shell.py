@@ -108,12 +108,12 @@ async def test_a_switches_the_api_off_and_on() -> None:
             await pilot.press("a")
             await pilot.app.workers.wait_for_complete()
     assert link.names() == ["stop_api", "start_api"]
-    assert link.api.running
+    assert link.served.running
 
 
 async def test_an_api_that_cannot_start_says_why() -> None:
     link = FakeLink()
-    link.api = type(link.api)(running=False)
+    link.served = type(link.served)(running=False)
     link.failures["start_api"] = EngineError("port 8000 of 127.0.0.1 is taken")
     app = EricApp(link)
     async with app.run_test(notifications=True) as pilot:

@@ -1,0 +1,33 @@
+"""What a request came to: the call that counts it, and the error that it ended in, wherever it is told."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from console.api.errors import error_response
+from console.api.scopes import LOOKING
+from console.api.traffic import Call, Ending
+from engine.errors import EngineError
+
+CALL = web.RequestKey("call", Call)
+"""Where a request has its call."""
+
+_LEFT = Ending(499, "client_left", "The client left before the answer was complete")
+
+
+def failed(request: web.Request, error: EngineError) -> web.Response:
+    """The answer to a request that failed, which is counted."""
+    note(request, error)
+    return error_response(error)
+
+
+def note(request: web.Request, error: EngineError) -> None:
+    """Count a failure, also of a stream that began well."""
+    request[CALL].failure = Ending(error.http_status, error.code, error.message)
+
+
+def note_left(request: web.Request) -> None:
+    """Count a client that left before its answer was complete; one that only watched may leave at any time."""
+    call = request[CALL]
+    if call.failure is None and request.method not in LOOKING:
+        call.failure = _LEFT

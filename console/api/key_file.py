@@ -1,0 +1,162 @@
+"""keys.json: the keys that were made, in a folder that several programs may share. Nobody else may read it."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from console.links.api import Scope
+from engine.errors import EngineError
+
+log = logging.getLogger("api")
+
+NAME = "keys.json"
+_LOCK = "keys.lock"
+_OWN = 0o600
+_NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+
+
+class KeysUnavailable(EngineError):
+    """The file of the keys cannot be read or written."""
+
+    code = "keys_unavailable"
+    http_status = 500
+
+
+class Use(msgspec.Struct, frozen=True, kw_only=True):
+    """What a key was used for. last_at: unix time, None for never."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    last_at: float | None = None
+
+    def plus(self, more: Use) -> Use:
+        """Both together."""
+        return Use(
+            requests=self.requests + more.requests,
+            prompt_tokens=self.prompt_tokens + more.prompt_tokens,
+            output_tokens=self.output_tokens + more.output_tokens,
+            last_at=max(filter(None, (self.last_at, more.last_at)), default=None),
+        )
+
+    def minus(self, known: Use | None) -> Use:
+        """What is beyond `known`."""
+        if known is None:
+            return self
+        return Use(
+            requests=self.requests - known.requests,
+            prompt_tokens=self.prompt_tokens - known.prompt_tokens,
+            output_tokens=self.output_tokens - known.output_tokens,
+            last_at=self.last_at,
+        )
+
+
+class KeptKey(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a key. digest: HMAC-SHA-256 of the key with the file's secret, in hex."""
+
+    name: str
+    scopes: tuple[Scope, ...]
+    digest: str
+    made_at: float | None = None
+    use: Use = Use()
+
+
+class KeyRecords(msgspec.Struct, frozen=True, kw_only=True):
+    """The file. secret: what digests are keyed with, in hex."""
+
+    secret: str
+    keys: tuple[KeptKey, ...] = ()
+
+    def __post_init__(self) -> None:
+        for text in (self.secret, *(kept.digest for kept in self.keys)):
+            bytes.fromhex(text)
+
+
+class KeyFile:
+    """The file in `folder`; without one there is no file. Blocking, but for a stat: it is a few hundred bytes."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._seen: tuple[int, ...] | None = None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other program changes the file meanwhile. Raises KeysUnavailable where the folder cannot be written."""
+        if self._folder is None:
+            yield
+            return
+        with _told(self._folder / NAME, "written"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self._folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _OWN)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    def read(self) -> KeyRecords | None:
+        """What is in the file, None where there is none. Raises KeysUnavailable where it cannot be read."""
+        if self._folder is None:
+            return None
+        path = self._folder / NAME
+        with _told(path, "read"):
+            self._seen = self._stamp()
+            try:
+                return msgspec.json.decode(path.read_bytes(), type=KeyRecords)
+            except FileNotFoundError:
+                return None
+
+    def read_if_changed(self) -> KeyRecords | None:
+        """What is in the file where that is new; None where it is not, or cannot be read, which is logged."""
+        if self._folder is None or self._stamp() == self._seen:
+            return None
+        try:
+            return self.read()
+        except KeysUnavailable as error:
+            log.error("%s; the keys known so far stay valid", error.message)
+            return None
+
+    def write(self, records: KeyRecords) -> None:
+        """Replace the file at one stroke. Raises KeysUnavailable where it cannot."""
+        if self._folder is None:
+            return
+        path = self._folder / NAME
+        new = path.with_name(f".{NAME}.{secrets.token_hex(4)}")
+        try:
+            with _told(path, "written"):
+                with os.fdopen(os.open(new, _NEW, _OWN), "wb") as file:
+                    file.write(msgspec.json.format(msgspec.json.encode(records)))
+                    file.flush()
+                    os.fsync(file.fileno())
+                new.replace(path)
+        finally:
+            with suppress(FileNotFoundError):
+                new.unlink()
+        self._seen = self._stamp()
+
+    def _stamp(self) -> tuple[int, ...] | None:
+        """What changes whenever the file does."""
+        assert self._folder is not None
+        try:
+            found = (self._folder / NAME).stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+@contextmanager
+def _told(path: Path, what: str) -> Iterator[None]:
+    """Failures of the file as one sentence."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise KeysUnavailable(f"The keys in {path} cannot be {what}: {reason}") from error

@@ -1,0 +1,210 @@
+"""Keys: who may ask over HTTP, and for what. What a key consists of is told once, when it is made, and never kept.
+
+keys.json has a digest of each, keyed (HMAC-SHA-256) with a secret of that file. So a key is found by its digest at
+once, however many there are: what the time of that tells is of digests that nobody else can compute.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from console.api.key_file import KeptKey, KeyFile, KeyRecords, Use
+from console.api.scopes import ALL, SCOPES
+from console.links.api import SETTINGS_KEY, KeyReading, NewKey, Scope
+from engine.errors import InvalidRequest
+
+PREFIX = "eric_"
+_RANDOM_BYTES = 24
+"""32 url-safe characters."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,39}")
+_LOOK_S = 1.0
+"""How soon keys that another program with the same folder makes or revokes are known here."""
+
+
+@dataclass(slots=True)
+class Key:
+    """A key that is valid. kept: as the file has it; used: what it was used for since that was written."""
+
+    kept: KeptKey
+    used: Use = field(default_factory=Use)
+
+    @property
+    def name(self) -> str:
+        """What the operator calls it."""
+        return self.kept.name
+
+    @property
+    def scopes(self) -> tuple[Scope, ...]:
+        """What it may do."""
+        return self.kept.scopes
+
+    @property
+    def reading(self) -> KeyReading:
+        """The key as others see it."""
+        use = self.kept.use.plus(self.used)
+        return KeyReading(
+            name=self.name,
+            scopes=self.scopes,
+            made_at=self.kept.made_at,
+            last_used_at=use.last_at,
+            requests=use.requests,
+            prompt_tokens=use.prompt_tokens,
+            output_tokens=use.output_tokens,
+        )
+
+
+class Keys:
+    """The key of the settings and those in a folder's keys.json, which several programs may share.
+
+    Safe from any thread.  folder: None keeps what is made in memory.  now: unix time.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, settings_key: str | None = None, now: Callable[[], float] = time.time
+    ) -> None:
+        self._file = KeyFile(folder)
+        self._now = now
+        self._changing = threading.Lock()
+        self._lock = threading.Lock()
+        self._records = KeyRecords(secret=secrets.token_hex(32))
+        self._by_digest: dict[bytes, Key] = {}
+        self._own_secret = secrets.token_hex(32)
+        self._settings: Key | None = None
+        if settings_key is not None:
+            digest = _digest(self._own_secret, settings_key).hex()
+            self._settings = Key(KeptKey(name=SETTINGS_KEY, scopes=ALL, digest=digest))
+        self._looked_at = -_LOOK_S
+
+    def open(self) -> None:
+        """Read the file. Raises KeysUnavailable where it cannot be read: else everybody would be let in."""
+        if (records := self._file.read()) is not None:
+            with self._lock:
+                self._take(records)
+
+    @property
+    def required(self) -> bool:
+        """Whether a request needs a key: as soon as there is one."""
+        if self._settings is not None:
+            return True
+        with self._lock:
+            self._look()
+            return bool(self._by_digest)
+
+    def find(self, given: str) -> Key | None:
+        """The valid key that `given` is, None where it is none."""
+        settings = self._settings
+        if settings is not None and hmac.compare_digest(_digest(self._own_secret, given).hex(), settings.kept.digest):
+            return settings
+        with self._lock:
+            self._look()
+            return self._by_digest.get(_digest(self._records.secret, given))
+
+    def note(self, key: Key, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Count a request that a key was used for, and its tokens."""
+        use = Use(requests=1, prompt_tokens=prompt_tokens, output_tokens=output_tokens, last_at=self._now())
+        with self._lock:
+            key.used = key.used.plus(use)
+
+    def readings(self) -> tuple[KeyReading, ...]:
+        """All of them, that of the settings first."""
+        with self._lock:
+            self._look()
+            first = () if self._settings is None else (self._settings,)
+            return tuple(key.reading for key in (*first, *self._by_digest.values()))
+
+    def make(self, name: str, scopes: tuple[Scope, ...]) -> NewKey:
+        """A new key. Raises InvalidRequest for a name that is taken or is none, or for no scopes; KeysUnavailable where
+        it cannot be kept. Blocking."""
+        name = name.strip()
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest(
+                "A key's name has 1 to 40 letters, digits, spaces or any of . _ @ -, and begins with a letter or digit",
+                param="name",
+            )
+        wanted = tuple(scope for scope in SCOPES if scope in scopes)
+        if not wanted or len(wanted) < len(set(scopes)):
+            raise InvalidRequest(f"A key needs one or more of these scopes: {', '.join(SCOPES)}", param="scopes")
+        key = PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+
+        def added(records: KeyRecords) -> KeyRecords:
+            if name == SETTINGS_KEY or any(kept.name == name for kept in records.keys):
+                raise InvalidRequest(f"There is a key called {name} already; choose another name", param="name")
+            digest = _digest(records.secret, key).hex()
+            kept = KeptKey(name=name, scopes=wanted, digest=digest, made_at=self._now())
+            return replace(records, keys=(*records.keys, kept))
+
+        self._change(added)
+        return NewKey(name=name, scopes=wanted, key=key)
+
+    def revoke(self, name: str) -> None:
+        """Refuse a key from now on. Raises InvalidRequest where there is none of that name, or it is the settings';
+        KeysUnavailable where that cannot be kept. Blocking."""
+        if name == SETTINGS_KEY:
+            raise InvalidRequest("That key comes from --api-key: change it there, and start again", param="name")
+
+        def without(records: KeyRecords) -> KeyRecords:
+            left = tuple(kept for kept in records.keys if kept.name != name)
+            if len(left) == len(records.keys):
+                raise InvalidRequest(f"There is no key called {name}", param="name")
+            return replace(records, keys=left)
+
+        self._change(without)
+
+    def save(self) -> None:
+        """Write down what keys were used for since the last time. Raises KeysUnavailable where it cannot. Blocking."""
+        with self._lock:
+            unsaved = any(key.used.requests for key in self._by_digest.values())
+        if unsaved:
+            self._change(lambda records: records)
+
+    def _change(self, change: Callable[[KeyRecords], KeyRecords]) -> None:
+        """Change what the file has now, and know it so. The memory is not locked while the disk works."""
+        with self._changing, self._file.locked():
+            found = self._file.read()
+            with self._lock:
+                used = {digest.hex(): key.used for digest, key in self._by_digest.items()}
+                records = change(found if found is not None else self._records)
+            records = replace(records, keys=tuple(_counted(kept, used) for kept in records.keys))
+            self._file.write(records)
+            with self._lock:
+                self._take(records)
+                for key in self._by_digest.values():
+                    key.used = key.used.minus(used.get(key.kept.digest))
+
+    # -- under the lock ---------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Take what another program wrote, now and then; where that cannot be read, what is known stays."""
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            if (records := self._file.read_if_changed()) is not None:
+                self._take(records)
+
+    def _take(self, records: KeyRecords) -> None:
+        """Know these keys and no others; those that were known stay the same objects, which requests under way hold."""
+        before, self._by_digest, self._records = self._by_digest, {}, records
+        for kept in records.keys:
+            digest = bytes.fromhex(kept.digest)
+            key = before.get(digest) or Key(kept)
+            key.kept = kept
+            self._by_digest[digest] = key
+
+
+def _counted(kept: KeptKey, used: Mapping[str, Use]) -> KeptKey:
+    more = used.get(kept.digest)
+    return kept if more is None else replace(kept, use=kept.use.plus(more))
+
+
+def _digest(secret: str, key: str) -> bytes:
+    return hmac.digest(bytes.fromhex(secret), key.encode(errors="surrogateescape"), "sha256")

@@ -1,0 +1,46 @@
+"""What each scope of a key lets it do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from console.links.api import Scope
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""What load balancers ask, which hold no key."""
+
+ADMIN = "/admin/"
+"""What operators and those who watch alone may ask."""
+
+SCOPES: tuple[Scope, ...] = ("use", "watch", "admin")
+
+ALL: tuple[Scope, ...] = ("admin",)
+"""The scopes of a key that may do everything."""
+
+LOOKING = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change nothing."""
+
+_WATCHED = frozenset({"/metrics"})
+_EVERY_KEY = frozenset({"/"})
+_MAY = {"use": "ask models", "watch": "watch", "admin": "do everything"}
+
+
+def scope_needed(method: str, path: str) -> Scope | None:
+    """The scope that a request needs besides `admin`, which is enough for all; None where any key will do."""
+    if path.startswith(ADMIN):
+        return "watch" if method in LOOKING else "admin"
+    if path in _WATCHED:
+        return "watch"
+    return None if path in _EVERY_KEY else "use"
+
+
+def allows(scopes: Collection[Scope], needed: Scope | None) -> bool:
+    """Whether a key with `scopes` may do what needs `needed`."""
+    return needed is None or needed in scopes or "admin" in scopes
+
+
+def in_words(scopes: Collection[Scope]) -> str:
+    """ "ask models and watch"."""
+    if "admin" in scopes:
+        return _MAY["admin"]
+    return " and ".join(_MAY[scope] for scope in SCOPES if scope in scopes)
