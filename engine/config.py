@@ -271,6 +271,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster: "local", "auto" or "ray://HOST:PORT": where workers run.
     state_dir: where it is remembered what loads really used; None forgets it.
     log_dir: where native output of workers goes; None keeps it in memory only.
+    slo_ttft_s, slo_itl_s: what answers are held to (goodput); None is not asked for.
+    energy_rate: what a kWh costs, None where nothing is to be reckoned; energy_currency: in what.
+    show_prompts: the texts of the last requests are kept in memory, for the operator to read.
     """
 
     num_workers: int = 1
@@ -290,6 +293,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str = "local"
     state_dir: Path | None = None
     log_dir: Path | None = None
+    show_prompts: bool = False
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
+    energy_rate: float | None = None
+    energy_currency: str = ""
 
     def validate(self) -> EngineConfig:
         """Itself, or InvalidRequest naming the first field out of range."""

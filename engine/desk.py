@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from engine.backends.base import BackendStats, FinishReason
 from engine.dispatcher import Slot
 from engine.errors import ErrorInfo, InvalidRequest, QueueFull, RequestTimeout, WorkerFailed
+from engine.insight import Ended, SessionCounter
 from engine.lane import Lane
 from engine.metrics import Metrics
+from engine.records import Records, RequestText
 from engine.replica import Replica
 from engine.request import SUSPECT_DEATHS, Request
 from engine.snapshot import RequestRow
@@ -27,13 +29,24 @@ class Desk:
     the model that is to answer it.
 
     on_left: called with each request that ended, so that whoever holds its worker can free the place.
+    text_of: what is to be kept of its text, None for nothing.  records: what is kept of those that ended.
+    session: what counts requests and steps for insight.
     """
 
-    def __init__(self, metrics: Metrics, on_left: Callable[[Request], None]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        on_left: Callable[[Request], None],
+        text_of: Callable[[Request], RequestText | None],
+        session: SessionCounter,
+    ) -> None:
         self.live: dict[str, Request] = {}
         self.recent: deque[RequestRow] = deque(maxlen=_RECENT_REQUESTS)
         self._metrics = metrics
+        self._session = session
         self._on_left = on_left
+        self._text_of = text_of
+        self.records = Records()
 
     # -- in and out ---------------------------------------------------------------------------------------------
 
@@ -61,7 +74,8 @@ class Desk:
         """The requests of a lane that go to a worker now, each with its worker's id."""
         now = _now()
         assigned = lane.assign(slots, now)
-        for request, _ in assigned:
+        for request, worker in assigned:
+            request.timeline.taken(worker, now)
             if request.dispatched is None:
                 request.dispatched = now
                 self._metrics.dispatched(now - request.created)
@@ -73,6 +87,13 @@ class Desk:
         if request is not None:
             self._finish(request, "cancelled")
         return request is not None
+
+    def cancel_queued(self, lane: Lane | None = None) -> int:
+        """End every request that waits for a worker, of one model or of all, as "cancelled"; how many."""
+        waiting = [each for each in self.live.values() if each.worker is None and lane in (None, each.lane)]
+        for request in waiting:
+            self._finish(request, "cancelled")
+        return len(waiting)
 
     def end(self, requests: Iterable[Request], error: ErrorInfo) -> None:
         """End these requests with this error."""
@@ -91,6 +112,14 @@ class Desk:
         now = _now()
         for counter in ("preemptions", "draft_tokens", "draft_accepted"):
             self._metrics.count(counter, max(0, getattr(batch.stats, counter) - getattr(before, counter)))
+        self._session.stepped(
+            now,
+            steps=batch.steps,
+            step_s=batch.step_s,
+            sequences=max(0, len(replica.active) - batch.stats.waiting),
+            stats=batch.stats,
+            before=before,
+        )
         tokens = 0
         gaps: Counter[tuple[float, int]] = Counter()  # requests of one step mostly have the same
         for output in batch.outputs:
@@ -107,10 +136,13 @@ class Desk:
         if tokens:
             replica.rate.add(now, tokens)
             self._metrics.produced(now, tokens)
+            self._session.produced(tokens)
 
     def lost(self, worker: str, requests: Iterable[Request], error: ErrorInfo) -> None:
         """A worker died: its requests go back to the head of the queue, but one that saw too many deaths ends."""
+        now = _now()
         for request in requests:
+            request.timeline.left(now, lost=True)
             if request.deaths >= MAX_DEATHS:
                 request.worker = None
                 failed = WorkerFailed(
@@ -126,8 +158,10 @@ class Desk:
 
     def requeue(self, request: Request) -> None:
         """A request has no worker any more and waits for another, with what it has so far."""
+        now = _now()
         request.worker = None
-        request.lane.enter(request, _now())
+        request.timeline.left(now)
+        request.lane.enter(request, now)
 
     def _take(self, request: Request, output: RequestOutput, now: float, gaps: Counter[tuple[float, int]]) -> None:
         """Hand an output to its request; the time since its last one, with its tokens, is counted into `gaps`."""
@@ -137,6 +171,7 @@ class Desk:
             elif request.last_token is not None:
                 gaps[now - request.last_token, len(output.token_ids)] += 1
             request.last_token = now
+            request.timeline.came(now, len(output.token_ids))
             request.generated.extend(output.token_ids)
         request.stream.push(
             output.text,
@@ -172,14 +207,52 @@ class Desk:
         request.lane.leave(request, now)
         if request.deadline is not None:
             request.deadline.cancel()
-        self._metrics.finished(now, reason, now - request.created, len(request.generated))
-        self.recent.append(request.row(now))
+        self._account(request, reason, now)
+        request.timeline.left(now)
+        self._keep(request, request.row(now))
         request.stream.end(reason, error)
         self._on_left(request)
+
+    def _account(self, request: Request, reason: FinishReason, now: float) -> None:
+        ended = Ended(
+            reason=reason,
+            prompt_tokens=len(request.prompt_ids),
+            output_tokens=len(request.generated),
+            queue_s=_between(request.created, request.dispatched),
+            prefill_s=_between(request.dispatched, request.first_token),
+            decode_s=_between(request.first_token, request.last_token),
+            ttft_s=request.ttft_s,
+            itl_s=request.itl_s,
+        )
+        request.lane.longest_tokens = max(request.lane.longest_tokens, ended.prompt_tokens + ended.output_tokens)
+        self._session.ended(now, ended)
+        self._metrics.finished(
+            now,
+            reason,
+            now - request.created,
+            ended.output_tokens,
+            prefill_s=ended.prefill_s,
+            decode_s=ended.decode_s,
+        )
+
+    def _keep(self, request: Request, row: RequestRow) -> None:
+        self.recent.append(row)
+        self.records.ended(
+            row,
+            request.timeline,
+            request.created,
+            params=request.asked,
+            adapter=request.adapter,
+            text=self._text_of(request),
+        )
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _between(began: float | None, ended: float | None) -> float | None:
+    return None if began is None or ended is None else ended - began
 
 
 def _error_of(output: RequestOutput, worker: str) -> ErrorInfo | None:

@@ -17,14 +17,16 @@ from engine.config import AdapterSpec, EngineConfig, ModelSpec
 from engine.deployment import Deployment
 from engine.desk import Desk
 from engine.devices import DeviceProbe, new_probe
-from engine.errors import EngineClosed, EngineError, ModelNotFound, NoModelLoaded
+from engine.errors import EngineClosed, EngineError, ModelNotFound, NoModelLoaded, RequestNotFound
 from engine.fleet import Fleet, Serving
 from engine.log import LogRing
 from engine.metrics import Metrics
+from engine.observer import Observer
 from engine.pool import NewHost
+from engine.records import RequestDetail, RequestText, text_of
 from engine.request import GenerateRequest, Request, compact
 from engine.sampler import DeviceSampler
-from engine.snapshot import DeviceReading, ModelStatus, Snapshot
+from engine.snapshot import DeviceReading, ModelStatus, RequestRow, Snapshot
 from engine.stream import RequestStream, StreamDelta
 from engine.text.tokenizer import Tokenizer
 from engine.view import build_snapshot, kv_usage
@@ -55,7 +57,8 @@ class Engine:
         self.log = LogRing()
         self._metrics = Metrics()
         self._sampler = DeviceSampler(probe, lambda: new_probe(config.devices))
-        self._desk = Desk(self._metrics, self._left)
+        self._observer = Observer(config, self._sampler)
+        self._desk = Desk(self._metrics, self._left, self._text_of, self._observer.session)
         self._fleet = Fleet(
             config.validate(),
             backend_factory=backend_factory,
@@ -77,6 +80,7 @@ class Engine:
         """Begin to sample; before anything else."""
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
+        await self._observer.start(self._started, time.time())
         self._tick()
         self._publish_and_repeat()
 
@@ -249,6 +253,35 @@ class Engine:
     def _cancel(self, request_id: str) -> None:
         self._desk.cancel(request_id)
 
+    def cancel_queued(self, model: str = "") -> int:
+        """End every request that waits for a worker, of one model or of all; how many. Raises ModelNotFound."""
+        lane = self._fleet.roster.named(model)[0].lane if model else None
+        return self._desk.cancel_queued(lane)
+
+    def finished_requests(self, after: int = 0) -> tuple[int, Sequence[RequestRow]]:
+        """See Records.finished. From any thread."""
+        return self._desk.records.finished(after)
+
+    def request_detail(self, request_id: str, order: int = 0) -> RequestDetail:
+        """All about a request, live or ended; of several of that id the newest unless `order` is given. Its text where
+        the settings allow to keep it. Raises RequestNotFound."""
+        texts, live = self.config.show_prompts, self._desk.live.get(request_id)
+        if live is not None and order in (0, live.order):
+            detail = live.detail(live.row(_now()))
+            return msgspec.structs.replace(detail, text=self._text_of(live), texts=texts)
+        ended = self._desk.records.detail(request_id, order, texts=texts)
+        if ended is None:
+            raise RequestNotFound(f"nothing is known of a request {request_id} any more", id=request_id)
+        return ended
+
+    def _text_of(self, request: Request) -> RequestText | None:
+        """What may be told of its text: nothing, unless the settings allow it."""
+        if not self.config.show_prompts:
+            return None
+        deployment = self._fleet.roster.of_lane(request.lane)
+        tokenizer = deployment.tokenizer if deployment is not None else None
+        return text_of(tokenizer, request.prompt_ids, request.generated) if tokenizer is not None else None
+
     def _admit(self, asked: GenerateRequest) -> tuple[Request, Deployment]:
         self._refuse_if_closed()
         deployment, prompt_ids = self._destination(asked)
@@ -301,6 +334,22 @@ class Engine:
         if self._refusing:
             raise EngineClosed("the engine is shutting down")
 
+    # -- insight ------------------------------------------------------------------------------------------------
+
+    async def reset_session(self) -> None:
+        """Count the numbers of Insight anew from now on. Raises EngineClosed."""
+        self._refuse_if_closed()
+        self._observer.reset(_now(), time.time())
+        self._publish()
+
+    async def measure_limits(self) -> None:
+        """Measure what the processor can at most, and keep it for later runs; takes seconds.
+
+        Raises EngineBusy while requests are live, EngineError where it cannot be told, EngineClosed.
+        """
+        self._refuse_if_closed()
+        await self._observer.measure(len(self._desk.live))
+
     # -- what is shown ------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
@@ -327,6 +376,7 @@ class Engine:
             metrics=self._metrics,
             devices=self._sampler.latest,
             log_total=self.log.total,
+            insight=self._observer.latest,
         )
 
     def _publish_and_repeat(self) -> None:
@@ -344,6 +394,7 @@ class Engine:
             kv_usage=kv_usage(replicas),
             device_utilisation=tuple(device.utilisation for device in self._sampler.latest),
         )
+        self._observer.tick(now, time.time(), replicas)
         self._fleet.tick(now)
         self._sampler.poll(self._fleet.roster.pids())
         self._timers["tick"] = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
@@ -353,6 +404,7 @@ class Engine:
         for timer in self._timers.values():
             timer.cancel()
         await self._sampler.close()
+        await self._observer.close()
         self._publish()
 
     def _kill_workers(self) -> None:

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 
 class Lane:
-    """The queue of one model with its decisions, and how many of its requests live. Every call is told the time."""
+    """The queue of one model with its decisions, and how many of its requests live. Every call is told the time.
+
+    longest_tokens: prompt and answer of the longest request that ended.
+    """
 
     def __init__(self, queue: Dispatcher, now: float) -> None:
         self.last_used = now
+        self.longest_tokens = 0
         self._queue = queue
         self._live: dict[str, Request] = {}
         self._idle = asyncio.Event()

@@ -7,7 +7,6 @@ that the plan leaves room for.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import msgspec
 
 from engine.config import DeviceShare
 from engine.costs import Correction, device_kind
+from engine.files import replace_file
 from engine.placement import Placement
 
 MAX_MODELS = 64
@@ -107,20 +107,6 @@ class LedgerFile:
             return
         ledger = self.read().with_load(placement.identity, load_of(placement, used, resident_bytes))
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self._file, msgspec.json.encode(ledger))
+            replace_file(self._file, msgspec.json.encode(ledger))
         except OSError as error:
             _log.warning("%s cannot be written: %s", self._file, error)
-
-
-def _replace(file: Path, content: bytes) -> None:
-    """All of the new content or all of the old, whatever happens meanwhile."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as stream:
-        unfinished = Path(stream.name)
-        try:
-            stream.write(content)
-            stream.flush()
-            unfinished.replace(file)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, repeat
 
+import msgspec
+
 from engine.backends.base import FinishReason
 from engine.snapshot import Histogram, Mark, Percentiles, Second, Totals
 
@@ -33,6 +35,8 @@ TTFT = "time_to_first_token_seconds"
 ITL = "inter_token_latency_seconds"
 E2E = "e2e_request_latency_seconds"
 QUEUE_TIME = "request_queue_time_seconds"
+PREFILL_TIME = "request_prefill_time_seconds"
+DECODE_TIME = "request_decode_time_seconds"
 PROMPT_TOKENS = "request_prompt_tokens"
 OUTPUT_TOKENS = "request_generation_tokens"
 
@@ -41,6 +45,8 @@ _BOUNDS = {
     ITL: ITL_BOUNDS_S,
     E2E: LATENCY_BOUNDS_S,
     QUEUE_TIME: LATENCY_BOUNDS_S,
+    PREFILL_TIME: LATENCY_BOUNDS_S,
+    DECODE_TIME: LATENCY_BOUNDS_S,
     PROMPT_TOKENS: TOKEN_BOUNDS,
     OUTPUT_TOKENS: TOKEN_BOUNDS,
 }
@@ -163,7 +169,16 @@ class Metrics:
         """A worker took a request for the first time."""
         self.histograms[QUEUE_TIME].observe(queued_s)
 
-    def finished(self, now: float, reason: FinishReason, e2e_s: float, output_tokens: int) -> None:
+    def finished(
+        self,
+        now: float,
+        reason: FinishReason,
+        e2e_s: float,
+        output_tokens: int,
+        *,
+        prefill_s: float | None = None,
+        decode_s: float | None = None,
+    ) -> None:
         """A request ended. Only whole answers count into latencies: one that was cut short says nothing of speed."""
         self._finished[reason] = self._finished.get(reason, 0) + 1
         self.finish_rate.add(now)
@@ -172,10 +187,28 @@ class Metrics:
         self.windows[E2E].add(now, e2e_s)
         self.histograms[E2E].observe(e2e_s)
         self.histograms[OUTPUT_TOKENS].observe(output_tokens)
+        for name, spent_s in ((PREFILL_TIME, prefill_s), (DECODE_TIME, decode_s)):
+            if spent_s is not None:
+                self.histograms[name].observe(spent_s)
 
-    def mark(self, at: float, text: str) -> None:
-        """Remember what an operator did."""
-        self._marks.append(Mark(at=at, text=text))
+    def mark(
+        self,
+        at: float,
+        text: str,
+        *,
+        knob: str = "",
+        before: float | None = None,
+        after: float | None = None,
+        model: str = "",
+    ) -> None:
+        """Remember what an operator did; see Mark."""
+        self._marks.append(Mark(at=at, text=text, knob=knob, before=before, after=after, model=model))
+
+    def settle(self, model: str, at: float) -> None:
+        """The workers of a model are as its knobs ask for."""
+        for index, mark in enumerate(self._marks):
+            if mark.knob and mark.model == model and mark.settled_at is None:
+                self._marks[index] = msgspec.structs.replace(mark, settled_at=at)
 
     def _sample(self, name: str, now: float, value: float, *, tokens: int = 1, requests: int = 1) -> None:
         self.histograms[name].observe(value, tokens * requests)

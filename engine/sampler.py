@@ -7,17 +7,23 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from engine.devices import DeviceProbe, MachineProbe
-from engine.snapshot import DeviceReading
+from engine.snapshot import DeviceLimits, DeviceReading
 
 _log = logging.getLogger("engine")
 
 
 class DeviceSampler:
-    """Reads a probe on a thread of its own, one reading at a time. `latest` is the last one, () before the first."""
+    """Reads a probe on a thread of its own, one reading at a time. `latest` is the last one, () before the first.
+
+    cpu_limits: what the processor was found to do at most, which no probe can tell.
+    """
 
     def __init__(self, probe: DeviceProbe | None = None, new_probe: Callable[[], DeviceProbe] = MachineProbe) -> None:
         self.latest: tuple[DeviceReading, ...] = ()
+        self.cpu_limits: DeviceLimits | None = None
         self._probe = probe
         self._new_probe = new_probe
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="devices")
@@ -44,7 +50,8 @@ class DeviceSampler:
     async def _read(self, pids: Collection[int]) -> None:
         try:
             loop = asyncio.get_running_loop()
-            self.latest = await loop.run_in_executor(self._thread, self._read_now, pids)
+            readings = await loop.run_in_executor(self._thread, self._read_now, pids)
+            self.latest = tuple(map(self._limited, readings))
         except Exception:
             _log.exception("the devices could not be read")
 
@@ -52,3 +59,8 @@ class DeviceSampler:
         if self._probe is None:
             self._probe = self._new_probe()
         return tuple(self._probe.read(pids))
+
+    def _limited(self, reading: DeviceReading) -> DeviceReading:
+        if reading.id != "cpu" or self.cpu_limits is None:
+            return reading
+        return msgspec.structs.replace(reading, limits=self.cpu_limits)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.backends.base import BackendStats, FinishReason, LoadedModel, LoadProgress
+from engine.backends.base import BackendStats, DraftPosition, FinishReason, LoadedModel, LoadProgress
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import ErrorInfo
 
@@ -271,13 +271,6 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     judged: int = 0
     kept: int = 0
     per_s: float = 0.0
-
-
-class DraftPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens guessed so far ahead (the first position is the next token but one), and how many of them held."""
-
-    guessed: int = 0
-    held: int = 0
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):

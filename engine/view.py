@@ -14,7 +14,7 @@ from engine.fleet import Fleet
 from engine.metrics import E2E, ITL, TTFT, Metrics
 from engine.replica import Replica
 from engine.roster import Roster
-from engine.snapshot import DeviceReading, ModelReading, ModelStatus, RequestRow, Snapshot
+from engine.snapshot import DeviceReading, Insight, ModelReading, ModelStatus, RequestRow, Snapshot
 
 
 def build_snapshot(
@@ -27,6 +27,7 @@ def build_snapshot(
     metrics: Metrics,
     devices: Sequence[DeviceReading],
     log_total: int,
+    insight: Insight,
 ) -> Snapshot:
     """The engine at unix time `at`, which is `now` on the loop's clock."""
     roster, config = fleet.roster, fleet.config
@@ -61,6 +62,7 @@ def build_snapshot(
         totals=metrics.totals(),
         histograms=metrics.freeze_histograms(),
         log_total=log_total,
+        insight=insight,
     )
 
 
@@ -109,6 +111,7 @@ def model_reading(deployment: Deployment) -> ModelReading:
         adapters=deployment.adapters.readings(replicas),
         planned=loaded.planned if loaded is not None else (),
         used=loaded.shares if loaded is not None else (),
+        longest_context_tokens=deployment.lane.longest_tokens,
     )
 
 

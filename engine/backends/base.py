@@ -77,6 +77,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     shares: what was really allocated on each device, working memory as the warm-up measured it.
     adapters_per_request: whether each request may name a LoRA adapter of its own.
     shared_bytes: how much of weights_bytes all workers of this machine have once, in one mapping.
+    active_parameters: those that one token is computed with, fewer than all in a mixture of experts; 0 is all.
     """
 
     backend: str
@@ -96,6 +97,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     shares: tuple[DeviceShare, ...] = ()
     adapters_per_request: bool = False
     shared_bytes: int = 0
+    active_parameters: int = 0
 
 
 class SequenceStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -106,10 +108,18 @@ class SequenceStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     known_tokens: int
 
 
+class DraftPosition(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Tokens guessed at one position ahead (the first is that after the next token), and how many of them held."""
+
+    guessed: int = 0
+    held: int = 0
+
+
 class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters and gauges of one backend. Counters only grow; pages_free counts cached pages that can be reused.
 
-    draft_tokens, draft_accepted: tokens guessed ahead, and those of them that held.
+    draft_tokens, draft_accepted: tokens guessed ahead, and those of them that held.  drafts: the same by position,
+    where the backend can tell.
     degraded: why the backend takes no more requests until it is loaded again; "" while it is well.
     prompts_limit: how many requests it can work on at once, found when a step ran out of memory; 0: none found.
     """
@@ -129,6 +139,7 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int = 0
     draft_tokens: int = 0
     draft_accepted: int = 0
+    drafts: tuple[DraftPosition, ...] = ()
     degraded: str = ""
     prompts_limit: int = 0
     sequences: tuple[SequenceStats, ...] = ()

@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 
+from engine.devices.limits import nvidia_limits
 from engine.ram import read_ram
-from engine.snapshot import DeviceReading, ProcessMemory
+from engine.snapshot import DeviceLimits, DeviceReading, ProcessMemory
 
 _log = logging.getLogger("engine")
 _MIG = "MIG-"
@@ -21,10 +22,11 @@ _MIG = "MIG-"
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """A device under the id that CUDA gives it, and NVML's handle of it."""
+    """A device under the id that CUDA gives it, and NVML's handle of it. limits: None for a slice of one."""
 
     id: str
     handle: Any
+    limits: DeviceLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class NvmlProbe:
         if slices:
             return _slices(slices)
         return [
-            _Gpu(f"cuda:{index}", handle)
+            _Gpu(f"cuda:{index}", handle, self._limits(handle))
             for index, handle in enumerate(handle for handle in visible if handle not in divided)
             if handle is not None
         ]
@@ -124,6 +126,18 @@ class NvmlProbe:
             power_w=_milli(self._ask("nvmlDeviceGetPowerUsage", gpu.handle)),
             power_limit_w=_milli(self._ask("nvmlDeviceGetEnforcedPowerLimit", gpu.handle)),
             others=_named({pid: size for pid, size in held.items() if pid not in ours}),
+            limits=gpu.limits,
+        )
+
+    def _limits(self, handle: Any) -> DeviceLimits | None:
+        capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
+        return nvidia_limits(
+            capability=None if capability is None else (int(capability[0]), int(capability[1])),
+            geforce="geforce" in _text(self._ask("nvmlDeviceGetName", handle)).lower(),
+            cores=self._ask("nvmlDeviceGetNumGpuCores", handle),
+            clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", handle, getattr(self._nvml, "NVML_CLOCK_SM", 1)),
+            memory_bits=self._ask("nvmlDeviceGetMemoryBusWidth", handle),
+            memory_mhz=self._ask("nvmlDeviceGetMaxClockInfo", handle, getattr(self._nvml, "NVML_CLOCK_MEM", 2)),
         )
 
     def _memory(self, gpu: _Gpu) -> _Memory | None:

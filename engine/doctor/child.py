@@ -24,14 +24,18 @@ class ProbeFailed(Exception):
 
 
 def ask(
-    answer: type[T], probe: str, *arguments: str, timeout_s: float, cancelled: Callable[[], bool] = lambda: False
+    answer: type[T],
+    *arguments: str,
+    module: str = "engine.doctor.probe",
+    timeout_s: float,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Run `python -m engine.doctor.probe PROBE ARGUMENTS` and decode its answer.
+    """Run `python -m MODULE ARGUMENTS` and decode its answer. The doctor's probes take their name and what it is about.
 
     Raises ProbeFailed when it died, said nothing that makes sense, or was not done after `timeout_s` (or when
     `cancelled()` turned true); the child is gone then.
     """
-    command = (sys.executable, "-P", "-m", "engine.doctor.probe", probe, *arguments)
+    command = (sys.executable, "-P", "-m", module, *arguments)
     output = _run(command, timeout_s, cancelled)
     try:
         return msgspec.json.decode(output, type=answer)

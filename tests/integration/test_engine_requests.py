@@ -250,6 +250,8 @@ async def test_totals_and_histograms_add_up(tmp_path: Path) -> None:
             "inter_token_latency_seconds": 48,
             "e2e_request_latency_seconds": 12,
             "request_queue_time_seconds": 12,
+            "request_prefill_time_seconds": 12,
+            "request_decode_time_seconds": 12,
             "request_prompt_tokens": 12,
             "request_generation_tokens": 12,
         }
