@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -50,6 +51,15 @@ class Row:
     cells: tuple[Cell, ...]
 
 
+class Listing(Sequence[Row]):
+    """Rows that are made when they are looked at, for tables of thousands. The same listing may be shown again after
+    it changed."""
+
+    @abstractmethod
+    def find(self, key: str) -> int | None:
+        """Where the row of that key is; None where there is none."""
+
+
 class Table(ScrollView, can_focus=True):
     """columns: until `show` gives others. empty: what to say where there is no row."""
 
@@ -89,17 +99,27 @@ class Table(ScrollView, can_focus=True):
         table: Table
         key: str
 
+    @dataclass
+    class HeaderClicked(Message):
+        """A title was clicked. column: its number among all columns, shown or not."""
+
+        table: Table
+        column: int
+
     def __init__(self, columns: Sequence[Column], *, empty: str = "", id: str | None = None) -> None:
         super().__init__(id=id)
         self._columns = tuple(columns)
-        self._rows: tuple[Row, ...] = ()
+        self._rows: Sequence[Row] = ()
+        self._length = 0
+        self._drawn: dict[int, Row] = {}
         self._empty = empty
         self._cursor: str | None = None
+        self._cursor_at = 0
 
     # -- content ----------------------------------------------------------------------------------------------------
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> Sequence[Row]:
         """The rows shown."""
         return self._rows
 
@@ -113,19 +133,35 @@ class Table(ScrollView, can_focus=True):
         if columns is not None and tuple(columns) != self._columns:
             self._columns = tuple(columns)
             self.refresh()
-        before, self._rows = self._rows, tuple(rows)
+        self._rows = rows if isinstance(rows, Listing) else tuple(rows)
         if empty is not None and empty != self._empty:
             self._empty = empty
             self._resize()
-        if self._cursor is not None and self._index() is None:
-            old = next((at for at, row in enumerate(before) if row.key == self._cursor), 0)
-            self._cursor = self._rows[min(old, len(self._rows) - 1)].key if self._rows else None
-        if len(before) != len(self._rows):
+        self._follow()
+        if self._length != len(self._rows):
+            self._length = len(self._rows)
             self._resize()
             return
-        for at, (old_row, new_row) in enumerate(zip(before, self._rows, strict=True)):
-            if old_row != new_row:
+        seen = range(self._first, min(self._first + max(0, self.size.height - 1), self._length))
+        self._drawn = {at: self._drawn[at] for at in seen if at in self._drawn}
+        for at in seen:
+            if self._rows[at] != self._drawn.get(at):
                 self.refresh_line(at + 1)
+
+    def _follow(self) -> None:
+        """The cursor stays on its row, and that on its line where rows come in above it; on the row that took its place
+        where it is gone."""
+        if self._cursor is None:
+            return
+        before, found = self._cursor_at, self._index()
+        if found is None:
+            self._cursor_at = max(0, min(before, len(self._rows) - 1))
+            self._cursor = self._rows[self._cursor_at].key if self._rows else None
+            return
+        self._cursor_at = found
+        last = self._first + self.size.height - 2
+        if found != before and self._first <= before <= last and (self._first > 0 or found > last):
+            self.call_after_refresh(self.scroll_to, y=self._first + found - before, animate=False, force=True)
 
     def on_resize(self) -> None:
         """What is said where there is no row wraps anew."""
@@ -138,8 +174,21 @@ class Table(ScrollView, can_focus=True):
     def _notice(self) -> list[str]:
         return textwrap.wrap(self._empty, max(10, self.scrollable_content_region.width))
 
+    @property
+    def _first(self) -> int:
+        """The number of the first row that is seen."""
+        return round(self.scroll_offset.y)
+
     def _index(self) -> int | None:
-        return next((at for at, row in enumerate(self._rows) if row.key == self._cursor), None)
+        """Where the cursor's row is; most often where it was."""
+        key, rows = self._cursor, self._rows
+        if key is None:
+            return None
+        if self._cursor_at < len(rows) and rows[self._cursor_at].key == key:
+            return self._cursor_at
+        if isinstance(rows, Listing):
+            return rows.find(key)
+        return next((at for at, row in enumerate(rows) if row.key == key), None)
 
     # -- drawing ----------------------------------------------------------------------------------------------------
 
@@ -152,16 +201,20 @@ class Table(ScrollView, can_focus=True):
         if y == 0:
             titles = tuple(cell(column.title) for column in self._columns)
             return self._strip(self.line(titles, width), "table--header")
-        at = y - 1 + round(self.scroll_offset.y)
+        at = y - 1 + self._first
         if at >= len(self._rows):
             return Strip.blank(self.size.width, self.visual_style.rich_style)
-        row = self._rows[at]
+        row = self._drawn[at] = self._rows[at]
         return self._strip(self.line(row.cells, width), *(("table--cursor",) if row.key == self._cursor else ()))
+
+    def _laid_out(self, width: int) -> tuple[list[int], list[int], int]:
+        """The columns shown, their widths, and the cells between two."""
+        shown = fitting(self._columns, width)
+        return shown, *spread([self._columns[at] for at in shown], width)
 
     def line(self, cells: Sequence[Cell], width: int) -> Content:
         """The cells of one row in `width`: columns that do not fit are left out, the growing one takes the rest."""
-        shown = fitting(self._columns, width)
-        widths, gap = spread([self._columns[at] for at in shown], width)
+        shown, widths, gap = self._laid_out(width)
         placed = [(at, room) for at, room in zip(shown, widths, strict=True) if at < len(cells)]
         if len(placed) < len(shown):
             last, room = placed[-1]
@@ -182,7 +235,7 @@ class Table(ScrollView, can_focus=True):
             return
         index = min(max(0, index), len(self._rows) - 1)
         before = self._index()
-        self._cursor = self._rows[index].key
+        self._cursor, self._cursor_at = self._rows[index].key, index
         for line in {index, index if before is None else before}:
             self.refresh_line(line + 1)
         self.scroll_to_region(Region(0, index, 1, 2), animate=False, force=True, x_axis=False)
@@ -205,11 +258,22 @@ class Table(ScrollView, can_focus=True):
             self.post_message(self.Chosen(self, self._cursor))
 
     def on_click(self, event: events.Click) -> None:
-        """The row that was clicked; twice opens it."""
-        if event.y > 0 and (at := event.y - 1 + round(self.scroll_offset.y)) < len(self._rows):
+        """The row that was clicked; twice opens it. A title tells that it was."""
+        if event.y == 0 and self._rows:
+            self._title_clicked(event.x)
+        elif event.y > 0 and (at := event.y - 1 + self._first) < len(self._rows):
             self.move_to(at)
             if event.chain == 2:
                 self.action_choose()
+
+    def _title_clicked(self, x: int) -> None:
+        shown, widths, gap = self._laid_out(self.scrollable_content_region.width)
+        right = 0
+        for column, room in zip(shown, widths, strict=True):
+            right += room + gap
+            if x < right:
+                self.post_message(self.HeaderClicked(self, column))
+                return
 
 
 def fitting(columns: Sequence[Column], width: int) -> list[int]:
