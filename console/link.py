@@ -12,6 +12,7 @@ import msgspec
 
 from console.links.api import ApiLink
 from console.links.conversation import ConversationLink
+from console.links.insight import InsightLink
 from console.links.models import ModelsLink
 from console.links.requests import RequestsLink
 from console.links.settings import SettingsLink
@@ -54,6 +55,10 @@ class EngineLink(Protocol):
     @property
     def conversation(self) -> ConversationLink:
         """Answers, and what a draft would take."""
+
+    @property
+    def insight(self) -> InsightLink:
+        """Counting the session anew, and measuring the processor."""
 
     @property
     def models(self) -> ModelsLink:

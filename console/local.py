@@ -12,6 +12,7 @@ from console.link import ApiStatus
 from console.links.models import LoadSettings
 from console.local_api import LocalApi
 from console.local_conversation import LocalConversation
+from console.local_insight import LocalInsight
 from console.local_models import LocalModels
 from console.local_requests import LocalRequests
 from console.local_settings import LocalSettings
@@ -34,6 +35,7 @@ class LocalLink:
         self.api = LocalApi(runtime, loop)
         self.settings = LocalSettings(runtime, loop)
         self.conversation = LocalConversation(runtime, loop)
+        self.insight = LocalInsight(runtime, loop)
         self.models = LocalModels(runtime, loop)
         self.requests = LocalRequests(runtime, loop)
 

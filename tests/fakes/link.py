@@ -31,6 +31,7 @@ from engine.snapshot import LogEntry, ModelStatus, RequestRow, Snapshot
 from tests.fakes import estimates, machines, scenes
 from tests.fakes.link_api import FakeApi
 from tests.fakes.link_conversation import FakeConversation
+from tests.fakes.link_insight import FakeInsight
 from tests.fakes.link_models import FakeModels
 from tests.fakes.link_requests import FakeRequests
 from tests.fakes.link_settings import FakeSettings
@@ -99,6 +100,7 @@ class FakeLink:
         self.answers: dict[str, str] = {}
         self.api = FakeApi(self)
         self.conversation = FakeConversation(self)
+        self.insight = FakeInsight(self)
         self.models = FakeModels(self)
         self.requests = FakeRequests(self)
         self.report = examine(machines.H100_WITH_EVERYTHING, "exllamav2")
