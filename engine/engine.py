@@ -29,7 +29,7 @@ from engine.sampler import DeviceSampler
 from engine.snapshot import DeviceReading, ModelStatus, RequestRow, Snapshot
 from engine.stream import RequestStream, StreamDelta
 from engine.text.tokenizer import Tokenizer
-from engine.view import build_snapshot, kv_usage
+from engine.view import build_snapshot, kv_usage, memory_usage
 from engine.worker.hosts import BackendFactory
 
 __all__ = ["Engine", "GenerateRequest", "RequestStream", "Serving", "StreamDelta"]
@@ -392,7 +392,8 @@ class Engine:
             running=len(self._desk.live) - self._fleet.queued,
             queued=self._fleet.queued,
             kv_usage=kv_usage(replicas),
-            device_utilisation=tuple(device.utilisation for device in self._sampler.latest),
+            device_utilisation=tuple(device.utilisation for device in self._published.devices),
+            device_memory=tuple(map(memory_usage, self._published.devices)),
         )
         self._observer.tick(now, time.time(), replicas)
         self._fleet.tick(now)

@@ -226,6 +226,7 @@ class Metrics:
         queued: int,
         kv_usage: float,
         device_utilisation: tuple[float | None, ...],
+        device_memory: tuple[float, ...] = (),
     ) -> None:
         """Close the second that ends now: add it to the history and bring the percentiles up to date."""
         ttft = sorted(self._second_samples[TTFT])
@@ -238,6 +239,7 @@ class Metrics:
             queued=queued,
             kv_usage=kv_usage,
             device_utilisation=device_utilisation,
+            device_memory=device_memory,
             ttft_p50=percentile(ttft, 0.50),
             ttft_p95=percentile(ttft, 0.95),
             itl_p50=percentile(itl, 0.50),

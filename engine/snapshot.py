@@ -175,7 +175,10 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Second(msgspec.Struct, frozen=True, kw_only=True):
-    """One second of history. at: unix time. ttft_p50 .. itl_p95: of that second's samples, None if it had none."""
+    """One second of history. at: unix time. ttft_p50 .. itl_p95: of that second's samples, None if it had none.
+
+    device_utilisation, device_memory: 0..1 of each device, in the order of Snapshot.devices.
+    """
 
     at: float
     output_tokens: int = 0
@@ -184,6 +187,7 @@ class Second(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0
     kv_usage: float = 0.0
     device_utilisation: tuple[float | None, ...] = ()
+    device_memory: tuple[float, ...] = ()
     ttft_p50: float | None = None
     ttft_p95: float | None = None
     itl_p50: float | None = None

@@ -73,6 +73,11 @@ def kv_usage(replicas: Iterable[Replica]) -> float:
     return 1 - sum(each.pages_free for each in stats) / total if total else 0.0
 
 
+def memory_usage(device: DeviceReading) -> float:
+    """The share of a device's memory that is in use, 0..1."""
+    return 1 - device.free_bytes / device.total_bytes if device.total_bytes else 0.0
+
+
 def prefix_hit_rate(replicas: Iterable[Replica]) -> float | None:
     """The share of prompt tokens that were found in the prefix cache; None before the first prompt."""
     stats = [replica.stats for replica in replicas]

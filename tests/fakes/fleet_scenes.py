@@ -12,7 +12,7 @@ from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import ErrorInfo
 from engine.snapshot import AdapterReading, DeviceReading, ModelReading, ModelStatus, ProcessMemory, Snapshot
-from tests.fakes.scenes import GIB, MIB, busy, gpu, loaded_model, ready_status, requests, spec, worker
+from tests.fakes.scenes import GIB, MIB, busy, gpu, history, loaded_model, ready_status, requests, spec, worker
 
 LAST_LINES = (
     "Fatal Python error: Segmentation fault",
@@ -218,6 +218,7 @@ def eight_simulated() -> Snapshot:
         devices=tuple(sim(index, utilisation=0.3 + 0.08 * index) for index in range(8)),
         workers=tuple(worker(index, devices=(f"sim:{index}",), active=index) for index in range(8)),
         target_workers=8,
+        history=history(devices=8),
     )
 
 

@@ -107,8 +107,8 @@ def worker(index: int, **changes: Any) -> WorkerReading:
     return WorkerReading(**(values | changes))
 
 
-def history(seconds: int = 180, *, peak_tokens: int = 612) -> tuple[Second, ...]:
-    """A load that swells, falls back for a moment when a knob moves, and goes on higher."""
+def history(seconds: int = 180, *, peak_tokens: int = 612, devices: int = 2) -> tuple[Second, ...]:
+    """A load that swells, falls back for a moment when a knob moves, and goes on higher; each device a little less."""
     rows = []
     for index in range(seconds):
         wave = 0.5 + 0.32 * math.sin(index / 21) + 0.1 * math.sin(index / 3.7)
@@ -121,7 +121,10 @@ def history(seconds: int = 180, *, peak_tokens: int = 612) -> tuple[Second, ...]
                 running=round(14 * level),
                 queued=max(0, round(9 * level - 4)),
                 kv_usage=min(1.0, 0.2 + 0.55 * level),
-                device_utilisation=(min(1.0, 0.3 + 0.6 * level), min(1.0, 0.2 + 0.5 * level)),
+                device_utilisation=tuple(
+                    min(1.0, (0.3 + 0.6 * level) / (1 + 0.2 * device)) for device in range(devices)
+                ),
+                device_memory=tuple((0.76, 0.17)[device % 2] if index > 40 else 0.06 for device in range(devices)),
                 ttft_p50=0.05 + 0.04 * level,
                 ttft_p95=0.12 + 0.2 * level,
                 itl_p50=0.009 + 0.006 * level,
@@ -309,6 +312,7 @@ def eight_gpus() -> Snapshot:
         devices=tuple(gpu(i, utilisation=0.3 + 0.08 * i, temperature_c=60.0 + 2 * i) for i in range(8)),
         workers=tuple(worker(i, active=i) for i in range(8)),
         target_workers=8,
+        history=history(devices=8),
     )
 
 
