@@ -138,7 +138,7 @@ def test_a_killed_worker_comes_back_and_the_screen_says_so(terminal: Terminal) -
     worker = next(process for process in terminal.processes() if "engine.worker" in process.cmdline())
     worker.kill()
     assert gone([worker])
-    terminal.press("F4")
+    terminal.press("F7")
     terminal.wait_for("w0", "SIGKILL")
     terminal.press("F1")
     terminal.wait_for("idle", "ready")
@@ -150,7 +150,7 @@ def test_a_killed_worker_comes_back_and_the_screen_says_so(terminal: Terminal) -
 def test_the_console_works_in_the_smallest_terminal(tmp_path: Path, size: tuple[int, int]) -> None:
     with console("--no-api", home=tmp_path, size=size) as terminal:
         terminal.wait_for("ready", "Workers")
-        for key, seen in (("2", "Models"), ("4", "Log"), ("3", "Ask something")):
+        for key, seen in (("2", "Models"), ("7", "Log"), ("3", "Ask something")):
             terminal.press(key)
             terminal.wait_for(seen)
         terminal.press("C-q")
