@@ -11,7 +11,7 @@ from engine.backends.base import TokenEvent
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
 from engine.snapshot import DeviceReading, RequestRow, WorkerReading
-from tests.fakes.backend import FakeBackend
+from tests.fakes.backend import FakeBackend, Gate
 from tests.fakes.model import fake_spec
 
 GIB = 2**30
@@ -137,6 +137,16 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - many things change it, some on other threads
             await asyncio.sleep(0.001)
+
+
+async def until_idle(backend: FakeBackend, gate: Gate) -> None:
+    """Let a backend go on, a step at a time, until it has no work."""
+
+    def step() -> bool:
+        gate.allow()
+        return not backend.has_work()
+
+    await until(step)
 
 
 async def all_ready(engine: Engine) -> None:

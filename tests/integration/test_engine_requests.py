@@ -10,7 +10,7 @@ import pytest
 from engine.config import SamplingParams
 from engine.errors import ContextLengthExceeded, EngineClosed, InvalidRequest, NoModelLoaded, QueueFull
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
-from tests.fakes.engines import Backends, ask, read, row, serving, started, until, worker
+from tests.fakes.engines import Backends, ask, read, row, serving, started, until, until_idle, worker
 from tests.fakes.model import EOS_ID, fake_spec
 
 
@@ -172,7 +172,7 @@ async def test_cancelling_in_decode_stops_the_computing(tmp_path: Path) -> None:
         await until(lambda: row(engine, "x").output_tokens == 3)
         assert row(engine, "x").state == "decode"
         await stream.aclose()
-        await until(lambda: gate.allow() or not backend.has_work())
+        await until_idle(backend, gate)
         assert backend.steps < 500
         assert engine.snapshot().totals.finished == {"cancelled": 1}
 

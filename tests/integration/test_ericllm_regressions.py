@@ -10,7 +10,7 @@ import pytest
 from engine.config import SamplingParams
 from engine.errors import InvalidRequest
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
-from tests.fakes.engines import Backends, ask, read, row, serving, until
+from tests.fakes.engines import Backends, ask, read, row, serving, until, until_idle
 from tests.fakes.model import EOS_ID
 
 
@@ -122,7 +122,7 @@ async def test_a_request_that_timed_out_is_not_computed_further(tmp_path: Path) 
         answer = await read(engine.submit(ask("x", max_tokens=4000, timeout_s=0.02)))
         assert answer.last.error is not None
         assert answer.last.error.code == "request_timeout"
-        await until(lambda: gate.allow() or not backend.has_work())
+        await until_idle(backend, gate)
         assert backend.steps < 500
 
 
