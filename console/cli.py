@@ -168,7 +168,7 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
 def _argument(name: str, annotation: Any, flag: Flag) -> dict[str, Any]:
     field = Settings.model_fields[name]
     default = (
-        "" if field.default is None or field.default == () or annotation is bool else f" (default {field.default})"
+        "" if field.default in (None, (), "") or annotation is bool else f" (default {field.default})"
     )
     only = f" [{' and '.join(flag.backends)} backend only]" if flag.backends else ""
     argument: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.description}{default}{only}"}

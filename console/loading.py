@@ -136,4 +136,8 @@ def engine_config(settings: Settings, log_dir: Path | None) -> EngineConfig:
         cluster=settings.cluster,
         worker_host=settings.worker_host,
         log_dir=log_dir,
+        slo_ttft_s=settings.slo_ttft,
+        slo_itl_s=settings.slo_itl,
+        energy_rate=settings.energy_rate,
+        energy_currency=settings.energy_currency,
     ).validate()

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 _KNOBS = {"num_workers": "workers", "max_prompts": "max_prompts", "idle_unload": "idle_unload_s"}
 """Settings that the engine takes while it runs, and what it calls them."""
+_OBSERVED = {
+    "slo_ttft": "slo_ttft_s",
+    "slo_itl": "slo_itl_s",
+    "energy_rate": "energy_rate",
+    "energy_currency": "energy_currency",
+}
+"""Those that only its insight goes by."""
 
 
 class RunningSettings:
@@ -60,6 +67,8 @@ class RunningSettings:
         value = getattr(coming, name)
         if name in _KNOBS:
             await self._runtime.engine.reconfigure(**{_KNOBS[name]: value})
+        if name in _OBSERVED:
+            await self._runtime.engine.observe({_OBSERVED[name]: value})
         self._runtime.settings = self._runtime.settings.model_copy(update={name: value})
 
     def _turned(self) -> dict[str, object]:

@@ -6,6 +6,7 @@ What is wrong with a value is a ValueError with half a sentence, which `console.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -76,9 +77,20 @@ def _not_negative(value: tuple[int, ...]) -> tuple[int, ...]:
     return value
 
 
+def duration_s(value: object) -> object:
+    """ "500ms" and "0.5s" -> 0.5; anything but text is left to pydantic, which takes a number as seconds."""
+    if not isinstance(value, str):
+        return value
+    parts = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(ms|s|)\s*", value)
+    if parts is None:
+        raise ValueError("it must be a duration such as 500ms, 0.5s or 0.5")
+    return float(parts[1]) / (1000 if parts[2] == "ms" else 1)
+
+
 GigabyteList = Annotated[tuple[float, ...], BeforeValidator(_split_list), AfterValidator(_positive)]
 MegabyteList = Annotated[tuple[int, ...], BeforeValidator(_split_list), AfterValidator(_not_negative)]
 Folders = Annotated[tuple[Path, ...], BeforeValidator(_split_paths), AfterValidator(_existing_folders)]
 Folder = Annotated[Path, AfterValidator(_existing_folder)]
 AdapterFolder = Annotated[Folder, AfterValidator(_adapter)]
+Duration = Annotated[float, BeforeValidator(duration_s)]
 SimulatedDevices = Annotated[str, AfterValidator(_simulated)]

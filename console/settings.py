@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from console.setting_values import (
     AdapterFolder,
+    Duration,
     Folder,
     Folders,
     GigabyteList,
@@ -229,6 +230,26 @@ class Settings(BaseModel):
         Flag("Engine"),
         Field(description="Where workers run: child processes, or threads of this one for debugging"),
     ] = "process"
+    slo_ttft: Annotated[
+        Duration | None,
+        Flag("Engine", "DURATION", example="500ms", when="now"),
+        Field(gt=0, le=MAX_TIMEOUT_S, description="Goodput counts answers whose first token came within this"),
+    ] = None
+    slo_itl: Annotated[
+        Duration | None,
+        Flag("Engine", "DURATION", example="50ms", when="now"),
+        Field(gt=0, le=MAX_TIMEOUT_S, description="Goodput counts answers whose tokens came this close, on average"),
+    ] = None
+    energy_rate: Annotated[
+        float | None,
+        Flag("Engine", "PER_KWH", example=0.3, when="now"),
+        Field(ge=0, le=10**6, description="What a kWh costs, to say what the energy of today did"),
+    ] = None
+    energy_currency: Annotated[
+        str,
+        Flag("Engine", "WORD", example="EUR", when="now"),
+        Field(max_length=8, pattern=r"^\S*$", description="What the energy rate is in"),
+    ] = ""
 
     api: Annotated[bool, Flag("API"), Field(description="Serve HTTP from the start")] = True
     host: Annotated[str, Flag("API", "ADDRESS"), Field(min_length=1, description="Address to listen on")] = "127.0.0.1"

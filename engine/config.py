@@ -312,8 +312,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max_deaths", 1, 1000),
             ("ageing_s", 0.001, MAX_TIMEOUT_S),
             ("idle_unload_s", 0, MAX_TIMEOUT_S),
+            ("slo_ttft_s", 1e-6, MAX_TIMEOUT_S),
+            ("slo_itl_s", 1e-6, MAX_TIMEOUT_S),
+            ("energy_rate", 0, 10**6),
         ):
             value = getattr(self, param)
-            if not low <= value <= high:
+            if value is not None and not low <= value <= high:
                 raise InvalidRequest(f"{param} is {shown(value)}; it must be between {low} and {high}", param=param)
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 
@@ -341,6 +341,14 @@ class Engine:
         self._refuse_if_closed()
         self._observer.reset(_now(), time.time())
         self._publish()
+
+    async def observe(self, changes: Mapping[str, float | str | None]) -> None:
+        """Change what insight goes by: slo_ttft_s, slo_itl_s, energy_rate, energy_currency of EngineConfig.
+
+        Raises InvalidRequest out of range, EngineClosed.
+        """
+        self._refuse_if_closed()
+        self._observer.use(changes)
 
     async def measure_limits(self) -> None:
         """Measure what the processor can at most, and keep it for later runs; takes seconds.

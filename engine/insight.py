@@ -168,14 +168,21 @@ class _Counts:
 class SessionCounter:
     """The session. Times are seconds of one monotonic clock, `at` is unix time."""
 
-    def __init__(self, slo: Slo | None = None, *, now: float = 0.0, at: float = 0.0) -> None:
+    def __init__(self, slo: Slo | None = None) -> None:
         self._slo = slo or Slo()
         self._busy = BusyClock()
-        self._counts = _Counts(since=at, started=now)
+        self._counts = _Counts(since=0.0, started=0.0)
 
     def reset(self, now: float, at: float) -> None:
         """Count anew from now on."""
         self._counts = _Counts(since=at, started=now, busy_before_s=self._busy.busy_s)
+
+    def hold_to(self, slo: Slo) -> None:
+        """Judge by another SLO from now on; what was judged by the old one is forgotten."""
+        if slo != self._slo:
+            self._slo = slo
+            self._counts.judged = self._counts.kept = 0
+            self._counts.kept_rate = Rate(WINDOW_S)
 
     @property
     def busy_s(self) -> float:

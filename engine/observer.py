@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,12 +29,12 @@ class Observer:
     Its calls belong to the engine's loop; files are read and written off it.
     """
 
-    def __init__(self, config: EngineConfig, sampler: DeviceSampler, *, now: float = 0.0, at: float = 0.0) -> None:
-        self.session = SessionCounter(Slo(config.slo_ttft_s, config.slo_itl_s), now=now, at=at)
+    def __init__(self, config: EngineConfig, sampler: DeviceSampler) -> None:
+        self.session = SessionCounter(_slo(config))
         self.latest = Insight()
         self._sampler = sampler
         self._work = WorkMeter()
-        self._rate_per_kwh, self._currency = config.energy_rate, config.energy_currency
+        self._config = config
         self._joules = _Joules(config.state_dir)
         self._limits = LimitsFile(config.state_dir) if config.state_dir is not None else None
         self._measuring = False
@@ -52,6 +52,11 @@ class Observer:
         self.session.reset(now, at)
         self._joules.reset()
         self._refresh(now, at, self.latest)
+
+    def use(self, changes: Mapping[str, float | str | None]) -> None:
+        """Go by other settings from now on: an SLO, the price of energy. Raises InvalidRequest out of range."""
+        self._config = msgspec.structs.replace(self._config, **changes).validate()
+        self.session.hold_to(_slo(self._config))
 
     def tick(self, now: float, at: float, replicas: Sequence[Replica]) -> None:
         """Bring `latest` up to date; at: unix time."""
@@ -104,10 +109,14 @@ class Observer:
                 session_joules=joules.session,
                 busy_joules=joules.busy,
                 today_joules=joules.of_day(at),
-                rate_per_kwh=self._rate_per_kwh,
-                currency=self._currency,
+                rate_per_kwh=self._config.energy_rate,
+                currency=self._config.energy_currency,
             ),
         )
+
+
+def _slo(config: EngineConfig) -> Slo:
+    return Slo(config.slo_ttft_s, config.slo_itl_s)
 
 
 class _Joules:

@@ -140,3 +140,24 @@ def test_an_api_key_of_the_wrong_type_is_not_printed(config: Path) -> None:
 
 def test_cache_8bit_means_eight_cache_bits(config: Path) -> None:
     assert load_settings({"cache_8bit": True}, env={}, file=config).effective_cache_bits == 8
+
+
+@pytest.mark.parametrize("text", ["500ms", "500 ms", "0.5s", ".5s", "0.5"])
+def test_a_duration_is_milliseconds_or_seconds(config: Path, text: str) -> None:
+    assert load_settings({"slo_ttft": text}, env={}, file=config).slo_ttft == 0.5
+
+
+def test_a_duration_in_the_file_may_be_a_number_of_seconds(config: Path) -> None:
+    config.write_text("slo_itl = 0.05\n")
+    assert load_settings({}, env={}, file=config).slo_itl == 0.05
+
+
+@pytest.mark.parametrize("text", ["5m", "soon", "", "-1s", "nan"])
+def test_what_is_no_duration_is_refused_with_examples(config: Path, text: str) -> None:
+    with pytest.raises(InvalidRequest, match="a duration such as 500ms, 0.5s or 0.5"):
+        load_settings({"slo_itl": text}, env={}, file=config)
+
+
+def test_an_slo_of_nothing_is_refused(config: Path) -> None:
+    with pytest.raises(InvalidRequest, match="--slo_itl 0: must be greater than 0"):
+        load_settings({"slo_itl": "0"}, env={}, file=config)
