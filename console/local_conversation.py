@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-import msgspec
-
 from console.api.conversation import Turn, render
+from console.feed import Feed
 from console.links.conversation import ChatDelta, ChatMessage, DraftCount
 from console.runtime import LoopThread, Runtime
 from engine.config import SamplingParams
@@ -29,7 +28,7 @@ class LocalConversation:
         self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
     ) -> AsyncIterator[ChatDelta]:
         """Stream an answer; closing the iterator cancels the request."""
-        feed = _Feed(asyncio.get_running_loop())
+        feed = Feed(asyncio.get_running_loop())
         encode = _encoder(messages, continue_answer=continue_answer)
         work = self._loop.submit(_converse(self._runtime.engine, encode, params, model, feed))
         work.add_done_callback(lambda _: feed.close())
@@ -76,46 +75,6 @@ def context_of(snapshot: Snapshot, model: str) -> int:
     return loaded.max_model_len if loaded is not None else 0
 
 
-class _Feed:
-    """Deltas from the engine's loop to a screen's: what piles up while the screen is busy is merged into one."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._pending: ChatDelta | None = None
-        self._closed = False
-        self._ready = asyncio.Event()
-
-    def put(self, delta: ChatDelta) -> None:
-        """Hand over a delta; called on the engine's loop."""
-        self._loop.call_soon_threadsafe(self._merge, delta)
-
-    def close(self) -> None:
-        """No more deltas come; called on the engine's loop."""
-        self._loop.call_soon_threadsafe(self._end)
-
-    def _merge(self, delta: ChatDelta) -> None:
-        if self._pending is not None:
-            delta = msgspec.structs.replace(delta, text=self._pending.text + delta.text)
-        self._pending = delta
-        self._ready.set()
-
-    def _end(self) -> None:
-        self._closed = True
-        self._ready.set()
-
-    async def __aiter__(self) -> AsyncIterator[ChatDelta]:
-        while True:
-            await self._ready.wait()
-            self._ready.clear()
-            delta, self._pending = self._pending, None
-            if delta is not None:
-                yield delta
-            elif self._closed:
-                return
-            if self._closed:
-                self._ready.set()
-
-
 def _encoder(messages: Sequence[ChatMessage], *, continue_answer: bool = False) -> Callable[[Tokenizer], list[int]]:
     """What makes a prompt's ids of the messages, with whichever model's tokenizer."""
     turns: list[Turn] = [{"role": turn.role, "content": turn.content} for turn in messages]
@@ -134,7 +93,7 @@ def _encoder(messages: Sequence[ChatMessage], *, continue_answer: bool = False) 
 
 
 async def _converse(
-    engine: Engine, encode: Callable[[Tokenizer], list[int]], params: SamplingParams, model: str, feed: _Feed
+    engine: Engine, encode: Callable[[Tokenizer], list[int]], params: SamplingParams, model: str, feed: Feed
 ) -> None:
     """Encode beside the loop, submit and forward one chat; runs on the engine's loop."""
     serving = await engine.serving(model)
@@ -155,7 +114,7 @@ async def _converse(
         await stream.aclose()
 
 
-async def _forward(stream: RequestStream, feed: _Feed) -> None:
+async def _forward(stream: RequestStream, feed: Feed) -> None:
     loop = asyncio.get_running_loop()
     first_at: float | None = None
     async for delta in stream:

@@ -18,7 +18,7 @@ from console.api.conversation import Turn, guided_away_from, read_messages, rend
 from console.api.errors import json_response
 from console.api.generation import Generation
 from console.api.logprobs import ChatLogprobs, chat_logprobs
-from console.api.openai import OpenAiFields, Usage, UsageField, blank_usage, now, usage_of
+from console.api.openai import OpenAiFields, Usage, UsageField, now, usage_of
 from console.api.parameters import CHAT_REFUSED, OPENAI_INERT
 from console.api.prompts import Prompt
 from console.api.sampling import sampling_params
@@ -211,19 +211,20 @@ class _Call:
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
         """The role, every piece as it comes, the reason why it ended, and what ends the stream."""
-        blank = blank_usage(self._include_usage)
+        so_far = partial(self._body.usage_so_far, generation)
         opened: set[int] = set()
         async with aclosing(generation.deltas()) as deltas:
             async for i, delta in deltas:
                 if i not in opened:
                     opened.add(i)
-                    await chunks.send(self._chunk([ChatChunkChoice(i, ChatPiece(role="assistant", content=""))], blank))
+                    opening = ChatChunkChoice(i, ChatPiece(role="assistant", content=""))
+                    await chunks.send(self._chunk([opening], so_far()))
                 if delta.text or delta.logprobs:
                     piece = ChatChunkChoice(i, ChatPiece(content=delta.text), self._logprobs(delta.logprobs))
-                    await chunks.send(self._chunk([piece], blank))
+                    await chunks.send(self._chunk([piece], so_far()))
                 if delta.finish:
                     end = ChatChunkChoice(i, ChatPiece(), finish_reason=delta.finish)
-                    await chunks.send(self._chunk([end], blank))
+                    await chunks.send(self._chunk([end], so_far()))
         if self._include_usage:
             await chunks.send(self._chunk([], usage_of(generation)))
         await chunks.send_raw(DONE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -13,7 +14,7 @@ from console.api.context import ApiContext, new_id
 from console.api.errors import json_response
 from console.api.generation import Generation
 from console.api.logprobs import CompletionLogprobs, completion_logprobs
-from console.api.openai import OpenAiFields, UsageField, blank_usage, now, usage_of
+from console.api.openai import OpenAiFields, UsageField, now, usage_of
 from console.api.parameters import COMPLETION_REFUSED, OPENAI_INERT
 from console.api.prompts import Prompt, count_prompts, negative_prompt_ids, read_prompts
 from console.api.sampling import sampling_params
@@ -121,16 +122,16 @@ class _Call:
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
         """Every piece as it comes, then what ends the stream."""
-        blank = blank_usage(self._include_usage)
+        so_far = partial(self._body.usage_so_far, generation)
         if self._body.echo:
             for i in range(len(self._logprobs_text)):
-                await chunks.send(self._completion([CompletionChoice(i, self._echo(i), None, None)], blank))
+                await chunks.send(self._completion([CompletionChoice(i, self._echo(i), None, None)], so_far()))
         async with aclosing(generation.deltas()) as deltas:
             async for i, delta in deltas:
                 logprobs = self._logprobs(i, delta.logprobs)
                 if delta.text or delta.logprobs or delta.finish:
                     choice = CompletionChoice(i, delta.text, logprobs, delta.finish)
-                    await chunks.send(self._completion([choice], blank))
+                    await chunks.send(self._completion([choice], so_far()))
         if self._include_usage:
             await chunks.send(self._completion([], usage_of(generation)))
         await chunks.send_raw(DONE)

@@ -28,15 +28,17 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 UsageField = Usage | msgspec.UnsetType | None
-"""Left out of chunks, or, where it was asked for, null in all of them but the last."""
+"""Left out of chunks, or, where it was asked for, null in all of them but the last, or in each of them what was used so
+far."""
 
 
 class StreamOptions(BaseModel):
-    """include_usage: send the usage as a last chunk."""
+    """include_usage: send the usage as a last chunk.  continuous_usage_stats: as vLLM has it, with every chunk too."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class OpenAiFields(SamplingFields):
@@ -51,12 +53,13 @@ class OpenAiFields(SamplingFields):
             return False
         if not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
-        return bool(self.stream_options.include_usage)
+        return bool(self.stream_options.include_usage or self.stream_options.continuous_usage_stats)
 
-
-def blank_usage(include_usage: bool) -> UsageField:
-    """What chunks before the last say."""
-    return None if include_usage else msgspec.UNSET
+    def usage_so_far(self, generation: Generation) -> UsageField:
+        """What chunks before the last say."""
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            return usage_of(generation)
+        return None if self.include_usage else msgspec.UNSET
 
 
 def usage_of(generation: Generation) -> Usage:

@@ -14,6 +14,8 @@ def completion(prompt: str, count: int) -> str:
     """What the fake model answers."""
     return expected_text(list(prompt.encode()), count)
 
+USER = [{"role": "user", "content": "hi"}]
+
 
 async def test_the_answer_has_openai_s_shape(api: Served) -> None:
     answer = await api.post("/v1/completions", model="fake", prompt="Once", max_tokens=5)
@@ -87,6 +89,16 @@ async def test_a_stream_with_usage_ends_with_it_and_is_null_before(api: Served) 
     assert all(piece["usage"] is None for piece in pieces)
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 8
+
+
+async def test_a_stream_with_continuous_usage_counts_in_every_chunk(api: Served) -> None:
+    for path, asked in (("/v1/completions", {"prompt": "Once"}), ("/v1/chat/completions", {"messages": USER})):
+        options = {"continuous_usage_stats": True}
+        events = await api.events(path, **asked, max_tokens=4, stream_options=options)
+        counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
+        assert counts == sorted(counts)
+        assert counts[-1] == 4
+        assert events[0]["usage"]["prompt_tokens"] > 0
 
 
 async def test_a_stream_echoes_its_prompts_first(api: Served) -> None:

@@ -1,0 +1,1 @@
+"""An engine elsewhere: its console's link over HTTP."""
