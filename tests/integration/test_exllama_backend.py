@@ -84,6 +84,18 @@ def test_guesses_come_several_a_step_and_are_counted(make: Make) -> None:
     assert drive.finish == {"a": "length"}
 
 
+def test_guesses_are_counted_by_how_far_ahead_they_were(make: Make) -> None:
+    backend = load(make(draft_tokens=4))
+    Drive(backend, ask("a", prompt(0)), ask("b", prompt(1))).to_end()
+    stats = backend.stats()
+    guessed, held = ([getattr(each, name) for each in stats.drafts] for name in ("guessed", "held"))
+    assert len(stats.drafts) == 4
+    assert (sum(guessed), sum(held)) == (stats.draft_tokens, stats.draft_accepted)
+    assert held == sorted(held, reverse=True)
+    assert held[0] > held[-1]
+    assert all(each.held <= each.guessed for each in stats.drafts)
+
+
 def test_a_stray_byte_holds_no_token_back(make: Make) -> None:
     def logits(ids: Sequence[int], vocab_size: int) -> Tensor:
         row = hash_logits(ids, vocab_size)

@@ -229,3 +229,11 @@ def test_adapters_of_experts_are_refused_in_one_sentence(mixtral: Path, tmp_path
         "the adapter changes model.layers.0.block_sparse_moe.experts.3.w1; in this model, the projections of "
         "attention, and of no experts, in 2 layers can be adapted"
     )
+
+
+def test_a_token_is_computed_with_its_own_experts_alone(mixtral: Path) -> None:
+    config = json.loads((mixtral / "config.json").read_text())
+    idle = config["num_local_experts"] - config["num_experts_per_tok"]
+    runner = load_runner(mixtral)
+    expert = 3 * config["hidden_size"] * config["intermediate_size"]
+    assert runner.parameters - runner.active_parameters == config["num_hidden_layers"] * idle * expert > 0

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from engine.backends.base import LoadProgress
 from engine.backends.exllama.loading import load_parts
 from engine.backends.exllama.parts import PAGE_TOKENS, Library, LoadedParts
-from engine.backends.exllama.sizes import CacheShape, cache_pages, module_bytes
+from engine.backends.exllama.sizes import CacheShape, active_parameters, cache_pages, module_bytes
 from engine.config import ModelSpec
 from engine.errors import (
     BackendUnavailable,
@@ -566,3 +566,11 @@ def test_torch_s_own_error_is_told_by_its_name() -> None:
 
     assert isinstance(explain_load(OutOfMemoryError("?"), LoadNumbers("m", "cuda:0")), InsufficientMemory)
     assert isinstance(explain_load(AssertionError("No!"), LoadNumbers("m", "cuda:0")), ModelLoadFailed)
+
+
+def test_a_token_goes_through_some_of_the_experts_parameters() -> None:
+    stem = "model.layers.0.block_sparse_moe.experts"
+    experts = {f"{stem}.{number}.w1.weight": TensorHeader("F16", (30, 10)) for number in range(8)}
+    tensors = {"model.embed_tokens.weight": TensorHeader("F16", (10, 10)), **experts}
+    assert active_parameters(tensors, experts=8, per_token=2) == 100 + 2 * 300
+    assert active_parameters(tensors, experts=0, per_token=0) == 100 + 8 * 300

@@ -148,6 +148,7 @@ class ExllamaBackend:
             kv_bytes=info.kv_bytes if info is not None else 0,
             draft_tokens=counters.draft_tokens,
             draft_accepted=counters.draft_accepted,
+            drafts=counters.drafts,
             degraded=self._degraded,
             prompts_limit=self._prompts_limit,
             sequences=tuple(self._line.sequences()),

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.backends.base import BackendRequest, SequenceStats, TokenEvent
+from engine.backends.base import BackendRequest, DraftPosition, SequenceStats, TokenEvent
 from engine.backends.exllama.jobs import Job
 
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since the load; only ever grows."""
+    """What has happened since the load; only ever grows. guessed, held: guesses by how far ahead they were."""
 
     steps: int = 0
     prefix_query_tokens: int = 0
@@ -21,6 +21,21 @@ class Counters:
     prompt_tokens_computed: int = 0
     draft_tokens: int = 0
     draft_accepted: int = 0
+    guessed: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+
+    def drafted(self, guessed: int, held: int) -> None:
+        """One step guessed so many tokens ahead for a request, of which the first `held` did."""
+        self.draft_tokens += guessed
+        self.draft_accepted += held
+        for counts, number in ((self.guessed, guessed), (self.held, held)):
+            counts += [0] * (guessed - len(counts))
+            counts[:number] = [count + 1 for count in counts[:number]]
+
+    @property
+    def drafts(self) -> tuple[DraftPosition, ...]:
+        """Guesses by position."""
+        return tuple(DraftPosition(guessed=each, held=held) for each, held in zip(self.guessed, self.held, strict=True))
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +52,11 @@ class Live:
     draft_accepted: int = 0
 
     def count(self, counters: Counters) -> None:
-        """Add to the counters what they do not have yet."""
+        """Add to the counters what they do not have yet; to be called after every step."""
         job = self.job
         computed = max(self.prompt_computed, min(job.computed_tokens, job.known_tokens) - job.cached_tokens)
         counters.prompt_tokens_computed += computed - self.prompt_computed
-        counters.draft_tokens += job.draft_tokens - self.draft_tokens
-        counters.draft_accepted += job.draft_accepted - self.draft_accepted
+        counters.drafted(job.draft_tokens - self.draft_tokens, job.draft_accepted - self.draft_accepted)
         self.prompt_computed, self.draft_tokens, self.draft_accepted = computed, job.draft_tokens, job.draft_accepted
 
     def events(self, counters: Counters, *, ended: bool) -> list[TokenEvent]:

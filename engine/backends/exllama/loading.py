@@ -16,7 +16,7 @@ from engine.backends.exllama.parts import MAX_Q_SIZE, PAGE_TOKENS, Library, Load
 from engine.backends.exllama.plan import LoadPlan, ModelSource, plan_load
 from engine.backends.exllama.progress import WeightsProgress
 from engine.backends.exllama.shares import device_shares
-from engine.backends.exllama.sizes import cache_pages, page_bytes_by_device, parameters
+from engine.backends.exllama.sizes import active_parameters, cache_pages, page_bytes_by_device, parameters
 from engine.backends.exllama.split import whole
 from engine.config import DeviceShare, ModelSpec
 
@@ -203,6 +203,11 @@ class _Loader:
             weights_bytes=plan.weights_bytes,
             kv_bytes=self._pages * (plan.page_bytes + unpacked),
             parameters=parameters(plan.sources[0].folder.tensors),
+            active_parameters=active_parameters(
+                plan.sources[0].folder.tensors,
+                experts=config.num_experts or 0,
+                per_token=config.num_experts_per_token or 0,
+            ),
             attention=plan.library.attention,
             attention_reason=plan.library.attention_reason,
             shares=self._shares(models, sorted(set().union(*devices))),

@@ -138,6 +138,15 @@ def parameters(tensors: Mapping[str, TensorHeader]) -> int:
     return sum(_parameters(name, tensor, tensors) for name, tensor in tensors.items())
 
 
+def active_parameters(tensors: Mapping[str, TensorHeader], *, experts: int, per_token: int) -> int:
+    """Those that a token is computed with: of a layer's experts, `per_token`."""
+    every = parameters(tensors)
+    if not per_token or experts <= per_token:
+        return every
+    of_experts = parameters({name: each for name, each in tensors.items() if ".experts." in name})
+    return every - of_experts * (experts - per_token) // experts
+
+
 def _parameters(name: str, tensor: TensorHeader, tensors: Mapping[str, TensorHeader]) -> int:
     stem, _, kind = name.rpartition(".")
     if kind == "q_weight":  # exl2: [packed rows, columns]; its permutation has one entry per row

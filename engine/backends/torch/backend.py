@@ -101,6 +101,7 @@ class TorchBackend:
             weights_bytes=runner.weights_bytes,
             kv_bytes=self._kv_bytes,
             parameters=runner.parameters,
+            active_parameters=runner.active_parameters,
             shared_bytes=runner.shared_bytes,
             attention=runner.attention.name if runner.attention else "",
             attention_reason=runner.attention.reason if runner.attention else "",

@@ -14,6 +14,7 @@ from engine.backends.paged_attention.choose import Choice
 from engine.backends.paged_attention.face import PagedAttention, implementation
 from engine.backends.paged_attention.probe import engage, probe
 from engine.backends.torch import memory
+from engine.backends.torch.archs.experts import idle_elements
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.device_memory import open_devices
@@ -27,7 +28,7 @@ from engine.backends.torch.lora_factors import locate_factors
 from engine.backends.torch.lora_loading import AdapterLoader, merged
 from engine.backends.torch.lora_names import AttachedAdapters
 from engine.backends.torch.model import Decoder
-from engine.backends.torch.model_config import CheckpointDtype, read_model_config
+from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
 from engine.backends.torch.native.kernels import native_library
 from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.shared_weights import weight_store
@@ -43,6 +44,7 @@ class ModelRunner:
     """A loaded model. `allocate_kv` comes before the first `forward`; torch's thread count is the caller's.
 
     attention: how rows attend, and why; known after `allocate_kv`.  adapters: what chunks may name.
+    active_parameters: those that a token is computed with.
     shared_bytes: how much of the weights all workers of this machine have once.  linear: what multiplies by weights.
     """
 
@@ -59,6 +61,7 @@ class ModelRunner:
     ) -> None:
         self.config = decoder.config
         self.parameters, self.shared_bytes = parameters, shared_bytes
+        self.active_parameters = parameters - _idle_parameters(decoder.config)
         self.attention: Choice | None = None
         self.linear = kind_of(next(block for stage in decoder.stages for block in stage.blocks).qkv)
         self._dtype, self._layout, self._wanted_attention = dtype, layout, attention
@@ -226,3 +229,8 @@ def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device)
     if wanted == "auto":
         wanted = stored if device.type == "cuda" else "bfloat16" if native_bfloat16() else "float32"
     return _DTYPES[wanted]
+
+
+def _idle_parameters(config: ModelConfig) -> int:
+    mixtures = (config.traits.experts_of(layer) for layer in range(config.layers))
+    return sum(idle_elements(experts, config.hidden_size) for experts in mixtures if experts is not None)

@@ -57,6 +57,11 @@ def expert_shapes(names: ExpertNames, experts: Experts, hidden: int) -> dict[str
     return shapes
 
 
+def idle_elements(experts: Experts, hidden: int) -> int:
+    """Weights of a layer's experts that a token does not go through."""
+    return (experts.count - experts.per_token) * 3 * hidden * experts.inner
+
+
 def qwen_experts(raw: Mapping[str, object], layers: int, *, shared_inner: int = 0) -> Experts | None:
     """Qwen's rule: experts in every `decoder_sparse_step`th layer but those in `mlp_only_layers`."""
     step = whole({"decoder_sparse_step": 1, **raw}, "decoder_sparse_step")
