@@ -165,11 +165,17 @@ class EricApp(App[None], inherit_bindings=False):
 
     def action_toggle_api(self) -> None:
         """The HTTP API on or off."""
+        from console.exposure import before_exposing
+
         api = self.link.api_status()
         if api.running:
             self.perform(self.link.stop_api(), done="The API is off")
-        else:
+            return
+
+        def start() -> None:
             self.perform(self.link.start_api(), done=f"The API listens on {api.url}")
+
+        before_exposing(self, api.host, key_required=api.key_required, go=start)
 
     # -- screens ----------------------------------------------------------------------------------------------------
 

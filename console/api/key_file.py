@@ -55,7 +55,7 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
             requests=self.requests - known.requests,
             prompt_tokens=self.prompt_tokens - known.prompt_tokens,
             output_tokens=self.output_tokens - known.output_tokens,
-            last_at=self.last_at,
+            last_at=None if self.last_at == known.last_at else self.last_at,
         )
 
 

@@ -109,9 +109,9 @@ class Keys:
             self._look()
             return self._by_digest.get(_digest(self._records.secret, given))
 
-    def note(self, key: Key, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Count a request that a key was used for, and its tokens."""
-        use = Use(requests=1, prompt_tokens=prompt_tokens, output_tokens=output_tokens, last_at=self._now())
+    def note(self, key: Key, *, requests: int = 0, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Count what a key is used for now."""
+        use = Use(requests=requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens, last_at=self._now())
         with self._lock:
             key.used = key.used.plus(use)
 
@@ -163,7 +163,7 @@ class Keys:
     def save(self) -> None:
         """Write down what keys were used for since the last time. Raises KeysUnavailable where it cannot. Blocking."""
         with self._lock:
-            unsaved = any(key.used.requests for key in self._by_digest.values())
+            unsaved = any(key.used.last_at for key in self._by_digest.values())
         if unsaved:
             self._change(lambda records: records)
 

@@ -100,11 +100,13 @@ def authorizing(traffic: Traffic, keys: Keys) -> Middleware:
                 raise Forbidden("Without an API key, admin requests are taken from this machine alone: set --api-key")
         call = request[CALL]
         traffic.admit(call, "" if key is None else key.name)
+        if key is None:
+            return await handler(request)
+        keys.note(key, requests=1)
         try:
             return await handler(request)
         finally:
-            if key is not None:
-                keys.note(key, call.prompt_tokens, call.output_tokens)
+            keys.note(key, prompt_tokens=call.prompt_tokens, output_tokens=call.output_tokens)
 
     return authorize
 
