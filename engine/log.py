@@ -32,7 +32,10 @@ class LogRing:
 
     def append(self, level: int, source: str, message: str) -> None:
         """Add a line. level: as in `logging`."""
-        entry = LogEntry(at=time.time(), level=level, source=source, message=message)
+        self.add(LogEntry(at=time.time(), level=level, source=source, message=message))
+
+    def add(self, entry: LogEntry) -> None:
+        """Add a line that another ring had."""
         with self._lock:
             self._entries.append(entry)
             self._total += 1

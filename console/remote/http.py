@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -53,7 +53,7 @@ class Instance:
         query: Mapping[str, str] | None = None,
         body: object = None,
         silence_s: float = SILENCE_S,
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncGenerator[Any, None]:
         """The events of a stream: a GET, or a POST where there is a body. "[DONE]" is no event.
 
         silence_s: how long it may say nothing before it is taken for dead. Raises what an event says went wrong.

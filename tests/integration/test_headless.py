@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,48 +13,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.fakes.tiny_models import make_tiny_model
+from tests.integration.headless import Headless
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-def _heed_hang_up() -> None:
-    """A test run under nohup hands its ignored SIGHUP down; the server is to see what a terminal gives it."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-class Headless:
-    """A headless server; `lines` are what it said on stderr so far."""
-
-    def __init__(self, *flags: str, home: Path) -> None:
-        env = {**os.environ, "XDG_STATE_HOME": str(home), "XDG_CONFIG_HOME": str(home), "OMP_NUM_THREADS": "1"}
-        self.lines: list[str] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "console", *flags],
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=_heed_hang_up,
-        )
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        """Read stderr until a line matches."""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip())
-            if match := re.search(pattern, line):
-                return match
-        raise AssertionError(f"it ended without {pattern!r}: {self.lines}")
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        """Signal it; returns its exit code once it is gone."""
-        self.process.send_signal(number)
-        assert self.process.stderr is not None
-        self.lines += self.process.stderr.read().splitlines()
-        return self.process.wait(timeout=60)
 
 
 @pytest.fixture(scope="module")
