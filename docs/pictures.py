@@ -1,0 +1,113 @@
+"""Makes the pictures of the README: the real console and engine, two simulated cards, clients that stream.
+
+.venv/bin/python docs/pictures.py            # about a minute and a half; writes docs/*.svg
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+from textual.pilot import Pilot
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+SIZE = (136, 42)
+CLIENTS = 24
+WARM_S = 25.0
+KNOB_S = 20.0
+
+
+async def main() -> None:
+    """Open the console, load it, and take a picture of each screen worth one."""
+    from console.app import EricApp
+    from console.local import LocalLink
+    from console.runtime import LoopThread, Runtime
+    from console.sources import load_settings
+
+    flags = {"devices": "sim:24,24", "num_workers": 2, "max_prompts": 8, "gpu_balance": True, "port": 8000}
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("CONFIG", "DATA", "STATE"):
+            os.environ[f"XDG_{kind}_HOME"] = folder
+        loop = LoopThread()
+        opened = Runtime.open(load_settings(flags), log_dir=Path(folder), state_dir=Path(folder))
+        runtime = await asyncio.wrap_future(loop.submit(opened))
+        app = EricApp(LocalLink(runtime, loop), chats=Path(folder) / "chats.db")
+        try:
+            await asyncio.wrap_future(loop.submit(runtime.start()))
+            await asyncio.wrap_future(loop.submit(runtime.load("demo")))
+            async with app.run_test(size=SIZE) as pilot, _clients(runtime.api_status().url):
+                await _take(pilot)
+        finally:
+            await asyncio.wrap_future(loop.submit(runtime.close(drain_s=0.0, patience_s=1.0)))
+            loop.stop()
+
+
+async def _take(pilot: Pilot[None]) -> None:
+    await pilot.pause(WARM_S)
+    await pilot.press("plus", "plus", "plus", "plus")
+    await pilot.pause(KNOB_S)
+    _save(pilot, "dashboard")
+    await pilot.press("n")
+    await pilot.pause(2)
+    _save(pilot, "insight")
+    await pilot.press("escape", "2")
+    await pilot.pause(2)
+    _save(pilot, "models")
+    await pilot.press("3")
+    await pilot.pause(1)
+    for question in ("What does max_prompts do?", "And how many workers do I need?"):
+        await pilot.press(*question, "enter")
+        await pilot.pause(6)
+    _save(pilot, "chat")
+    await pilot.press("f5")
+    await pilot.pause(2)
+    _save(pilot, "tune")
+
+
+def _save(pilot: Pilot[None], name: str) -> None:
+    pilot.app.save_screenshot(filename=f"{name}.svg", path=str(HERE))
+    sys.stderr.write(f"docs/{name}.svg\n")
+
+
+@contextlib.asynccontextmanager
+async def _clients(url: str) -> AsyncIterator[None]:
+    """Clients that stream answers of many lengths, with a prompt that they share, until this ends."""
+    async with aiohttp.ClientSession(url) as http:
+        tasks = [asyncio.create_task(_client(http, number)) for number in range(CLIENTS)]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _client(http: aiohttp.ClientSession, number: int) -> None:
+    for turn in itertools.count():
+        shared = "You help an operator of GPUs. " * 8
+        body = {
+            "messages": [
+                {"role": "system", "content": shared},
+                {"role": "user", "content": f"Client {number}, {turn}"},
+            ],
+            "max_tokens": 120 + 40 * (number % 9),
+            "ignore_eos": True,
+            "stream": True,
+        }
+        async with http.post("/v1/chat/completions", json=body) as answer:
+            async for _ in answer.content:
+                pass
+
+
+if __name__ == "__main__":
+    began_s = time.monotonic()
+    asyncio.run(main())
+    sys.stderr.write(f"made in {time.monotonic() - began_s:.0f} s\n")
