@@ -27,8 +27,6 @@ _RANDOM_BYTES = 24
 """32 url-safe characters."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,39}")
-_LOOK_S = 1.0
-"""How soon keys that another program with the same folder makes or revokes are known here."""
 
 
 @dataclass(slots=True)
@@ -67,10 +65,16 @@ class Keys:
     """The key of the settings and those in a folder's keys.json, which several programs may share.
 
     Safe from any thread.  folder: None keeps what is made in memory.  now: unix time.
+    look_s: how soon keys that another program makes or revokes are known here.
     """
 
     def __init__(
-        self, folder: Path | None = None, settings_key: str | None = None, now: Callable[[], float] = time.time
+        self,
+        folder: Path | None = None,
+        settings_key: str | None = None,
+        *,
+        now: Callable[[], float] = time.time,
+        look_s: float = 1.0,
     ) -> None:
         self._file = KeyFile(folder)
         self._now = now
@@ -83,7 +87,8 @@ class Keys:
         if settings_key is not None:
             digest = _digest(self._own_secret, settings_key).hex()
             self._settings = Key(KeptKey(name=SETTINGS_KEY, scopes=ALL, digest=digest))
-        self._looked_at = -_LOOK_S
+        self._look_s = look_s
+        self._looked_at = -look_s
 
     def open(self) -> None:
         """Read the file. Raises KeysUnavailable where it cannot be read: else everybody would be let in."""
@@ -186,7 +191,7 @@ class Keys:
     def _look(self) -> None:
         """Take what another program wrote, now and then; where that cannot be read, what is known stays."""
         now = time.monotonic()
-        if now - self._looked_at >= _LOOK_S:
+        if now - self._looked_at >= self._look_s:
             self._looked_at = now
             if (records := self._file.read_if_changed()) is not None:
                 self._take(records)

@@ -17,10 +17,10 @@ from console.links.api import NewKey, Scope
 from console.widgets.table import Column, Row, Table, cell
 
 _CLOSE = Binding("escape", "dismiss", "Close", id="form.close", tooltip="Close without doing anything", show=False)
-_SCOPE_COLUMNS = (Column("", 9), Column("", 40, grow=20))
+_SCOPE_COLUMNS = (Column("it may", 9), Column("space, or two clicks, switches", 40, grow=30))
 _SCOPE_WORDS: dict[Scope, str] = {
     "use": "ask models: completions, chat, the list of models",
-    "watch": "look at everything and change nothing: snapshot, log, metrics",
+    "watch": "look at everything, change nothing: snapshot, log, metrics",
     "admin": "do everything, also load models and make keys",
 }
 
@@ -99,7 +99,6 @@ class KeyScreen(ModalScreen[tuple[str, tuple[Scope, ...]] | None]):
             with Horizontal(classes="api-field"):
                 yield Label("name", classes="api-label")
                 yield Input(placeholder="who will use it", id="key-name", max_length=40, compact=True)
-            yield Static("It may (tab goes there, space or a click switches):", classes="api-note")
             yield _Scopes()
             yield Static(id="problem", markup=False)
             with Horizontal(classes="dialog-buttons"):
@@ -179,7 +178,7 @@ class NewKeyScreen(ModalScreen[None]):
         """The key, alone on its line so that it can be selected as well."""
         with Vertical(classes="dialog api-form"):
             yield Label(f"The key {self._made.name} is made.", classes="dialog-title", markup=False)
-            yield Label("It is shown this once, and only a digest of it is kept: copy it now.", markup=False)
+            yield Label("It is shown this once, and only a digest is kept: copy it now.", markup=False)
             yield Static(self._made.key, id="key", markup=False)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Copy (c)", id="copy", compact=True)
