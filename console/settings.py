@@ -225,6 +225,11 @@ class Settings(BaseModel):
         Flag("Engine", when="load"),
         Field(description="Paged attention on CUDA; auto takes the best that fits the GPU"),
     ] = "auto"
+    show_prompts: Annotated[
+        bool,
+        Flag("Engine"),
+        Field(description="Keep the texts of the last 200 requests in memory, for the operator to read"),
+    ] = False
     worker_host: Annotated[
         Literal["process", "thread"],
         Flag("Engine"),

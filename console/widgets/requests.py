@@ -66,7 +66,7 @@ def request_row(row: RequestRow) -> Row:
         cell(f"{state.glyph} {state.word}", state.style),
         cell(row.worker or "–", quiet),
         _progress(row),
-        cell(_prompt(row), "$request-prefill" if row.state == "prefill" else quiet),
+        cell(prompt_shown(row), "$request-prefill" if row.state == "prefill" else quiet),
         cell(str(row.output_tokens), quiet),
         cell(text.seconds(row.queued_s), "$request-queued" if row.state == "queued" else quiet),
         cell(text.seconds(row.ttft_s), quiet),
@@ -76,7 +76,8 @@ def request_row(row: RequestRow) -> Row:
     return Row(row.id, cells)
 
 
-def _prompt(row: RequestRow) -> str:
+def prompt_shown(row: RequestRow) -> str:
+    """Its prompt tokens, with how many of them are computed while they are."""
     if row.state != "prefill":
         return str(row.prompt_tokens)
     done = f"{row.computed_tokens}/{row.prompt_tokens}"

@@ -8,17 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from rich.cells import cell_len, set_cell_size
+from rich.segment import Segment
+from rich.style import Style as RichStyle
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.content import Content
+from textual.content import Content, Span
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
-from textual.visual import Visual
+from textual.style import Style
 
 from console.widgets.glyphs import fitted
 
+Align = Literal["left", "right"]
 Cell = tuple[tuple[str, str], ...]
 """Pieces of (text, style); a style is Textual's, with the theme's variables: "bold $primary"."""
 
@@ -37,7 +41,7 @@ class Column:
 
     title: str
     width: int
-    align: Literal["left", "right"] = "left"
+    align: Align = "left"
     grow: int = 0
     drop: int = 0
 
@@ -107,6 +111,7 @@ class Table(ScrollView, can_focus=True):
         column: int
 
     def __init__(self, columns: Sequence[Column], *, empty: str = "", id: str | None = None) -> None:
+        self._styles: dict[tuple[str, tuple[str, ...]], RichStyle] = {}
         super().__init__(id=id)
         self._columns = tuple(columns)
         self._rows: Sequence[Row] = ()
@@ -122,6 +127,11 @@ class Table(ScrollView, can_focus=True):
     def rows(self) -> Sequence[Row]:
         """The rows shown."""
         return self._rows
+
+    @property
+    def shown_columns(self) -> Sequence[int]:
+        """The numbers of the columns that there is room for."""
+        return fitting(self._columns, self.scrollable_content_region.width)
 
     @property
     def cursor_key(self) -> str | None:
@@ -219,13 +229,32 @@ class Table(ScrollView, can_focus=True):
         if len(placed) < len(shown):
             last, room = placed[-1]
             placed[-1] = last, room + sum(widths[len(placed) :]) + gap * (len(shown) - len(placed))
-        parts = [_fit(Content.assemble(*cells[at]), room, self._columns[at].align) for at, room in placed]
-        line = Content(" " * gap).join(parts)
-        return fitted(self.app, line)
+        return fitted(self.app, _joined([(cells[at], room, self._columns[at].align) for at, room in placed], gap))
 
     def _strip(self, content: Content, *components: str) -> Strip:
-        style = self.get_visual_style(*components) if components else self.visual_style
-        return Visual.to_strips(self, content, self.size.width, 1, style, pad=True, apply_selection=False)[0]
+        """The line in the table's colours: its spans, which never overlap, each with its style."""
+        width, plain, at = self.size.width, content.plain, 0
+        segments = list[Segment]()
+        for span in content.spans:
+            if span.start > at:
+                segments.append(Segment(plain[at : span.start], self._style("", components)))
+            segments.append(Segment(plain[span.start : span.end], self._style(str(span.style), components)))
+            at = span.end
+        segments.append(Segment(plain[at:], self._style("", components)))
+        return Strip(segments).adjust_cell_length(width, self._style("", components))
+
+    def _style(self, style: str, components: tuple[str, ...]) -> RichStyle:
+        """A style over that of a part of the table; worked out once, as most of drawing would be that."""
+        if (found := self._styles.get((style, components))) is None:
+            base = self.get_visual_style(*components) if components else self.visual_style
+            found = (base + Style.parse(style) if style else base).rich_style
+            self._styles[style, components] = found
+        return found
+
+    def notify_style_update(self) -> None:
+        """Another theme, or the focus came or went."""
+        self._styles.clear()
+        super().notify_style_update()
 
     # -- cursor -----------------------------------------------------------------------------------------------------
 
@@ -301,7 +330,35 @@ def spread(columns: Sequence[Column], width: int) -> tuple[list[int], int]:
     return widths, gap + spare // joints
 
 
-def _fit(content: Content, room: int, align: Literal["left", "right"]) -> Content:
-    content = content.truncate(room, ellipsis=True)
-    missing = room - content.cell_length
-    return content.pad_left(missing) if align == "right" else content.pad_right(missing)
+def _joined(placed: Sequence[tuple[Cell, int, Align]], gap: int) -> Content:
+    """Cells side by side, each in its room. Made in one go: tables are drawn many times a second."""
+    line, spans, length = list[str](), list[Span](), 0
+    for at, (pieces, room, align) in enumerate(placed):
+        missing = room - sum(cell_len(text) for text, _ in pieces)
+        if missing < 0:
+            pieces, missing = _cut(pieces, room), 0
+        before = (gap if at else 0) + (missing if align == "right" else 0)
+        line.append(" " * before)
+        length += before
+        for text, style in pieces:
+            line.append(text)
+            if style:
+                spans.append(Span(length, length + len(text), style))
+            length += len(text)
+        if align == "left":
+            line.append(" " * missing)
+            length += missing
+    return Content("".join(line), spans=spans)
+
+
+def _cut(pieces: Cell, room: int) -> Cell:
+    """What fits in `room`, with an ellipsis at its end."""
+    cut = list[tuple[str, str]]()
+    for text, style in pieces:
+        width = cell_len(text)
+        if width >= room:
+            kept = set_cell_size(text, room - 1) + "…" if room > 0 else ""
+            return (*cut, (kept, style))
+        cut.append((text, style))
+        room -= width
+    return tuple(cut)

@@ -28,8 +28,8 @@ class FakeRequests:
 
     def finished(self, after: int = 0) -> tuple[int, Sequence[RequestRow]]:
         """Those after the first `after`."""
-        known = {(row.id, row.order) for row in self.ended}
         told = [row for row in reversed(self._link.current.requests) if row.state == "finished"]
+        known = {(row.id, row.order) for row in self.ended} if told else set()
         self.ended += [row for row in told if (row.id, row.order) not in known]
         return len(self.ended), self.ended[after:]
 

@@ -1,0 +1,125 @@
+"""The table of the Requests screen: thousands of rows, of which those are drawn that are seen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import overload
+
+from textual.content import Content
+
+from console.request_list import RequestList, key_of
+from console.widgets import text
+from console.widgets.requests import prompt_shown
+from console.widgets.states import request_state
+from console.widgets.table import Cell, Column, Listing, Row, Table, cell
+from engine.snapshot import RequestRow
+
+_COLUMNS = (
+    Column("when", 8),
+    Column("id", 12, grow=12),
+    Column("from", 6, drop=4),
+    Column("client", 8, grow=8, drop=6),
+    Column("model", 10, grow=12, drop=7),
+    Column("state", 11),
+    Column("worker", 7, drop=3),
+    Column("in", 9, "right", drop=1),
+    Column("cached", 7, "right", drop=8),
+    Column("out", 5, "right"),
+    Column("waited", 7, "right", drop=5),
+    Column("TTFT", 6, "right"),
+    Column("ITL", 6, "right"),
+    Column("tok/s", 6, "right"),
+    Column("took", 6, "right", drop=2),
+)
+COLUMN_NAMES = tuple(column.title for column in _COLUMNS)
+
+
+class RequestRows(Listing):
+    """A RequestList as rows of a table."""
+
+    def __init__(self, requests: RequestList) -> None:
+        self._requests = requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Row]: ...
+    def __getitem__(self, at: int | slice) -> Row | Sequence[Row]:
+        if isinstance(at, slice):
+            return [table_row(self._requests[each]) for each in range(*at.indices(len(self)))]
+        return table_row(self._requests[at])
+
+    def find(self, key: str) -> int | None:
+        """Where the row of that key is."""
+        return self._requests.find(key)
+
+
+class RequestTable(Table):
+    """Requests, sorted and filtered as `requests` is."""
+
+    def __init__(self, requests: RequestList, *, id: str | None = None) -> None:
+        super().__init__(_COLUMNS, id=id)
+        self.requests = requests
+        self._listing = RequestRows(requests)
+
+    def show_requests(self, empty: str) -> None:
+        """Show the list as it is now. empty: what to say where it has no row."""
+        self.show(self._listing, empty=empty, columns=columns(self.requests))
+
+    @property
+    def chosen(self) -> RequestRow | None:
+        """The request under the cursor."""
+        return self.requests.get(self.cursor_key) if self.cursor_key is not None else None
+
+
+def columns(requests: RequestList) -> tuple[Column, ...]:
+    """The columns, the one sorted by with its direction."""
+    glyph = "▼" if requests.descending else "▲"
+    return tuple(
+        replace(column, title=f"{column.title}{glyph}") if column.title == requests.column else column
+        for column in _COLUMNS
+    )
+
+
+def table_row(row: RequestRow) -> Row:
+    """One request's cells. What ended is quiet, but for how it ended."""
+    ended = row.state == "finished"
+    quiet = "$request-done" if ended else ""
+    state = request_state(row)
+    cells: tuple[Cell, ...] = (
+        cell(clock(row.created_at), "$muted"),
+        cell(row.id, quiet),
+        cell(row.source, quiet),
+        cell(row.client or "–", quiet),
+        cell(row.model or "–", quiet),
+        cell(f"{state.glyph} {state.word}", state.style),
+        cell(row.worker or "–", quiet),
+        cell(prompt_shown(row), "$request-prefill" if row.state == "prefill" else quiet),
+        cell(str(row.cached_tokens) if row.cached_tokens else "–", quiet),
+        cell(str(row.output_tokens), quiet),
+        cell(text.seconds(row.queued_s), "$request-queued" if row.state == "queued" else quiet),
+        cell(text.seconds(row.ttft_s), quiet),
+        cell(text.seconds(row.itl_s), quiet),
+        cell(text.rate(row.tokens_per_s), quiet if ended else "bold"),
+        cell(text.seconds(row.age_s), quiet),
+    )
+    return Row(key_of(row), cells)
+
+
+def clock(at: float) -> str:
+    """Hours, minutes and seconds here; "–" where it is not known when."""
+    return time.strftime("%H:%M:%S", time.localtime(at)) if at else "–"
+
+
+def counted(requests: RequestList, running: int, queued: int) -> Content:
+    """What is shown of how many."""
+    shown = len(requests)
+    parts = [f"{running} running", f"{queued} queued", f"{requests.ended:,} ended"]
+    if requests.filtered:
+        parts.insert(0, f"{shown:,} shown")
+    return Content(" · ".join(parts))
