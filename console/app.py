@@ -27,6 +27,12 @@ PALETTE_GONE_S = 0.1
 log = logging.getLogger(__name__)
 
 
+def _styles() -> list[str | Path]:
+    """All style sheets, the one with the variables that others use first."""
+    sheets = Path(__file__).parent.joinpath("styles").glob("*.tcss")
+    return [*sorted(sheets, key=lambda sheet: (sheet.stem != "base", sheet.name))]
+
+
 class EricApp(App[None], inherit_bindings=False):
     """The console over a link. theme, start: names of a theme and of a mode; unknown ones fall back to the first.
 
@@ -34,7 +40,7 @@ class EricApp(App[None], inherit_bindings=False):
     """
 
     TITLE = "EricLLM"
-    CSS_PATH: ClassVar[list[str | Path]] = sorted(Path(__file__).parent.joinpath("styles").glob("*.tcss"))  # type: ignore[assignment]
+    CSS_PATH: ClassVar[list[str | Path]] = _styles()  # type: ignore[assignment]
     BINDINGS = keymap.BINDINGS  # type: ignore[assignment]
     MODES: ClassVar[dict[str, Any]] = {mode.name: mode.factory for mode in modes.MODES}
     DEFAULT_MODE = modes.MODES[0].name

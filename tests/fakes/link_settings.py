@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,25 @@ SOURCES = Sources(
 
 
 class FakeSettings:
-    """sources: what the program was started with."""
+    """sources: what the program was started with.  names: the settings there are, all of them by default."""
 
-    def __init__(self, sources: Sources = SOURCES, turned: Mapping[str, object] | None = None) -> None:
+    def __init__(
+        self,
+        sources: Sources = SOURCES,
+        turned: Mapping[str, object] | None = None,
+        names: Collection[str] = tuple(Settings.model_fields),
+    ) -> None:
         self.sources = sources
         self.in_use = sources.settings()
         self.turned = dict(turned or {})
+        self.names = names
         self.saves: list[tuple[str, str | None]] = []
         self.failures: dict[str, EngineError] = {}
 
     def rows(self) -> Sequence[SettingRow]:
         """Made as the real ones are."""
-        return tuple(setting_rows(self.in_use, self.sources.settings(), self.sources, self.turned))
+        rows = setting_rows(self.in_use, self.sources.settings(), self.sources, self.turned)
+        return tuple(row for row in rows if row.name in self.names)
 
     def path(self) -> str:
         """A file that is not there."""
