@@ -1,251 +1,244 @@
-"""Chat: ask the loaded model, read its answer as it comes, keep the conversation."""
+"""Chat: ask a model, or two side by side; read, branch, stop, go on, copy."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import ClassVar
+from collections.abc import Coroutine
+from typing import Any, ClassVar
 
-import msgspec
-from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical
-from textual.worker import Worker
+from textual import events
+from textual.binding import BindingType
+from textual.widget import Widget
+from textual.widgets import TextArea
 
-from console.chats import ChatSettings, ChatStore, ChatStoreError, Turn, TurnNote
-from console.link import ApiStatus
-from console.links.conversation import ChatDelta, ChatMessage
-from console.screens.base import ConsoleScreen
-from console.screens.chat_settings import ChatSettingsScreen, sampling
-from console.screens.confirm import ConfirmScreen
+from console.chats import ChatSettings, Preset
+from console.chats.code_blocks import code_blocks
+from console.chats.presets import applied, described
+from console.clipboard import copy
+from console.screens import chat_keys
+from console.screens.chat_conversations import ConversationsScreen
+from console.screens.chat_pane import ANSWERING, Pane
+from console.screens.chat_presets import PresetsScreen
+from console.screens.chat_settings import ChatSettingsScreen
 from console.widgets.chat_input import ChatInput
-from console.widgets.chat_list import ChatList
-from console.widgets.chat_transcript import ChatTranscript
-from console.widgets.chat_turn import Answer
+from console.widgets.chat_list import ChatShelf
+from console.widgets.chat_turn import Foot
+from console.widgets.text import plural
 from engine.errors import EngineError
 from engine.snapshot import Snapshot
 
 NO_MODEL = "No model is loaded. Press F2 to choose one; your question stays here."
-HINT = "Ask the model something. Its answer streams here, with its speed beneath."
-ANSWERING = ("ready", "idle")  # an idle model loads first
+NOTHING_ASKED = "There is no question to ask again."
+NOTHING_SAID = "There is no answer to go on with."
+NO_BRANCH = "There is no other branch that way. Another answer (r) or an edited question (e) makes one."
+TOO_LONG = "This is too long for the terminal's clipboard; w writes the conversation to a file."
 
 
-class ChatScreen(ConsoleScreen):
-    """One conversation at a time; the others wait in the list."""
+class ChatScreen(ConversationsScreen):
+    """Asks; the conversations themselves are in the base class."""
 
     MODE = "chat"
     AUTO_FOCUS = "ChatInput"
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop", "Stop", id="chat.stop", tooltip="Stop the answer; else leave the box", priority=True),
-        Binding("ctrl+r", "again", "Again", id="chat.again", tooltip="Answer the last question again", priority=True),
-        Binding("ctrl+n", "new", "New", id="chat.new", tooltip="Start a new conversation", priority=True),
-        Binding("ctrl+s", "settings", "Settings", id="chat.settings", tooltip="System prompt and sampling"),
-        Binding("ctrl+o", "list", "Conversations", id="chat.list", tooltip="Show or hide the conversations"),
-        Binding("ctrl+y", "copy", "Copy", id="chat.copy", tooltip="Copy the last answer", priority=True),
-        Binding("i", "write", "Write", id="chat.write", tooltip="Back to the box", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = chat_keys.BINDINGS
 
     def __init__(self) -> None:
         super().__init__()
-        self._chat: int | None = None
-        self._settings = ChatSettings()
-        self._turns: list[Turn] = []
-        self._answering: Worker[None] | None = None
+        self._copied: tuple[int, int] = (0, 0)
+        """The answer whose code was copied last, and the number of that block."""
 
-    def compose_body(self) -> ComposeResult:
-        """Conversations on the left, the transcript and the box on the right."""
-        with Horizontal(id="chat"):
-            yield ChatList()
-            with Vertical():
-                yield ChatTranscript()
-                yield ChatInput()
-
-    def on_mount(self) -> None:
-        """Open the conversation that changed last."""
-        try:
-            self._store = ChatStore(self.console.chats)
-        except ChatStoreError as error:
-            self.notify(f"{error.message}. New ones are kept in memory.", severity="error", markup=False)
-            self._store = ChatStore(None)
-        chats = self._store.conversations()
-        self.call_later(self._open, chats[0].id if chats else None)
-        self.query_one(ChatInput).focus()
-
-    def on_unmount(self) -> None:
-        """The console closes."""
-        self._store.close()
-
-    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
-        """Say who would answer."""
-        spec = snapshot.status.spec
-        ready = snapshot.status.state in ANSWERING and spec is not None
-        self.query_one(ChatTranscript).border_subtitle = spec.name if ready and spec else "no model"
-
-    # -- conversations -----------------------------------------------------------------------------------------------
-
-    async def _open(self, chat: int | None) -> None:
-        kept = next((kept for kept in self._store.conversations() if kept.id == chat), None)
-        self._chat = kept.id if kept else None
-        if kept:
-            self._settings = kept.settings
-        self._turns = list(self._store.turns(kept.id)) if kept else []
-        await self.query_one(ChatTranscript).show(self._turns, hint=HINT)
-        questions = [turn.content for turn in self._turns if turn.role == "user"]
-        self.query_one(ChatInput).last_question = questions[-1] if questions else ""
-        self._show_list()
-
-    def _show_list(self) -> None:
-        chats = self._store.conversations()
-        self.query_one(ChatList).show(chats, self._chat)
-        title = next((kept.title for kept in chats if kept.id == self._chat), "")
-        self.query_one(ChatTranscript).border_title = title or "New conversation"
-
-    async def on_chat_list_opened(self, event: ChatList.Opened) -> None:
-        """Go to another conversation; an answer under way is stopped and kept as far as it came."""
-        await self._halt()
-        await self._open(event.id)
-        self.query_one(ChatInput).focus()
-
-    def on_chat_list_delete_asked(self, event: ChatList.DeleteAsked) -> None:
-        """Ask before a conversation goes."""
-
-        async def delete(yes: bool | None) -> None:
-            if not yes:
-                return
-            if event.id == self._chat:
-                await self._halt()
-            self._store.delete(event.id)
-            left = self._store.conversations()
-            await self._open(self._chat if event.id != self._chat else left[0].id if left else None)
-
-        question = ConfirmScreen("Delete this conversation?", event.title, yes="Delete", no="Keep")
-        self.app.push_screen(question, delete)
-
-    async def action_new(self) -> None:
-        """An empty conversation with the settings of this one."""
-        await self._halt()
-        await self._open(None)
-        self.query_one(ChatInput).focus()
-
-    def action_list(self) -> None:
-        """Show the conversations, or put them away."""
-        chats = self.query_one(ChatList)
-        chats.toggle_class("-shown" if self.app.has_class("-narrow") or self.has_class("-narrow") else "-hidden")
-        if chats.display:
-            chats.focus()
-        else:
-            self.query_one(ChatInput).focus()
-
-    def action_settings(self) -> None:
-        """Edit how this conversation asks."""
-
-        def use(settings: ChatSettings | None) -> None:
-            if settings is not None:
-                self._settings = settings
-                if self._chat is not None:
-                    self._store.set_settings(self._chat, settings)
-
-        self.app.push_screen(
-            ChatSettingsScreen(self._settings, self.link.sampling_defaults(self.console.viewed_model)), use
-        )
+    def _ready(self) -> bool:
+        """Whether there is who could answer; says so where there is not."""
+        if self.console.snapshot().status.state in ANSWERING:
+            return True
+        self.notify(NO_MODEL, severity="warning", markup=False)
+        return False
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
     async def on_chat_input_submitted(self, event: ChatInput.Submitted) -> None:
-        """Send a question, if there is who could answer it."""
-        if self.console.snapshot().status.state not in ANSWERING:
-            self.notify(NO_MODEL, severity="warning", markup=False)
+        """Send a question to every pane, if there is who could answer it."""
+        if not self._ready():
             return
         await self._halt()
-        box = self.query_one(ChatInput)
-        box.text, box.last_question = "", event.text
-        if self._chat is None:
-            self._chat = self._store.create(self._settings)
-        self._keep(Turn(role="user", content=event.text))
+        try:
+            if event.editing is not None:
+                asked = self._chat.edit(event.editing, event.text)
+            else:
+                self._chat.ask(event.text)
+                asked = self._chat.branches
+        except EngineError as error:
+            self.notify(error.message, severity="error", markup=False)
+            return
+        self.query_one(ChatInput).ask_otherwise(None)
         self._show_list()
-        await self.query_one(ChatTranscript).add_question(event.text)
-        await self._answer()
+        for pane in self._panes:
+            pane.transcript.select(None)
+            if pane.branch in asked:
+                await self._try(pane.answer())
+        self._changed()
+
+    async def _try(self, work: Coroutine[Any, Any, object]) -> object:
+        """What a pane is told to do; says why it cannot."""
+        try:
+            return await work
+        except EngineError as error:
+            self.notify(error.message, severity="error", markup=False)
+            return True
 
     async def action_again(self) -> None:
-        """Drop the last answer and ask for another."""
-        await self._halt()
-        if self._chat is None or not self._turns:
-            self.notify("There is no question to answer again.", severity="warning")
+        """Another answer, beside the one there is."""
+        if self._ready():
+            await self.pane.halt()
+            if not await self._try(self.pane.again()):
+                self.notify(NOTHING_ASKED, severity="warning")
+
+    async def action_go_on(self) -> None:
+        """Let the model go on with its last answer."""
+        if self._ready() and not self.pane.answering and not await self._try(self.pane.go_on()):
+            self.notify(NOTHING_SAID, severity="warning")
+
+    def action_edit(self) -> None:
+        """Bring the selected question, or the last one, into the box."""
+        question = self.pane.turn("user")
+        if question is None:
+            self.notify(NOTHING_ASKED, severity="warning")
             return
-        if self._turns[-1].role == "assistant":
-            self._store.drop_last_answer(self._chat)
-            self._turns.pop()
-        await self.query_one(ChatTranscript).drop_last_answer()
-        await self._answer()
+        box = self.query_one(ChatInput)
+        box.ask_otherwise(question)
+        box.focus()
 
     async def action_stop(self) -> None:
-        """Stop the answer under way; with none, leave the box so that single keys work."""
-        if self._answering is not None:
+        """Stop the answers under way; else leave the editing of a question; else leave the box, or go back to it."""
+        box, shelf = self.query_one(ChatInput), self.query_one(ChatShelf)
+        if any(pane.answering for pane in self._panes):
             await self._halt()
-        elif isinstance(self.focused, ChatInput):
-            self.query_one(ChatTranscript).focus()
+        elif box.editing is not None:
+            box.ask_otherwise(None)
+        elif shelf.searching:
+            shelf.end_search()
+            self.action_write()
+        elif box.has_focus:
+            self.pane.transcript.focus()
         else:
             self.action_write()
 
-    def action_write(self) -> None:
-        """Back to the box."""
-        self.query_one(ChatInput).focus()
+    async def action_branch(self, by: int) -> None:
+        """Show the branch before or after."""
+        await self.pane.halt()
+        if not await self.pane.branch_by(by):
+            self.notify(NO_BRANCH, severity="warning")
+        self._changed()
 
-    def action_copy(self) -> None:
-        """Copy the last answer as it was written, not as it is wrapped."""
-        answers = [turn.content for turn in self._turns if turn.role == "assistant"]
-        if answers:
-            self.app.copy_to_clipboard(answers[-1])
-            self.notify("Copied the last answer.")
+    async def action_move(self, by: int) -> None:
+        """Select the turn before or after."""
+        await self.pane.transcript.move(by)
 
-    def _keep(self, turn: Turn) -> None:
-        self._turns.append(turn)
-        if self._chat is not None:
-            self._store.append(self._chat, turn)
+    async def on_foot_pressed(self, event: Foot.Pressed) -> None:
+        """An action beneath a turn was clicked."""
+        self._look_at(event.foot)
+        if event.action in ("back", "on"):
+            await self.pane.halt()
+            await self.pane.branch_by(-1 if event.action == "back" else 1, event.turn_id)
+            self._changed()
+            return
+        self.pane.transcript.select(event.turn_id)
+        await self.run_action(event.action)
 
-    async def _answer(self) -> None:
-        answer = await self.query_one(ChatTranscript).add_answer()
-        self._answering = self.run_worker(self._converse(answer), group="answer", exclusive=True, exit_on_error=False)
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """Keys are about the pane that has the focus."""
+        self._look_at(event.widget)
 
-    async def _halt(self) -> None:
-        """Stop the answer under way and wait until it is kept."""
-        worker, self._answering = self._answering, None
-        if worker is not None and worker.is_running:
-            worker.cancel()
-            with contextlib.suppress(Exception):
-                await worker.wait()
+    def _look_at(self, widget: Widget) -> None:
+        for at, pane in enumerate(self._panes):
+            if pane.transcript in widget.ancestors_with_self:
+                self._at = at
 
-    async def _converse(self, answer: Answer) -> None:
-        spec = self.console.snapshot().status.spec
-        note = TurnNote(model=spec.name if spec else "")
-        finish, problem = "cancelled", ""
-        try:
-            params = sampling(self._settings, self.link.sampling_defaults(self.console.viewed_model))
-            stream = self.link.conversation.chat(self._messages(), params, self.console.viewed_model)
-            async with contextlib.aclosing(stream) as deltas:  # type: ignore[type-var]
-                async for delta in deltas:
-                    note = _note(note, delta)
-                    answer.grow(delta.text, note)
-                    finish = delta.finish or finish
-        except EngineError as error:
-            finish, problem = "error", error.message
-        finally:
-            self._finish(answer, msgspec.structs.replace(note, finish=finish), problem)
+    def on_text_area_changed(self, event: TextArea.Changed) -> None:
+        """The draft is counted anew."""
+        self._counter.ask()
 
-    def _finish(self, answer: Answer, note: TurnNote, problem: str) -> None:
-        """Keep what came; it runs to its end even when the answer was stopped."""
-        self._answering = None
-        if answer.content_text:
-            self._keep(Turn(role="assistant", content=answer.content_text, note=note))
-        self.call_later(answer.finish, note, problem)
+    # -- how it asks -------------------------------------------------------------------------------------------------
 
-    def _messages(self) -> list[ChatMessage]:
-        system = [ChatMessage(role="system", content=self._settings.system_prompt)]
-        said = [ChatMessage(role=turn.role, content=turn.content) for turn in self._turns]
-        return (system if self._settings.system_prompt else []) + said
+    def action_settings(self) -> None:
+        """Edit how this pane asks."""
+        pane = self.pane
+
+        def use(settings: ChatSettings | None) -> None:
+            if settings is not None:
+                self._use(pane, settings)
+
+        side = ("left", "right")[self._at] if len(self._panes) > 1 else ""
+        self.app.push_screen(
+            ChatSettingsScreen(
+                pane.branch.settings,
+                self.link.sampling_defaults(pane.model),
+                models=_models(self.link.snapshot()),
+                store=self._store,
+                title=f"Chat settings of the {side} side" if side else "Chat settings",
+            ),
+            use,
+        )
+
+    def action_presets(self) -> None:
+        """Choose how this pane asks."""
+        pane = self.pane
+
+        def use(preset: Preset | None) -> None:
+            if preset is not None:
+                self._use(pane, applied(preset, pane.branch.settings))
+                self.notify(f"{preset.name}: {described(pane.branch.settings)}", markup=False)
+
+        self.app.push_screen(PresetsScreen(self._store, pane.branch.settings), use)
+
+    def _use(self, pane: Pane, settings: ChatSettings) -> None:
+        self._chat.set_settings(pane.branch, settings)
+        self._counter.ask()
+        self.refresh_view()
+
+    async def action_split(self) -> None:
+        """Ask two models or settings side by side; or go on with the pane in focus alone."""
+        await self._halt()
+        if len(self._panes) > 1:
+            self._chat.join(self.pane.branch)
+            await self._show_panes()
+        else:
+            self._chat.split()
+            await self._show_panes()
+            self._at = 1
+            self.action_settings()
+        self._show_list()
+
+    # -- copying -----------------------------------------------------------------------------------------------------
+
+    async def action_copy(self) -> None:
+        """Copy the selected turn, or the last answer, as it was written, not as it is wrapped."""
+        selected = self._chat.tree.get(self.pane.transcript.selected)
+        turn = selected or self.pane.turn("assistant")
+        if turn is not None:
+            await self._copy(turn.content, "the question" if turn.role == "user" else "the answer")
+
+    async def action_copy_code(self) -> None:
+        """Copy the last code block of the selected or last answer; again: the block before."""
+        turn = self.pane.turn("assistant")
+        blocks = code_blocks(turn.content) if turn is not None else []
+        if turn is None or not blocks:
+            self.notify("There is no code block in this answer.", severity="warning")
+            return
+        number = self._copied[1] - 1 if self._copied[0] == turn.id else 0
+        number = number if 0 < number <= len(blocks) else len(blocks)
+        self._copied = turn.id, number
+        lines = plural(len(blocks[number - 1].splitlines()), "line")
+        await self._copy(blocks[number - 1], f"code block {number} of {len(blocks)}, {lines}")
+
+    async def _copy(self, text: str, what: str) -> None:
+        if await copy(self.app, text):
+            self.notify(f"Copied {what}.")
+        else:
+            self.notify(TOO_LONG, severity="warning")
 
 
-def _note(note: TurnNote, delta: ChatDelta) -> TurnNote:
-    return TurnNote(
-        model=note.model, output_tokens=delta.output_tokens, tokens_per_s=delta.tokens_per_s, ttft_s=delta.ttft_s
-    )
+def _models(snapshot: Snapshot) -> list[str]:
+    """The names that can be asked: models, and their adapters."""
+    adapters = (adapter.name for model in snapshot.models for adapter in model.adapters)
+    spec = snapshot.status.spec
+    names = [model.name for model in snapshot.models] or ([spec.name] if spec is not None else [])
+    return list(dict.fromkeys([*names, *adapters]))

@@ -1,7 +1,8 @@
-"""How a conversation asks: system prompt and sampling. An empty field leaves the value to the model."""
+"""How a conversation asks: whom, with which system prompt and sampling. An empty field leaves that to the model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,9 +10,11 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Grid, Horizontal, Vertical
 from textual.screen import ModalScreen
-from textual.widgets import Button, Input, Label, TextArea
+from textual.widgets import Button, Input, Label, Select, TextArea
 
-from console.chats import ChatSettings
+from console.chats import ChatSettings, ChatStore, Preset
+from console.chats.presets import applied
+from console.screens.chat_presets import PresetsScreen
 from engine.config import SamplingParams
 from engine.errors import InvalidRequest
 
@@ -27,9 +30,11 @@ _FIELDS = (
     _Field("temperature", "Temperature", float),
     _Field("top_p", "top_p", float),
     _Field("top_k", "top_k", int),
+    _Field("min_p", "min_p", float),
     _Field("max_tokens", "Max tokens", int),
     _Field("seed", "Seed", int),
 )
+IN_VIEW = "the model in view"
 
 
 def sampling(settings: ChatSettings, defaults: SamplingParams) -> SamplingParams:
@@ -43,42 +48,76 @@ def sampling(settings: ChatSettings, defaults: SamplingParams) -> SamplingParams
 
 
 class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
-    """Edits settings; None when the operator changed nothing."""
+    """Edits settings; None when the operator changed nothing. models: names that can be asked."""
 
+    AUTO_FOCUS = "#system"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+s", "save", "Save", id="chat.settings.save", tooltip="Use these settings"),
+        Binding("ctrl+t", "presets", "Presets", id="chat.settings.presets", tooltip="Fill the form from a preset"),
         Binding("escape", "leave", "Leave", id="chat.settings.leave", tooltip="Leave the settings as they were"),
     ]
 
-    def __init__(self, settings: ChatSettings, defaults: SamplingParams) -> None:
+    def __init__(
+        self,
+        settings: ChatSettings,
+        defaults: SamplingParams,
+        *,
+        models: Sequence[str],
+        store: ChatStore,
+        title: str = "Chat settings",
+    ) -> None:
         super().__init__()
         self._settings = settings
         self._defaults = defaults
+        self._models = models
+        self._store = store
+        self._title = title
 
     def compose(self) -> ComposeResult:
-        """A text box for the system prompt, a grid of small fields, one line for what is wrong."""
+        """The model, a text box for the system prompt, a grid of small fields, one line for what is wrong."""
+        named = [*self._models, *({self._settings.model} - {"", *self._models})]
         with Vertical(classes="dialog chat-settings"):
-            yield Label("Chat settings", classes="dialog-title")
+            yield Label(self._title, classes="dialog-title", markup=False)
+            with Horizontal(classes="model"):
+                yield Label("Model")
+                yield Select(
+                    [(IN_VIEW, ""), *((name, name) for name in named)],
+                    value=self._settings.model,
+                    allow_blank=False,
+                    compact=True,
+                )
             yield Label("System prompt")
             yield TextArea(self._settings.system_prompt, id="system", compact=True, placeholder="None")
             with Grid():
                 for field in _FIELDS:
                     yield Label(field.label)
-                    yield Input(self._shown(field), id=field.name, compact=True, placeholder=self._placeholder(field))
+                    yield Input(id=field.name, compact=True, placeholder=self._placeholder(field))
             yield Label("", id="problem", markup=False)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Use (ctrl+s)", variant="primary", id="save", compact=True)
+                yield Button("Presets (ctrl+t)", id="presets", compact=True)
                 yield Button("Leave (esc)", id="leave", compact=True)
+
+    def on_mount(self) -> None:
+        """Fill in the numbers."""
+        self._fill(self._settings)
 
     def action_save(self) -> None:
         """Check, then use."""
-        try:
-            settings = self._read()
-            sampling(settings, self._defaults)
-        except InvalidRequest as error:
-            self.query_one("#problem", Label).update(error.message)
+        if (settings := self._checked()) is not None:
+            self.dismiss(settings)
+
+    def action_presets(self) -> None:
+        """Fill the form from a preset, or keep what is in it as one."""
+        settings = self._checked()
+        if settings is None:
             return
-        self.dismiss(settings)
+
+        def use(preset: Preset | None) -> None:
+            if preset is not None:
+                self._fill(applied(preset, settings))
+
+        self.app.push_screen(PresetsScreen(self._store, settings), use)
 
     def action_leave(self) -> None:
         """As they were."""
@@ -86,26 +125,42 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """The mouse's way."""
-        if event.button.id == "save":
-            self.action_save()
-        else:
-            self.action_leave()
+        {"save": self.action_save, "presets": self.action_presets, "leave": self.action_leave}[event.button.id or ""]()
 
     def on_input_submitted(self) -> None:
         """Enter in a field."""
         self.action_save()
 
-    def _shown(self, field: _Field) -> str:
-        value = getattr(self._settings, field.name)
-        return "" if value is None else str(value)
+    def _fill(self, settings: ChatSettings) -> None:
+        self.query_one("#system", TextArea).text = settings.system_prompt
+        select: Select[str] = self.query_one(Select)
+        if settings.model in ("", *self._models, self._settings.model):
+            select.value = settings.model
+        for field in _FIELDS:
+            value = getattr(settings, field.name)
+            self.query_one(f"#{field.name}", Input).value = "" if value is None else str(value)
 
     def _placeholder(self, field: _Field) -> str:
         value = getattr(self._defaults, field.name)
         return "model's own" if value is None else f"{value:g}"
 
+    def _checked(self) -> ChatSettings | None:
+        try:
+            settings = self._read()
+            sampling(settings, self._defaults)
+        except InvalidRequest as error:
+            self.query_one("#problem", Label).update(error.message)
+            return None
+        self.query_one("#problem", Label).update("")
+        return settings
+
     def _read(self) -> ChatSettings:
         values = {field.name: self._number(field) for field in _FIELDS}
-        return ChatSettings(system_prompt=self.query_one("#system", TextArea).text.strip(), **values)  # type: ignore[arg-type]
+        return ChatSettings(
+            model=str(self.query_one(Select).value),
+            system_prompt=self.query_one("#system", TextArea).text.strip(),
+            **values,  # type: ignore[arg-type]
+        )
 
     def _number(self, field: _Field) -> int | float | None:
         text = self.query_one(f"#{field.name}", Input).value.strip()

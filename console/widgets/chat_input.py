@@ -8,9 +8,13 @@ from textual import events
 from textual.message import Message
 from textual.widgets import TextArea
 
+from console.chats import Turn
+
+ASKING = "Ask something. Enter sends, ctrl+j is a new line."
+
 
 class ChatInput(TextArea):
-    """Grows with its text, up to a third of the screen."""
+    """Grows with its text, up to a third of the screen. editing: the question that is being asked otherwise."""
 
     DEFAULT_CSS = """
     ChatInput {
@@ -18,6 +22,7 @@ class ChatInput(TextArea):
         min-height: 3;
         max-height: 33vh;
         border: round $border-blurred;
+        border-title-color: $warning;
         background: $background;
         padding: 0 1;
         &:focus { border: round $primary; }
@@ -31,17 +36,26 @@ class ChatInput(TextArea):
         """A question was sent. Whoever takes it clears the box; a question nobody takes stays in it."""
 
         text: str
+        editing: Turn | None
 
     def __init__(self) -> None:
-        super().__init__(highlight_cursor_line=False, placeholder="Ask something. Enter sends, ctrl+j is a new line.")
+        super().__init__(highlight_cursor_line=False, placeholder=ASKING)
         self.last_question = ""
+        self.editing: Turn | None = None
+
+    def ask_otherwise(self, question: Turn | None) -> None:
+        """Ask a question otherwise; None leaves that."""
+        self.editing = question
+        self.text = question.content if question is not None else ""
+        self.border_title = "Edit the question: enter asks it as a new branch, esc leaves it" if question else None
+        self.move_cursor(self.document.end)
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":
             event.stop()
             event.prevent_default()
             if self.text.strip():
-                self.post_message(self.Submitted(self.text.strip()))
+                self.post_message(self.Submitted(self.text.strip(), self.editing))
         elif event.key in ("ctrl+j", "shift+enter"):
             event.stop()
             event.prevent_default()

@@ -1,4 +1,4 @@
-"""The list of conversations, the latest first."""
+"""The list of conversations, the latest first, with a field that finds them by title and text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
-from textual.widgets import OptionList
+from textual.timer import Timer
+from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
 from console.chats import Conversation
+
+QUIET_S = 0.15
 
 
 class ChatList(OptionList):
@@ -23,7 +28,7 @@ class ChatList(OptionList):
     ]
 
     DEFAULT_CSS = """
-    ChatList { width: 30; height: 1fr; scrollbar-size-vertical: 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    ChatList { width: 1fr; height: 1fr; scrollbar-size-vertical: 1; text-wrap: nowrap; text-overflow: ellipsis; }
     """
 
     @dataclass
@@ -63,3 +68,65 @@ class ChatList(OptionList):
         if self.highlighted is not None:
             chat = self._shown[self.highlighted]
             self.post_message(self.DeleteAsked(chat.id, chat.title or "New conversation"))
+
+
+class ChatShelf(Vertical):
+    """The list under its search field."""
+
+    DEFAULT_CSS = """
+    ChatShelf { width: 30; height: 1fr; }
+    ChatShelf > Input { margin: 0 1; background: $boost; }
+    ChatShelf > Input.-hidden { display: none; }
+    """
+
+    @dataclass
+    class Searched(Message):
+        """Something else is looked for; "" is nothing."""
+
+        text: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._quiet: Timer | None = None
+
+    def compose(self) -> ComposeResult:
+        """The field shows itself when something is looked for."""
+        yield Input(placeholder="Search titles and text", compact=True, classes="-hidden")
+        yield ChatList()
+
+    @property
+    def search(self) -> str:
+        """What is looked for."""
+        return self.query_one(Input).value.strip()
+
+    @property
+    def searching(self) -> bool:
+        """Whether the field is up."""
+        return not self.query_one(Input).has_class("-hidden")
+
+    def start_search(self) -> None:
+        """Bring up the field."""
+        field = self.query_one(Input)
+        field.remove_class("-hidden")
+        field.focus()
+
+    def end_search(self) -> None:
+        """All conversations again."""
+        field = self.query_one(Input)
+        field.value = ""
+        field.add_class("-hidden")
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Look once the typing rests."""
+        event.stop()
+        if self._quiet is not None:
+            self._quiet.stop()
+        self._quiet = self.set_timer(QUIET_S, lambda: self.post_message(self.Searched(self.search)))
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Enter goes to what was found."""
+        event.stop()
+        found = self.query_one(ChatList)
+        found.focus()
+        if found.highlighted is None and found.option_count:
+            found.highlighted = 0

@@ -1,82 +1,181 @@
-"""The transcript: the turns of one conversation, kept at its end unless the operator scrolled away."""
+"""The transcript: one branch of a conversation, kept at its end unless the operator scrolled away. Of a long one only
+a window of turns is mounted, which moves along with the scrolling."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
+from textual import events
+from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import Button, Static
+from textual.widgets import Static
 
 from console.chats import Turn
-from console.widgets.chat_turn import Answer, Question
+from console.widgets.chat_turn import Answer, Place, Question, TurnWidget
+from console.widgets.chat_window import Window, beginning, ending
+from console.widgets.glyphs import fitted
+from console.widgets.text import plural
 
-SHOWN_TURNS = 40
+SPARE_TURNS = 2
+PlaceOf = Callable[[Turn], Place]
+
+
+class More(Static):
+    """Says how many turns lie beyond the window; a click goes there."""
+
+    DEFAULT_CSS = """
+    More { height: 1; color: $muted; text-align: center; &:hover { color: $primary; } }
+    """
+
+    @dataclass
+    class Wanted(Message):
+        """earlier: of the two ends."""
+
+        earlier: bool
+
+    def __init__(self, *, earlier: bool) -> None:
+        super().__init__(classes="more")
+        self.earlier = earlier
+        self._turns = 0
+
+    def show(self, turns: int) -> None:
+        """How many there are; nothing is said of none."""
+        if turns != self._turns:
+            self._turns = turns
+            words = f"↑ {plural(turns, 'earlier turn')}" if self.earlier else f"↓ {plural(turns, 'later turn')}"
+            self.update(fitted(self.app, Content(words if turns else "")))
+
+    def on_click(self) -> None:
+        """Go there."""
+        self.post_message(self.Wanted(self.earlier))
 
 
 class ChatTranscript(VerticalScroll, can_focus=True):
-    """Shows the last turns of a conversation, and the earlier ones when asked."""
+    """Shows a path of turns; `show` may be called at any time with another one."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("home", "top", "Top", id="chat.top", tooltip="Go to the first turn", show=False, system=True),
+        Binding("end", "bottom", "End", id="chat.end", tooltip="Go to the last turn", show=False, system=True),
+        Binding("left", "screen.branch(-1)", "‹", id="chat.left", tooltip="Show the branch before", show=False),
+        Binding("right", "screen.branch(1)", "›", id="chat.right", tooltip="Show the branch after", show=False),
+    ]
     DEFAULT_CSS = """
     ChatTranscript {
         layout: stream;
+        width: 1fr;
         height: 1fr;
         padding: 0 1;
         scrollbar-size-vertical: 1;
         & > .empty { padding: 1 2; color: $text-muted; }
-        & > #earlier { width: 100%; margin: 0; }
     }
     """
 
     def __init__(self) -> None:
         super().__init__(classes="panel")
-        self._turns: Sequence[Turn] = ()
+        self._path: Sequence[Turn] = ()
+        self._window = Window()
+        self._place_of: PlaceOf = lambda turn: Place()
+        self._sliding = False
+        self.selected: int | None = None
         self.border_title = "Chat"
 
-    async def show(self, turns: Sequence[Turn], *, hint: str) -> None:
-        """Replace what is shown; `hint` is said where there is nothing yet."""
-        self._turns = turns
-        await self._mount(turns[-SHOWN_TURNS:], earlier=max(0, len(turns) - SHOWN_TURNS), hint=hint)
+    # -- content -----------------------------------------------------------------------------------------------------
 
-    async def add_question(self, text: str) -> None:
-        """Put a question at the end."""
-        for placeholder in self.query(".empty"):
-            await placeholder.remove()
-        await self.mount(Question(text))
-        self._follow()
+    async def show(self, path: Sequence[Turn], place_of: PlaceOf, *, hint: str = "") -> None:
+        """Show these turns, the last ones first of all; what is shown already stays as it is.
 
-    async def add_answer(self) -> Answer:
-        """Put an answer that will grow at the end."""
-        answer = Answer()
-        await self.mount(answer)
-        self._follow()
-        return answer
+        hint: what is said where there is nothing yet.
+        """
+        self._path, self._place_of = path, place_of
+        if all(turn.id != self.selected for turn in path):
+            self.selected = None
+        await self._mount_window(ending(self._lengths, len(path)), hint)
+        self.follow()
 
-    async def drop_last_answer(self) -> None:
-        """Take the last answer off the screen, if the last turn is one."""
-        children = list(self.children)
-        if children and isinstance(children[-1], Answer):
-            await children[-1].remove()
+    def remark(self) -> None:
+        """Branches and selection changed, the turns did not."""
+        last = self._path[-1].id if self._path else None
+        for widget in self.turn_widgets():
+            turn_id = widget.turn.id
+            chosen = turn_id == self.selected
+            widget.mark(self._place_of(widget.turn), selected=chosen, offered=chosen or turn_id == last)
 
-    async def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Show everything."""
-        event.stop()
-        await self._mount(self._turns, earlier=0, hint="")
+    def turn_widgets(self) -> list[TurnWidget]:
+        """The turns that are mounted, in order."""
+        return [child for child in self.children if isinstance(child, TurnWidget)]
 
-    async def _mount(self, turns: Sequence[Turn], *, earlier: int, hint: str) -> None:
-        await self.remove_children()
-        widgets: list[Widget] = []
-        if earlier:
-            widgets.append(Button(f"Show {earlier} earlier turns", id="earlier", compact=True))
-        widgets += [
-            Question(turn.content) if turn.role == "user" else Answer(turn.content, turn.note) for turn in turns
-        ]
-        if not widgets:
-            widgets.append(Static(hint, classes="empty", markup=False))
-        await self.mount_all(widgets)
-        self._follow()
+    def answer(self, turn_id: int) -> Answer | None:
+        """The answer of that id, where it is mounted."""
+        found = (each for each in self.turn_widgets() if isinstance(each, Answer) and each.turn.id == turn_id)
+        return next(found, None)
 
-    def _follow(self) -> None:
+    def replace(self, turn: Turn) -> None:
+        """An answer came further: what is mounted later shows that."""
+        self._path = [turn if each.id == turn.id else each for each in self._path]
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [len(turn.content) for turn in self._path]
+
+    async def _mount_window(self, window: Window, hint: str = "") -> None:
+        """Mount the turns of a window, and unmount what is not in it."""
+        self._window = window
+        wanted = list(self._path[window.first : window.last])
+        ids = {turn.id for turn in wanted}
+        with self.app.batch_update():
+            gone = [w for w in self.children if not isinstance(w, TurnWidget) or w.turn.id not in ids]
+            await self.remove_children([w for w in gone if not isinstance(w, More)])
+            await self._mount_turns(wanted)
+            if not wanted:
+                await self.mount(Static(hint, classes="empty", markup=False))
+            await self._tell_of_more()
+        self.remark()
+
+    async def _mount_turns(self, wanted: Sequence[Turn]) -> None:
+        """Turns that are there already stand in their order: the new ones go between them, run by run."""
+        there = {widget.turn.id: widget for widget in self.turn_widgets()}
+        after = next((child for child in self.children if isinstance(child, More) and not child.earlier), None)
+        run: list[Widget] = []
+        for turn in wanted:
+            if (widget := there.get(turn.id)) is None:
+                run.append(self._widget(turn))
+            elif run:
+                await self.mount_all(run, before=widget)
+                run = []
+        if run:
+            await self.mount_all(run, before=after)
+
+    async def _tell_of_more(self) -> None:
+        marks = [child for child in self.children if isinstance(child, More)]
+        if self._window == Window(0, len(self._path)):
+            await self.remove_children(marks)
+            return
+        if not marks:
+            marks = [More(earlier=True), More(earlier=False)]
+            await self.mount(marks[0], before=0)
+            await self.mount(marks[1])
+        for mark in marks:
+            mark.show(self._window.first if mark.earlier else len(self._path) - self._window.last)
+
+    def _widget(self, turn: Turn) -> TurnWidget:
+        if turn.role == "user":
+            return Question(turn, self._place_of(turn))
+        return Answer(turn, self._place_of(turn), self)
+
+    # -- scrolling ---------------------------------------------------------------------------------------------------
+
+    @property
+    def follows(self) -> bool:
+        """Whether the end of the conversation is what is looked at."""
+        at_end = not self.is_anchored or self.scroll_y >= self.max_scroll_y - 1
+        return at_end and self._window.last == len(self._path)
+
+    def follow(self) -> None:
         """Keep the end in sight from now on."""
         self.anchor(False)
         self._keep_end()
@@ -87,5 +186,89 @@ class ChatTranscript(VerticalScroll, can_focus=True):
 
     def _keep_end(self) -> None:
         """Anchoring text that is shorter than its panel would hang it from the bottom."""
-        if not self.is_anchored and self.virtual_size.height > self.size.height > 0:
+        if not self.is_anchored and self.virtual_size.height > self.size.height > 0 and not self._sliding:
             self.anchor()
+
+    def watch_scroll_y(self, old: float, new: float) -> None:
+        """At an end of the window, the window moves."""
+        super().watch_scroll_y(old, new)
+        if self._sliding or not self._path or old == new:
+            return
+        if new <= 0 and self._window.first > 0:
+            self.call_later(self._slide, earlier=True)
+        elif new > old and new >= self.max_scroll_y and self._window.last < len(self._path):
+            self.call_later(self._slide, earlier=False)
+
+    async def on_more_wanted(self, event: More.Wanted) -> None:
+        """A click on what tells of more."""
+        event.stop()
+        await self._slide(earlier=event.earlier)
+
+    async def _slide(self, *, earlier: bool) -> None:
+        """Move the window so that what is in sight stays in it, and where it is."""
+        seen = [widget for widget in self.turn_widgets() if widget.is_on_screen]
+        if self._sliding or not seen:
+            return
+        self._sliding = True
+        at = {turn.id: index for index, turn in enumerate(self._path)}
+        fixed = seen[0] if earlier else seen[-1]
+        height = fixed.virtual_region.y - self.scroll_y
+        if earlier:
+            window = ending(self._lengths, at[seen[-1].turn.id] + 1 + SPARE_TURNS)
+        else:
+            window = beginning(self._lengths, at[seen[0].turn.id] - SPARE_TURNS)
+        self.release_anchor()
+        await self._mount_window(window)
+
+        def settle() -> None:
+            self.scroll_to(y=fixed.virtual_region.y - height, animate=False, immediate=True, force=True)
+            self._sliding = False
+
+        self.call_after_refresh(settle)
+
+    async def action_top(self) -> None:
+        """The first turn of all."""
+        if self._window.first > 0:
+            await self._jump(beginning(self._lengths, 0))
+        self.release_anchor()
+        self.scroll_home(animate=False)
+
+    async def action_bottom(self) -> None:
+        """The last turn of all."""
+        if self._window.last < len(self._path):
+            await self._jump(ending(self._lengths, len(self._path)))
+        self.follow()
+        self.scroll_end(animate=False)
+
+    async def _jump(self, window: Window) -> None:
+        self._sliding = True
+        await self._mount_window(window)
+        self._sliding = False
+
+    # -- selection ---------------------------------------------------------------------------------------------------
+
+    def select(self, turn_id: int | None) -> None:
+        """Mark a turn as the one that keys are about."""
+        self.selected = turn_id
+        self.remark()
+
+    async def move(self, by: int) -> None:
+        """Select the turn before (-1) or after (1) the selected one; the last one where none is."""
+        ids = [turn.id for turn in self._path]
+        if not ids:
+            return
+        at = ids.index(self.selected) + by if self.selected in ids else len(ids) - 1
+        at = min(max(0, at), len(ids) - 1)
+        if not self._window.first <= at < self._window.last:
+            await self._jump(ending(self._lengths, at + 1 + SPARE_TURNS))
+        self.select(ids[at])
+        chosen = next(widget for widget in self.turn_widgets() if widget.turn.id == ids[at])
+        self.release_anchor()
+        self.scroll_to_widget(chosen, animate=False, top=chosen.size.height > self.size.height)
+
+    def on_click(self, event: events.Click) -> None:
+        """A click selects a turn."""
+        if event.widget is not None:
+            turn = next((each for each in event.widget.ancestors_with_self if isinstance(each, TurnWidget)), None)
+            if turn is not None:
+                self.select(turn.turn.id)

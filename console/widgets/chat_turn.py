@@ -1,22 +1,30 @@
-"""One turn in the transcript: a question as it was typed, or an answer as Markdown with its numbers beneath."""
+"""One turn in the transcript: a question as it was typed, or an answer as Markdown; beneath, numbers and what can be
+done with it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+import msgspec
 from textual.app import ComposeResult
 from textual.content import Content
+from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Markdown, Static
 
-from console.chats import TurnNote
-from console.widgets.glyphs import is_ascii, to_ascii
+from console.chats import Turn, TurnNote
+from console.widgets.glyphs import fitted
 
 MIN_INTERVAL_S = 0.06
 LOOP_SHARE = 0.2
 
 _FINISH = {"length": "cut off at max tokens", "cancelled": "stopped", "error": "failed"}
+_QUESTION_ACTIONS = (("edit", "edit"), ("copy", "copy"))
+_ANSWER_ACTIONS = (("again", "again"), ("go_on", "continue"), ("copy", "copy"), ("copy_code", "code"))
 
 
 def note_line(note: TurnNote) -> str:
@@ -35,106 +43,218 @@ def note_line(note: TurnNote) -> str:
     return " · ".join(parts)
 
 
-class Question(Static):
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a turn stands among the branches that begin there: number 2 of 3."""
+
+    number: int = 1
+    of: int = 1
+
+
+class Foot(Static):
+    """The line beneath a turn: numbers, branches, and actions to click."""
+
+    DEFAULT_CSS = """
+    Foot {
+        height: auto;
+        color: $muted;
+        link-color: $primary;
+        link-style: none;
+        &.-failed { color: $text-error; }
+        &.-empty { display: none; }
+    }
+    """
+
+    @dataclass
+    class Pressed(Message):
+        """An action was clicked. action: "edit", "again", "go_on", "copy", "copy_code", "back" or "on"."""
+
+        foot: Foot
+        turn_id: int
+        action: str
+
+    def __init__(self, turn_id: int) -> None:
+        super().__init__(markup=False)
+        self._turn_id = turn_id
+        self._shown: tuple[object, ...] = ()
+
+    def show(self, words: str, place: Place, actions: Sequence[tuple[str, str]], *, failed: bool = False) -> None:
+        """words: what is said first; actions: (action, how it is called)."""
+        shown = words, place, tuple(actions), failed
+        if shown == self._shown:
+            return
+        self._shown = shown
+        parts = [Content(words)] if words else []
+        if place.of > 1:
+            parts.append(
+                Content.assemble(_link("‹", "back"), f" {place.number}/{place.of} ", _link("›", "on")),
+            )
+        if actions:
+            parts.append(Content(" ").join(_link(f"[{label}]", action) for action, label in actions))
+        self.set_class(failed, "-failed")
+        self.set_class(not parts, "-empty")
+        self.update(fitted(self.app, Content("  ").join(parts)))
+
+    def action_press(self, action: str) -> None:
+        """A click on one of them."""
+        self.post_message(self.Pressed(self, self._turn_id, action))
+
+
+def _link(label: str, action: str) -> Content:
+    return Content.from_markup(f"[@click=press('{action}')]$label[/]", label=label)
+
+
+class TurnWidget(Widget):
+    """turn: what is shown; place: among its branches; offered: its actions are to be seen."""
+
+    DEFAULT_CSS = """
+    TurnWidget {
+        width: 1fr;
+        height: auto;
+        padding: 0 1;
+        &.-selected { background: $boost; }
+    }
+    """
+
+    def __init__(self, turn: Turn, place: Place) -> None:
+        super().__init__()
+        self.turn = turn
+        self._place = place
+        self._offered = False
+
+    @property
+    def content_text(self) -> str:
+        """The source of what is shown."""
+        return self.turn.content
+
+    def mark(self, place: Place, *, selected: bool, offered: bool) -> None:
+        """Where the turn stands now, and whether actions on it are offered."""
+        self.set_class(selected, "-selected")
+        if (place, offered) != (self._place, self._offered):
+            self._place, self._offered = place, offered
+            self.show_foot()
+
+    def on_mount(self) -> None:
+        """Show all of it."""
+        self.show_foot()
+
+    def show_foot(self) -> None:
+        """Write the line beneath anew."""
+
+
+class Question(TurnWidget):
     """What the operator asked."""
 
     DEFAULT_CSS = """
     Question {
-        width: 1fr;
-        height: auto;
         margin: 1 0 0 0;
-        padding: 0 1;
         border-left: outer $primary;
         background: $surface;
+        & > .words { height: auto; }
     }
     """
 
-    def __init__(self, content: str) -> None:
-        super().__init__(content, markup=False)
-        self.content_text = content
+    def compose(self) -> ComposeResult:
+        """The words, and what can be done with them."""
+        yield Static(self.turn.content, classes="words", markup=False)
+        yield Foot(self.turn.id)
+
+    def show_foot(self) -> None:
+        """Branches where there are some."""
+        self.query_one(Foot).show("", self._place, _QUESTION_ACTIONS if self._offered else ())
 
 
-class Answer(Widget):
+class Streams(Protocol):
+    """What an answer is shown in."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether its end is what is looked at."""
+
+
+class Answer(TurnWidget):
     """What the model said, while it says it and afterwards.
 
     While an answer streams, Markdown is parsed at most so often that parsing takes a fifth of the loop's time:
-    a long answer never delays a key. Nothing is parsed while the answer is out of sight.
+    a long answer never delays a key. Nothing is parsed while the answer is out of sight, or its reader scrolled away.
     """
 
     DEFAULT_CSS = """
     Answer {
-        width: 1fr;
-        height: auto;
-        padding: 0 1;
         & > Markdown { padding: 0; margin: 0; background: transparent; }
-        & > .note { color: $muted; height: auto; }
-        & > .note.-failed { color: $text-error; }
     }
     """
 
-    def __init__(self, content: str = "", note: TurnNote | None = None) -> None:
-        super().__init__()
-        self.content_text = content
-        self._pending = ""
-        self._note = note
+    def __init__(self, turn: Turn, place: Place, streams: Streams) -> None:
+        super().__init__(turn, place)
+        self._streams = streams
+        self._written = len(turn.content)
+        self._problem = ""
         self._wake = asyncio.Event()
-        self._done = content != "" or note is not None
 
     def compose(self) -> ComposeResult:
         """Text above, numbers below."""
-        yield Markdown(self.content_text, open_links=False)
-        yield Static(self._note_content(), classes="note", markup=False)
+        yield Markdown(self.turn.content, open_links=False)
+        yield Foot(self.turn.id)
 
     def on_mount(self) -> None:
         """Only an answer that still grows needs a writer."""
-        if not self._done:
-            self.run_worker(self._write(), group="writer", exclusive=True, exit_on_error=False)
+        super().on_mount()
+        if self.turn.unfinished:
+            self._start()
 
-    def grow(self, text: str, note: TurnNote) -> None:
-        """Add text; shown at the writer's next turn."""
-        self.content_text += text
-        self._pending += text
-        self._show_note(note)
+    async def resume(self, turn: Turn) -> None:
+        """The answer goes on."""
+        self.turn, self._problem = turn, ""
+        self._written = len(turn.content)
+        await self.query_one(Markdown).update(turn.content)
+        self.show_foot()
+        self._start()
+
+    def grow(self, turn: Turn) -> None:
+        """There is more of it; shown at the writer's next turn."""
+        self.turn = turn
         self._wake.set()
 
-    async def finish(self, note: TurnNote, problem: str = "") -> None:
+    async def finish(self, turn: Turn, problem: str = "") -> None:
         """No more text comes. The whole is parsed once more, so that no half-read fence stays behind.
 
         problem: one sentence where the answer failed, shown in place of the numbers.
         """
-        self._done = True
-        self._pending = ""
+        self.turn, self._problem = msgspec.structs.replace(turn, unfinished=False), problem
         self._wake.set()
         if not self.is_mounted:
             return
-        await self.query_one(Markdown).update(self.content_text)
-        self._show_note(note)
-        if problem:
-            line = self.query_one(".note", Static)
-            line.update(Content(problem))
-            line.add_class("-failed")
+        self._written = len(turn.content)
+        await self.query_one(Markdown).update(turn.content)
+        self.show_foot()
 
-    def _show_note(self, note: TurnNote) -> None:
-        self._note = note
-        if self.is_mounted:
-            self.query_one(".note", Static).update(self._note_content())
+    def show_foot(self) -> None:
+        """Numbers, or why there is no answer."""
+        if not self.is_mounted and not self.is_attached:
+            return
+        waiting = self.turn.unfinished and not self.turn.content
+        words = self._problem or ("waiting for the first token" if waiting else note_line(self.turn.note))
+        actions = _ANSWER_ACTIONS if self._offered and not self.turn.unfinished else ()
+        self.query_one(Foot).show(words, self._place, actions, failed=bool(self._problem))
 
-    def _note_content(self) -> Content:
-        line = "waiting for the first token" if self._note is None else note_line(self._note)
-        return Content(to_ascii(line) if self.is_attached and is_ascii(self.app) else line)
+    def _start(self) -> None:
+        self.run_worker(self._write(), group="writer", exclusive=True, exit_on_error=False)
 
     async def _write(self) -> None:
         markdown = self.query_one(Markdown)
-        while not self._done:
+        while self.turn.unfinished:
             await self._wake.wait()
             self._wake.clear()
-            if self._done or not self._pending:
+            text = self.turn.content[self._written :]
+            if not self.turn.unfinished or not text:
                 continue
-            if not self.is_on_screen:
+            if not (self.is_on_screen and self._streams.follows):
                 self.set_timer(MIN_INTERVAL_S * 4, self._wake.set)
                 continue
-            text, self._pending = self._pending, ""
+            self._written += len(text)
             started = time.perf_counter()
             await markdown.append(text)
+            self.show_foot()
             parse_s = time.perf_counter() - started
             await asyncio.sleep(max(MIN_INTERVAL_S, parse_s / LOOP_SHARE))

@@ -47,6 +47,7 @@ MODELS = (
         parameters=8_400_000,
         weights_bytes=17 * scenes.MIB,
         context_tokens=1024,
+        chat_template="own",
     ),
     ModelEntry(
         name="NeuralHermes-7B",
@@ -58,6 +59,7 @@ MODELS = (
         parameters=7_241_732_096,
         weights_bytes=int(4.4 * scenes.GIB),
         context_tokens=8192,
+        chat_template="ChatML",
     ),
     ModelEntry(
         name="old-pickle[v1]",
@@ -112,6 +114,7 @@ class FakeLink:
         self.closed_chats = 0
         self.settings = FakeSettings()
         self._gates: dict[str, asyncio.Event] = {}
+        self._let_through: dict[str, int] = {}
         self._load_cancelled = False
 
     # -- the script -------------------------------------------------------------------------------------------------
@@ -127,6 +130,11 @@ class FakeLink:
     def hold(self, command: str) -> None:
         """Make `command` wait until release(command)."""
         self._gates[command] = asyncio.Event()
+
+    def hold_after(self, command: str, times: int) -> None:
+        """Let `command` go on that many times (a chat: words), then make it wait."""
+        self._let_through[command] = times
+        self.hold(command)
 
     def release(self, command: str) -> None:
         """Let a held command go on, now and later."""
@@ -149,7 +157,9 @@ class FakeLink:
 
     async def gate(self, name: str) -> None:
         """Wait where `name` is held."""
-        if name in self._gates:
+        if self._let_through.get(name, 0):
+            self._let_through[name] -= 1
+        elif name in self._gates:
             await self._gates[name].wait()
 
     def _change(self, **changes: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,27 +9,25 @@ from textual.pilot import Pilot
 from textual.widgets import Markdown, Static
 
 from console.app import EricApp
-from console.chats import ChatStore
+from console.chats import ChatStore, Turn
 from console.screens.chat_settings import ChatSettingsScreen
 from console.widgets.chat_input import ChatInput
 from console.widgets.chat_list import ChatList
 from console.widgets.chat_transcript import ChatTranscript
-from console.widgets.chat_turn import Answer, Question, note_line
+from console.widgets.chat_turn import Answer, Foot, Question, note_line
 from engine.errors import QueueFull
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
-
-
-async def until(pilot: Pilot[None], met: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if met():
-            return
-        await pilot.pause(0.01)
-    raise AssertionError("it did not happen")
+from tests.ui.seen import until
 
 
 def console(link: FakeLink, chats: Path | None = None) -> EricApp:
     return EricApp(link, start="chat", chats=chats)
+
+
+def foot(pilot: Pilot[None]) -> str:
+    """What stands beneath the last turn."""
+    return str(pilot.app.screen.query(Foot).last().content)
 
 
 async def opened(pilot: Pilot[None]) -> None:
@@ -48,6 +45,13 @@ def answers(pilot: Pilot[None]) -> list[str]:
     return [answer.content_text for answer in pilot.app.screen.query(Answer)]
 
 
+def last_turn(chats: Path) -> Turn:
+    """What is kept at the end of the latest conversation."""
+    store = ChatStore(chats)
+    kept = store.conversations()[0]
+    return store.tree(kept.id).path(kept.leaf)[-1]
+
+
 def ended(pilot: Pilot[None]) -> bool:
     app = pilot.app
     return bool(answers(pilot)) and not any(worker.group == "answer" for worker in app.workers if worker.is_running)
@@ -61,24 +65,29 @@ async def test_an_answer_streams_in_with_its_speed_beneath() -> None:
         await until(pilot, lambda: answers(pilot) == ["It is *fast*."] and ended(pilot))
         await pilot.pause()
         assert [question.content_text for question in pilot.app.screen.query(Question)] == ["How fast?"]
-        note = str(pilot.app.screen.query_one(".note", Static).content)
+        note = foot(pilot)
         assert "45.0 tok/s · TTFT 80 ms · 3 tokens" in note
         assert pilot.app.screen.query_one(Markdown).source == "It is *fast*."
 
 
-async def test_escape_stops_the_answer_and_keeps_what_came() -> None:
+async def test_escape_stops_the_answer_and_keeps_what_came(tmp_path: Path) -> None:
     link = FakeLink(answer="one two three")
-    async with console(link).run_test() as pilot:
+    chats = tmp_path / "chats.db"
+    async with console(link, chats).run_test() as pilot:
         await opened(pilot)
-        link.hold("chat")
+        link.hold_after("chat", 2)
         await ask(pilot, "Count")
-        await until(pilot, lambda: bool(pilot.app.screen.query(Answer)))
+        await until(pilot, lambda: answers(pilot) == ["one two"])
         await pilot.press("escape")
         await until(pilot, lambda: link.closed_chats == 1)
-        await until(pilot, lambda: "stopped" in str(pilot.app.screen.query_one(".note", Static).content))
+        await until(pilot, lambda: "stopped" in foot(pilot))
+        assert answers(pilot) == ["one two"]
+        assert pilot.app.screen.query_one(Markdown).source == "one two"
+    kept = last_turn(chats)
+    assert (kept.content, kept.note.finish, kept.unfinished) == ("one two", "cancelled", False)
 
 
-async def test_again_drops_the_last_answer_and_asks_the_same() -> None:
+async def test_again_asks_the_same_and_both_answers_can_be_walked() -> None:
     link = FakeLink(answer="first")
     async with console(link).run_test() as pilot:
         await opened(pilot)
@@ -88,6 +97,11 @@ async def test_again_drops_the_last_answer_and_asks_the_same() -> None:
         await pilot.press("ctrl+r")
         await until(pilot, lambda: answers(pilot) == ["second"] and ended(pilot))
         assert [[turn.content for turn in messages] for messages, _ in link.chats] == [["Q"], ["Q"]]
+        await until(pilot, lambda: "‹ 2/2 ›" in foot(pilot))
+        await pilot.press("escape", "left")
+        await until(pilot, lambda: answers(pilot) == ["first"] and "‹ 1/2 ›" in foot(pilot))
+        await pilot.press("right")
+        await until(pilot, lambda: answers(pilot) == ["second"])
 
 
 async def test_the_whole_conversation_and_the_system_prompt_are_sent() -> None:
@@ -148,7 +162,7 @@ async def test_a_refused_question_says_why_and_can_be_asked_again() -> None:
     async with console(link).run_test() as pilot:
         await opened(pilot)
         await ask(pilot, "Q")
-        await until(pilot, lambda: "queue is full" in str(pilot.app.screen.query_one(".note", Static).content))
+        await until(pilot, lambda: "queue is full" in foot(pilot))
         await pilot.press("ctrl+r")
         await until(pilot, lambda: answers(pilot) == ["now"])
 
@@ -185,8 +199,7 @@ async def test_an_answer_cut_off_by_quitting_is_kept(tmp_path: Path) -> None:
         await opened(pilot)
         await ask(pilot, "Q")
         await until(pilot, lambda: bool(answers(pilot)) and answers(pilot)[0].startswith("half"))
-    store = ChatStore(chats)
-    assert store.turns(store.conversations()[0].id)[-1].content.startswith("half")
+    assert last_turn(chats).content.startswith("half")
 
 
 async def test_a_new_conversation_starts_empty_and_the_old_one_can_be_deleted(tmp_path: Path) -> None:

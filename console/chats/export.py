@@ -1,0 +1,116 @@
+"""A conversation as a file: Markdown of the branch shown, or JSON of all branches, which can be read back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from console.chats.kept import ChatSettings, Conversation, Role, Turn, TurnNote
+from console.chats.store import ChatStore
+from console.chats.tree import Tree
+from engine.errors import InvalidRequest
+
+Kind = Literal["md", "json"]
+_NAME_LENGTH = 40
+
+
+class ExportedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn. id: its place in the file, from 1; parent: that of the turn before it."""
+
+    id: int
+    parent: int | None
+    role: Role
+    content: str
+    note: TurnNote = TurnNote()
+
+
+class Export(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation. shown: the last turn of the branch that was shown."""
+
+    format: Literal["ericllm-chat"] = "ericllm-chat"
+    version: Literal[1] = 1
+    title: str
+    settings: ChatSettings
+    shown: int | None
+    turns: tuple[ExportedTurn, ...]
+
+
+def export(conversation: Conversation, tree: Tree) -> Export:
+    """All of it; turns are numbered anew."""
+    turns = tree.all()
+    number = {turn.id: at for at, turn in enumerate(turns, start=1)}
+    return Export(
+        title=conversation.title,
+        settings=conversation.settings,
+        shown=number.get(conversation.leaf) if conversation.leaf is not None else None,
+        turns=tuple(
+            ExportedTurn(
+                id=number[turn.id],
+                parent=number[turn.parent] if turn.parent is not None else None,
+                role=turn.role,
+                content=turn.content,
+                note=turn.note,
+            )
+            for turn in turns
+        ),
+    )
+
+
+def to_json(exported: Export) -> bytes:
+    """Readable, and the same bytes for the same conversation."""
+    return msgspec.json.format(msgspec.json.encode(exported), indent=2) + b"\n"
+
+
+def from_json(data: bytes) -> Export:
+    """What `to_json` wrote; raises InvalidRequest saying what is wrong with it."""
+    try:
+        exported = msgspec.json.decode(data, type=Export)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"this is no exported conversation: {error}") from None
+    known: set[int] = set()
+    for turn in exported.turns:
+        if turn.id in known or (turn.parent is not None and turn.parent not in known):
+            raise InvalidRequest(f"this is no exported conversation: turn {turn.id} has no place in it")
+        known.add(turn.id)
+    return exported
+
+
+def read_into(store: ChatStore, exported: Export) -> int:
+    """Keep an exported conversation as a new one; returns its id."""
+    chat = store.create(exported.settings, exported.title)
+    ids: dict[int, int] = {}
+    for turn in exported.turns:
+        parent = ids[turn.parent] if turn.parent is not None else None
+        ids[turn.id] = store.add(chat, parent, turn.role, turn.content, note=turn.note).id
+    store.show(chat, ids.get(exported.shown) if exported.shown is not None else None)
+    return chat
+
+
+def to_markdown(title: str, settings: ChatSettings, turns: Sequence[Turn]) -> str:
+    """The branch shown, as text to be read."""
+    parts = [f"# {title or 'Conversation'}"]
+    if settings.system_prompt:
+        parts.append("\n".join(f"> {line}" for line in settings.system_prompt.splitlines()))
+    for turn in turns:
+        who = "You" if turn.role == "user" else turn.note.model or "Model"
+        stopped = " (stopped)" if turn.note.finish == "cancelled" else ""
+        parts.append(f"## {who}{stopped}\n\n{turn.content.strip()}")
+    return "\n\n".join(parts) + "\n"
+
+
+def write_new(folder: Path, title: str, kind: Kind, data: bytes) -> Path:
+    """Write a file named after the title that is not there yet; raises OSError."""
+    name = re.sub(r"[^\w]+", "-", title.lower()).strip("-")[:_NAME_LENGTH].rstrip("-") or "conversation"
+    number = 1
+    while True:
+        path = folder / (f"{name}.{kind}" if number == 1 else f"{name}-{number}.{kind}")
+        try:
+            with path.open("xb") as file:
+                file.write(data)
+            return path
+        except FileExistsError:
+            number += 1

@@ -1,0 +1,61 @@
+"""Presets that come with the program: ways to ask that most models answer well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from console.chats.kept import ChatSettings, Preset
+
+BUILTIN: tuple[Preset, ...] = (
+    Preset(name="Model's own", settings=ChatSettings(), builtin=True),
+    Preset(name="Exact", settings=ChatSettings(temperature=0.0), builtin=True),
+    Preset(name="Careful", settings=ChatSettings(temperature=0.3, top_p=0.9), builtin=True),
+    Preset(name="Balanced", settings=ChatSettings(temperature=0.7, top_p=0.95), builtin=True),
+    Preset(name="Inventive", settings=ChatSettings(temperature=1.1, min_p=0.05), builtin=True),
+    Preset(
+        name="Brief",
+        settings=ChatSettings(
+            system_prompt="Answer in as few words as are needed to be right and clear.", temperature=0.3, max_tokens=300
+        ),
+        builtin=True,
+    ),
+    Preset(
+        name="Code",
+        settings=ChatSettings(
+            system_prompt="You write correct, simple code. Give the code first, then a short explanation.",
+            temperature=0.2,
+            top_p=0.9,
+        ),
+        builtin=True,
+    ),
+)
+
+
+def all_presets(kept: Sequence[Preset]) -> list[Preset]:
+    """The kept ones, then those built in; a kept one hides a built-in one of its name."""
+    names = {preset.name for preset in kept}
+    return [*kept, *(preset for preset in BUILTIN if preset.name not in names)]
+
+
+def applied(preset: Preset, settings: ChatSettings) -> ChatSettings:
+    """`settings` with the sampling of a preset; its system prompt and model too, where it has them."""
+    return msgspec.structs.replace(
+        preset.settings,
+        model=preset.settings.model or settings.model,
+        system_prompt=preset.settings.system_prompt or settings.system_prompt,
+    )
+
+
+def described(settings: ChatSettings) -> str:
+    """Settings in a line: "temperature 0.3 · top_p 0.9"; "as the model suggests" where they leave all to it."""
+    names = {"temperature": "temperature", "max_tokens": "at most"}
+    parts = [
+        f"{names.get(name, name)} {value:g}" + (" tokens" if name == "max_tokens" else "")
+        for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+        if (value := getattr(settings, name)) is not None
+    ]
+    if settings.system_prompt:
+        parts.append("system prompt")
+    return " · ".join(parts) or "as the model suggests"

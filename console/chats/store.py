@@ -1,0 +1,239 @@
+"""ChatStore: conversations in one SQLite file, written so that a program killed at any moment loses nothing kept."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from console.chats.kept import Beside, ChatSettings, Conversation, Preset, Role, Turn, TurnNote
+from console.chats.schema import VERSION, migrate, transaction, version_of
+from console.chats.tree import Tree
+from engine.errors import EngineError
+
+T = TypeVar("T")
+TITLE_LENGTH = 48
+LOCK_TIMEOUT_S = 0.5
+"""How long a write waits for another program that writes: a screen waits with it."""
+_CONVERSATION = "SELECT id, title, settings, changed, leaf, beside FROM conversation"
+_FOUND = r"""WHERE title LIKE ?1 ESCAPE '\' OR EXISTS (
+    SELECT 1 FROM turn WHERE turn.conversation = conversation.id AND turn.content LIKE ?1 ESCAPE '\')"""
+
+
+class ChatStoreError(EngineError):
+    """Conversations cannot be read or kept."""
+
+    code = "chat_store"
+
+
+class ChatStore:
+    """Conversations in one file (WAL); used from one thread. path None keeps them in memory.
+
+    Where the file can be read but not written, all of it is taken into memory and `problem` says so in a sentence;
+    the same happens later, when a write fails. Raises ChatStoreError for a file that cannot be read, or is of a
+    newer version.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.problem = ""
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(
+                ":memory:" if path is None else path, isolation_level=None, timeout=LOCK_TIMEOUT_S
+            )
+            if version_of(self._db) > VERSION:
+                raise ChatStoreError(f"{path} was written by a newer version of this program")
+        except (OSError, sqlite3.Error) as error:
+            raise ChatStoreError(f"Conversations cannot be kept in {path}: {error}") from None
+        try:
+            _prepare(self._db)
+        except sqlite3.Error as error:
+            self._go_on_in_memory(error)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    # -- conversations -----------------------------------------------------------------------------------------------
+
+    def conversations(self, search: str = "") -> Sequence[Conversation]:
+        """Those whose title or text has `search` in it, the one that changed last first."""
+        where, values = (_FOUND, (_pattern(search),)) if search else ("", ())
+        rows = self._db.execute(f"{_CONVERSATION} {where} ORDER BY changed DESC, id DESC", values)
+        return [_conversation(row) for row in rows]
+
+    def conversation(self, conversation: int) -> Conversation | None:
+        """One of them, where it is there."""
+        row = self._db.execute(f"{_CONVERSATION} WHERE id = ?", (conversation,)).fetchone()
+        return _conversation(row) if row else None
+
+    def create(self, settings: ChatSettings, title: str = "") -> int:
+        """A new, empty conversation; returns its id."""
+        sql = "INSERT INTO conversation (title, settings, changed) VALUES (?, ?, ?)"
+        return self._write(lambda db: _new_id(db.execute(sql, (title, _json(settings), time.time()))))
+
+    def set_settings(self, conversation: int, settings: ChatSettings) -> None:
+        """Ask differently from now on."""
+        self._execute("UPDATE conversation SET settings = ? WHERE id = ?", _json(settings), conversation)
+
+    def rename(self, conversation: int, title: str) -> None:
+        """Give a conversation another title."""
+        self._execute("UPDATE conversation SET title = ? WHERE id = ?", title.strip(), conversation)
+
+    def show(self, conversation: int, leaf: int | None, beside: Beside | None = None) -> None:
+        """Keep which branch is shown, and which one beside it."""
+        kept = _json(beside) if beside is not None else None
+        self._execute("UPDATE conversation SET leaf = ?, beside = ? WHERE id = ?", leaf, kept, conversation)
+
+    def delete(self, conversation: int) -> None:
+        """Forget a conversation and its turns."""
+        self._execute("DELETE FROM conversation WHERE id = ?", conversation)
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+
+    def tree(self, conversation: int) -> Tree:
+        """All that was said, in all branches."""
+        rows = self._db.execute(
+            "SELECT id, parent, role, content, note, unfinished FROM turn WHERE conversation = ? ORDER BY id",
+            (conversation,),
+        )
+        return Tree(_turn(row) for row in rows)
+
+    def add(
+        self,
+        conversation: int,
+        parent: int | None,
+        role: Role,
+        content: str,
+        *,
+        note: TurnNote = TurnNote(),  # noqa: B008 - frozen
+        unfinished: bool = False,
+    ) -> Turn:
+        """A new turn after `parent`; a first question gives the conversation its title."""
+        titled = "UPDATE conversation SET title = ? WHERE id = ? AND title = ''"
+
+        def write(db: sqlite3.Connection) -> Turn:
+            cursor = db.execute(
+                "INSERT INTO turn (conversation, parent, role, content, note, unfinished) VALUES (?, ?, ?, ?, ?, ?)",
+                (conversation, parent, role, content, _json(note), unfinished),
+            )
+            db.execute("UPDATE conversation SET changed = ? WHERE id = ?", (time.time(), conversation))
+            if role == "user":
+                db.execute(titled, (_title(content), conversation))
+            new = _new_id(cursor)
+            return Turn(id=new, parent=parent, role=role, content=content, note=note, unfinished=unfinished)
+
+        return self._write(write)
+
+    def keep(self, turn: Turn) -> None:
+        """Write down how far a turn has come."""
+        sql = "UPDATE turn SET content = ?, note = ?, unfinished = ? WHERE id = ?"
+        self._execute(sql, turn.content, _json(turn.note), turn.unfinished, turn.id)
+
+    def remove(self, turn: Turn) -> None:
+        """Forget a turn that nothing follows."""
+        self._execute("DELETE FROM turn WHERE id = ?", turn.id)
+
+    # -- presets -----------------------------------------------------------------------------------------------------
+
+    def presets(self) -> Sequence[Preset]:
+        """Those that were kept, by name."""
+        rows = self._db.execute("SELECT name, settings FROM preset ORDER BY name COLLATE NOCASE")
+        return [Preset(name=row[0], settings=_settings.decode(row[1])) for row in rows]
+
+    def keep_preset(self, preset: Preset) -> None:
+        """Add a preset, or replace the one of its name."""
+        self._execute(
+            "INSERT OR REPLACE INTO preset (name, settings) VALUES (?, ?)", preset.name, _json(preset.settings)
+        )
+
+    def delete_preset(self, name: str) -> None:
+        """Forget a preset."""
+        self._execute("DELETE FROM preset WHERE name = ?", name)
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def _execute(self, sql: str, *values: object) -> None:
+        self._write(lambda db: db.execute(sql, values))
+
+    def _write(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Do `work` in one transaction; where the file takes it no more, in memory from then on."""
+        for _ in range(2):
+            try:
+                with transaction(self._db):
+                    return work(self._db)
+            except sqlite3.Error as error:
+                self._go_on_in_memory(error)
+        raise ChatStoreError("Conversations cannot be kept, not even in memory")
+
+    def _go_on_in_memory(self, error: sqlite3.Error) -> None:
+        """Take all there is into memory; the file stays as it is. Raises ChatStoreError where it cannot be read."""
+        sentence = f"Conversations cannot be kept in {self._path}: {error}"
+        if self._path is None or self.problem:
+            raise ChatStoreError(sentence) from None
+        memory = sqlite3.connect(":memory:", isolation_level=None)
+        try:
+            self._db.backup(memory)
+            _prepare(memory)
+        except sqlite3.Error:
+            raise ChatStoreError(sentence) from None
+        self._db.close()
+        self._db = memory
+        self.problem = f"{sentence}. What comes now is kept in memory alone."
+
+
+def _prepare(db: sqlite3.Connection) -> None:
+    """Ready for use: of this version, and no answer unfinished, as whoever gave it has ended."""
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = NORMAL")
+    migrate(db)
+    with transaction(db):
+        for turn_id, note in db.execute("SELECT id, note FROM turn WHERE unfinished").fetchall():
+            stopped = msgspec.structs.replace(_note.decode(note), finish="cancelled")
+            db.execute("UPDATE turn SET unfinished = 0, note = ? WHERE id = ?", (_json(stopped), turn_id))
+
+
+_json = msgspec.json.encode
+_settings = msgspec.json.Decoder(ChatSettings)
+_beside = msgspec.json.Decoder(Beside)
+_note = msgspec.json.Decoder(TurnNote)
+
+
+def _conversation(row: tuple[int, str, bytes, float, int | None, bytes | None]) -> Conversation:
+    return Conversation(
+        id=row[0],
+        title=row[1],
+        settings=_settings.decode(row[2]),
+        changed=row[3],
+        leaf=row[4],
+        beside=_beside.decode(row[5]) if row[5] is not None else None,
+    )
+
+
+def _turn(row: tuple[int, int | None, Role, str, bytes, int]) -> Turn:
+    return Turn(
+        id=row[0], parent=row[1], role=row[2], content=row[3], note=_note.decode(row[4]), unfinished=bool(row[5])
+    )
+
+
+def _new_id(cursor: sqlite3.Cursor) -> int:
+    return int(cursor.lastrowid or 0)
+
+
+def _pattern(search: str) -> str:
+    """What LIKE finds `search` by, taken literally."""
+    for special in "\\%_":
+        search = search.replace(special, f"\\{special}")
+    return f"%{search}%"
+
+
+def _title(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= TITLE_LENGTH else line[: TITLE_LENGTH - 1].rstrip() + "…"

@@ -1,0 +1,58 @@
+"""Tree: the turns of one conversation; another answer or an edited question is another branch of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from console.chats.kept import Turn
+
+
+class Tree:
+    """Turns by id. Branches are in the order in which they were made, which is that of the ids."""
+
+    def __init__(self, turns: Iterable[Turn] = ()) -> None:
+        self._turns: dict[int, Turn] = {}
+        self._branches: dict[int | None, list[int]] = {}
+        for turn in turns:
+            self.put(turn)
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def all(self) -> list[Turn]:
+        """Every turn of every branch, by id."""
+        return [self._turns[at] for at in sorted(self._turns)]
+
+    def get(self, turn_id: int | None) -> Turn | None:
+        """The turn of that id, where there is one."""
+        return None if turn_id is None else self._turns.get(turn_id)
+
+    def put(self, turn: Turn) -> None:
+        """Add a turn, or replace the one of its id."""
+        if turn.id not in self._turns:
+            self._branches.setdefault(turn.parent, []).append(turn.id)
+        self._turns[turn.id] = turn
+
+    def remove(self, turn_id: int) -> None:
+        """Take away a turn that nothing follows."""
+        turn = self._turns.pop(turn_id)
+        self._branches[turn.parent].remove(turn_id)
+
+    def path(self, leaf: int | None) -> list[Turn]:
+        """The turns from the first one to `leaf`; none where there is no such turn."""
+        path: list[Turn] = []
+        turn = self.get(leaf)
+        while turn is not None:
+            path.append(turn)
+            turn = self.get(turn.parent)
+        return path[::-1]
+
+    def siblings(self, turn_id: int) -> list[int]:
+        """The ids of the branches that begin where that turn does, itself among them."""
+        return self._branches[self._turns[turn_id].parent]
+
+    def tip(self, turn_id: int | None) -> int | None:
+        """The end of the branch made last beneath a turn; None is the root of all."""
+        while after := self._branches.get(turn_id):
+            turn_id = after[-1]
+        return turn_id

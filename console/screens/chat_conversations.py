@@ -1,0 +1,219 @@
+"""The conversations of the chat screen: opened, found, named, deleted, exported and read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from textual.app import ComposeResult
+from textual.containers import Container, Horizontal, Vertical
+
+from console.chats import ChatSettings, ChatStore, ChatStoreError, OpenChat
+from console.chats.export import Kind
+from console.link import ApiStatus
+from console.screens import chat_files
+from console.screens.base import ConsoleScreen
+from console.screens.chat_pane import Pane
+from console.screens.confirm import ConfirmScreen
+from console.screens.draft_count import DraftCounter
+from console.screens.line import LineScreen
+from console.widgets.chat_input import ChatInput
+from console.widgets.chat_line import ChatLine
+from console.widgets.chat_list import ChatList, ChatShelf
+from console.widgets.chat_transcript import ChatTranscript
+from engine.errors import EngineError
+from engine.snapshot import Snapshot
+
+
+class ConversationsScreen(ConsoleScreen):
+    """Holds one open conversation, in a pane or two; the others wait in the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._panes: list[Pane] = []
+        self._at = 0
+        self._title = ""
+        self._told = ""
+
+    def compose_body(self) -> ComposeResult:
+        """Conversations on the left; transcripts, the line and the box on the right."""
+        with Horizontal(id="chat"):
+            yield ChatShelf()
+            with Vertical():
+                with Container(id="panes"):
+                    yield ChatTranscript()
+                yield ChatLine()
+                yield ChatInput()
+
+    def on_mount(self) -> None:
+        """Open the conversation that changed last."""
+        try:
+            self._store = ChatStore(self.console.chats)
+        except ChatStoreError as error:
+            self.notify(f"{error.message}. New ones are kept in memory.", severity="error", markup=False)
+            self._store = ChatStore(None)
+        self._chat = OpenChat(self._store, None, ChatSettings())
+        self._counter = DraftCounter(lambda: self._panes, self.query_one(ChatInput), self.query_one(ChatLine))
+        self.run_worker(self._counter.run(), group="count", exit_on_error=False)
+        chats = self._store.conversations()
+        self.call_later(self._open, chats[0].id if chats else None)
+        self.query_one(ChatInput).focus()
+
+    async def on_unmount(self) -> None:
+        """The console closes: what came is kept."""
+        await self._halt()
+        self._store.close()
+
+    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+        """Say who would answer."""
+        for pane in self._panes:
+            pane.title(snapshot, named=self._title if len(self._panes) == 1 else "")
+        if self._panes:
+            self._counter.model_is((self.console.viewed_model, snapshot.status.state, snapshot.status.spec))
+        if self._panes and self._store.problem != self._told:
+            self._told = self._store.problem
+            self.notify(self._told, severity="error", markup=False, timeout=10)
+
+    # -- conversations -----------------------------------------------------------------------------------------------
+
+    async def _open(self, chat: int | None) -> None:
+        """Show a conversation, None is a new one with the settings of the last."""
+        await self._halt()
+        settings = self._chat.branches[0].settings
+        kept = self._store.conversation(chat) if chat is not None else None
+        self._chat = OpenChat(self._store, kept, settings)
+        await self._show_panes()
+        self.query_one(ChatInput).ask_otherwise(None)
+        self._show_list()
+
+    async def _show_panes(self) -> None:
+        """A pane for each branch."""
+        branches, room = self._chat.branches, self.query_one("#panes")
+        transcripts = list(room.query(ChatTranscript))
+        await room.remove_children(transcripts[len(branches) :])
+        if len(transcripts) < len(branches):
+            transcripts.append(new := ChatTranscript())
+            await room.mount(new)
+        self.query_one("#chat").set_class(len(branches) > 1, "-split")
+        self._panes = [
+            Pane(self.console, self._chat, branch, transcript)
+            for branch, transcript in zip(branches, transcripts, strict=False)
+        ]
+        self._at = min(self._at, len(self._panes) - 1)
+        for pane in self._panes:
+            await pane.show()
+        self._changed()
+
+    def _show_list(self) -> None:
+        shelf = self.query_one(ChatShelf)
+        self.query_one(ChatList).show(self._store.conversations(shelf.search), self._chat.id)
+        kept = self._store.conversation(self._chat.id) if self._chat.id is not None else None
+        self._title = (kept.title if kept is not None else "") or "New conversation"
+        self.refresh_view()
+
+    def _changed(self) -> None:
+        """Other turns are shown."""
+        questions = [turn.content for turn in self.pane.path if turn.role == "user"]
+        self.query_one(ChatInput).last_question = questions[-1] if questions else ""
+        self._counter.ask()
+
+    async def on_chat_list_opened(self, event: ChatList.Opened) -> None:
+        """Go to another conversation; an answer under way is stopped and kept as far as it came."""
+        await self._open(event.id)
+        self.action_write()
+
+    def on_chat_list_delete_asked(self, event: ChatList.DeleteAsked) -> None:
+        """Ask before a conversation goes."""
+
+        async def delete(yes: bool | None) -> None:
+            if not yes:
+                return
+            if event.id == self._chat.id:
+                await self._halt()
+            self._store.delete(event.id)
+            left = self._store.conversations()
+            await self._open(self._chat.id if event.id != self._chat.id else left[0].id if left else None)
+
+        question = ConfirmScreen("Delete this conversation?", event.title, yes="Delete", no="Keep")
+        self.app.push_screen(question, delete)
+
+    def on_chat_shelf_searched(self) -> None:
+        """Something else is looked for."""
+        self._show_list()
+
+    async def action_new(self) -> None:
+        """An empty conversation with the settings of this one."""
+        await self._open(None)
+        self.action_write()
+
+    def action_list(self) -> None:
+        """Show the conversations, or put them away."""
+        shelf = self.query_one(ChatShelf)
+        shown = shelf.display
+        shelf.set_class(shown, "-hidden")
+        shelf.set_class(not shown, "-shown")
+        if shown:
+            self.action_write()
+        else:
+            self.query_one(ChatList).focus()
+
+    def action_write(self) -> None:
+        """Back to the box."""
+        self.query_one(ChatInput).focus()
+
+    def action_search(self) -> None:
+        """Look for conversations by title and text."""
+        shelf = self.query_one(ChatShelf)
+        shelf.remove_class("-hidden")
+        shelf.add_class("-shown")
+        shelf.start_search()
+
+    def action_rename(self) -> None:
+        """Another title for the open conversation."""
+        chat = self._chat.id
+        if chat is None:
+            self.notify("A conversation has a title once something was asked.", severity="warning")
+            return
+
+        def rename(title: str | None) -> None:
+            if title is not None:
+                self._store.rename(chat, title)
+                self._show_list()
+
+        self.app.push_screen(LineScreen("Title of this conversation", self._title, accept="Rename"), rename)
+
+    def action_export(self, kind: Kind) -> None:
+        """Write the conversation to a file in the current folder."""
+        try:
+            path = chat_files.write(self._store, self._chat, self.pane.path, kind, Path.cwd())
+        except EngineError as error:
+            self.notify(error.message, severity="warning", markup=False)
+        else:
+            self.notify(f"Wrote {path}", markup=False)
+
+    def action_read_back(self) -> None:
+        """Ask for a file and open what is in it."""
+
+        async def read(line: str | None) -> None:
+            if line is None:
+                return
+            try:
+                chat = chat_files.read_back(self._store, Path(line))
+            except EngineError as error:
+                self.notify(error.message, severity="error", markup=False)
+            else:
+                await self._open(chat)
+
+        question = LineScreen("Read an exported conversation", accept="Read", placeholder="conversation.json")
+        self.app.push_screen(question, read)
+
+    # -- panes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def pane(self) -> Pane:
+        """The pane that keys are about: the one that had the focus last."""
+        return self._panes[self._at]
+
+    async def _halt(self) -> None:
+        """Stop the answers under way, and wait until they are kept."""
+        for pane in self._panes:
+            await pane.halt()
