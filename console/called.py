@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from console.calls import CALLS, ENGINE, GROUPS, Call
 from console.link import EngineLink
+from console.links.conversation import ChatDelta, ChatMessage
+from engine.config import SamplingParams
+from engine.errors import EngineError
 
 
 class Caller(Protocol):
@@ -42,6 +45,33 @@ class CalledGroup:
 
     def __getattr__(self, name: str) -> Any:
         return _method(self._caller, f"{self._group}.{name}")
+
+
+class MuteConversation(CalledGroup):
+    """A ConversationLink that answers nothing."""
+
+    def __init__(self, caller: Caller, refusal: Callable[[], EngineError]) -> None:
+        super().__init__(caller, "conversation")
+        self._refusal = refusal
+
+    def chat(
+        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
+    ) -> AsyncIterator[ChatDelta]:
+        """Refused once it is listened to."""
+        return _Refused(self._refusal())
+
+
+class _Refused(AsyncIterator[ChatDelta]):
+    """An answer that never begins."""
+
+    def __init__(self, error: EngineError) -> None:
+        self._error = error
+
+    async def __anext__(self) -> ChatDelta:
+        raise self._error
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
 
 
 def as_link(link: CalledLink) -> EngineLink:

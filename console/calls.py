@@ -41,9 +41,10 @@ Names = Literal["model", "adapter"]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call. scope: watch changes nothing, admin may.
+    """One call. scope: watch changes nothing, admin may, or costs the engine's machine something.
 
     arguments: a struct of what it takes.  result: the type of what it gives.
+    changes: whether it changes anything.
     at_once: a screen polls it and cannot wait; blank: what it gives, by its arguments, while nothing is known yet.
     named: those of its arguments that name something on the engine's machine.
     """
@@ -52,6 +53,7 @@ class Call:
     scope: Scope
     arguments: type[msgspec.Struct]
     result: Any
+    changes: bool
     at_once: bool
     blank: Callable[..., object]
     named: Mapping[str, Names]
@@ -81,6 +83,7 @@ def _call(
     name: str,
     scope: Scope,
     *,
+    looks: bool = False,
     blank: Callable[..., object] = lambda **_: None,
     **named: Names,
 ) -> Call:
@@ -103,6 +106,7 @@ def _call(
             forbid_unknown_fields=True,
         ),
         result=hints["return"],
+        changes=scope == "admin" and not looks,
         at_once=not inspect.iscoroutinefunction(function),
         blank=blank,
         named=named,
@@ -113,23 +117,23 @@ _TABLE = (
     _call("engine.logs", "watch", blank=lambda after=0: (after, ())),
     _call("engine.list_models", "watch"),
     _call("engine.sampling_defaults", "watch", blank=lambda **_: SamplingParams()),
-    _call("engine.diagnose", "admin"),
+    _call("engine.diagnose", "admin", looks=True),
     _call("engine.load", "admin", model="model"),
     _call("engine.cancel_load", "admin"),
     _call("engine.unload", "admin"),
     _call("engine.reconfigure", "admin"),
     _call("engine.restart_worker", "admin"),
     _call("engine.drain_worker", "admin"),
-    _call("engine.estimate", "admin", model="model"),
+    _call("engine.estimate", "admin", looks=True, model="model"),
     _call("engine.attach", "admin", path="adapter"),
     _call("engine.detach", "admin"),
     _call("engine.cancel_request", "admin"),
-    _call("conversation.count_tokens", "admin"),
+    _call("conversation.count_tokens", "admin", looks=True),
     _call("models.defaults", "watch", blank=lambda **_: LoadSettings()),
     _call("models.fetching", "watch"),
     _call("models.load", "admin", model="model"),
     _call("models.download", "admin", model="model"),
-    _call("models.estimate", "admin", model="model"),
+    _call("models.estimate", "admin", looks=True, model="model"),
     _call("models.remembered", "watch"),
     _call("models.forget", "admin"),
     _call("requests.finished", "watch", blank=lambda after=0: (after, ())),

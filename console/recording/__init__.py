@@ -1,0 +1,1 @@
+"""Recordings: what a console showed, kept in a file, and shown again."""

@@ -1,0 +1,76 @@
+"""Playhead: where in a recording one is, as time goes by. Pure: every call is told the time by a clock."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+SPEEDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+GAP_S = 10.0
+"""Where nothing was recorded for so long, playing goes over it at once."""
+
+
+class Playhead:
+    """times: unix times of the frames, in order. It begins at the first, playing."""
+
+    def __init__(self, times: Sequence[float], now: float) -> None:
+        self._times = times
+        self._from, self._since = times[0], now
+        self.speed = 1.0
+        self.paused = False
+
+    def position(self, now: float) -> float:
+        """The unix time that is shown. It stays at the end."""
+        if self.paused:
+            return self._from
+        at, left_s = self._from, max(0.0, now - self._since) * self.speed
+        while True:
+            later = bisect_right(self._times, at)
+            if later >= len(self._times):
+                return self._times[-1]
+            ahead_s = self._times[later] - at
+            if ahead_s > left_s and ahead_s <= GAP_S:
+                return at + left_s
+            at, left_s = self._times[later], max(0.0, left_s - (0.0 if ahead_s > GAP_S else ahead_s))
+
+    def ended(self, now: float) -> bool:
+        """Whether there is nothing more to play."""
+        return self.position(now) >= self._times[-1]
+
+    def toggle(self, now: float) -> None:
+        """Pause, or go on; at the end, from the beginning."""
+        if not self.paused and self.ended(now):
+            self.seek(self._times[0], now)
+            return
+        self.seek(self.position(now), now)
+        self.paused = not self.paused
+
+    def seek(self, at: float, now: float) -> None:
+        """Go to a time, as far as there is one."""
+        self._from, self._since = min(max(at, self._times[0]), self._times[-1]), now
+
+    def change_speed(self, by: int, now: float) -> None:
+        """The next faster speed, or slower one."""
+        self.seek(self.position(now), now)
+        place = min(range(len(SPEEDS)), key=lambda index: abs(SPEEDS[index] - self.speed))
+        self.speed = SPEEDS[min(max(place + by, 0), len(SPEEDS) - 1)]
+
+
+def time_of(text: str, begins: float, ends: float, midnight: float) -> float | None:
+    """The unix time that a person means by "14:02", "14:02:11", "+90" or "-90" (seconds from the start, from the end)
+    or "50%"; None where it is none of these. midnight: that of the day on which the recording begins."""
+    text = text.strip()
+    try:
+        if text.endswith("%"):
+            return begins + (ends - begins) * float(text[:-1]) / 100
+        if text.startswith("+"):
+            return begins + float(text[1:])
+        if text.startswith("-"):
+            return ends - float(text[1:])
+        hours, minutes, *seconds = (int(part) for part in text.split(":"))
+    except ValueError:
+        return None
+    if len(seconds) > 1 or not (0 <= hours < 24 and 0 <= minutes < 60 and all(0 <= each < 60 for each in seconds)):
+        return None
+    at = midnight + hours * 3600 + minutes * 60 + sum(seconds)
+    return at if at >= begins - 60 else at + 86400
