@@ -49,7 +49,7 @@ def phases(detail: RequestDetail) -> list[Phase]:
         if decodes:
             found.append(Phase("decode", first, until, stay.worker, stay.lost))
         at = until
-    if end > at and not (detail.stays and detail.row.state == "finished" and at):
+    if end > at:
         found.append(Phase("queued", at, end))
     return found
 

@@ -86,7 +86,10 @@ def failed() -> RequestDetail:
             message="the request was given up: 3 workers died while they worked on it; the last: worker w1 was killed",
         ),
     )
-    stays = tuple(Stay(worker=f"w{index}", since_s=0.3 + index, until_s=0.9 + index, lost=True) for index in range(2))
+    lost = ((0.3, 0.9), (1.3, 1.9), (2.0, 2.5))
+    stays = tuple(
+        Stay(worker=f"w{index}", since_s=since, until_s=until, lost=True) for index, (since, until) in enumerate(lost)
+    )
     return RequestDetail(row=row, stays=stays, bursts=())
 
 

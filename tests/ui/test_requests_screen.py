@@ -1,0 +1,299 @@
+"""The Requests screen: every order and filter, one request looked at closely, and cancelling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from console.app import EricApp
+from console.screens.confirm import ConfirmScreen
+from console.screens.request import RequestScreen
+from console.widgets.request_card import NOT_ALLOWED
+from console.widgets.request_table import RequestTable
+from engine.snapshot import Snapshot
+from tests.fakes import request_scenes, scenes
+from tests.fakes.link import FakeLink
+from tests.fakes.link_requests import story
+from tests.ui.seen import rows, screen_text, until
+
+
+def _app(snapshot: Snapshot | None = None, **how: Any) -> EricApp:
+    return EricApp(FakeLink(snapshot or request_scenes.busy()), start="requests", **how)
+
+
+def _link(app: EricApp) -> FakeLink:
+    assert isinstance(app.link, FakeLink)
+    return app.link
+
+
+def _table(app: EricApp) -> RequestTable:
+    return app.screen.query_one(RequestTable)
+
+
+async def _ready(pilot: Pilot[None]) -> RequestTable:
+    await until(pilot, lambda: bool(pilot.app.screen.query(RequestTable)))
+    await pilot.pause()
+    return pilot.app.screen.query_one(RequestTable)
+
+
+def _first(app: EricApp, many: int = 3) -> list[str]:
+    return [_table(app).rows[at].key.partition("#")[0] for at in range(many)]
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+async def test_live_and_ended_requests_are_seen_with_who_asked_and_how_they_ended() -> None:
+    app = _app()
+    async with app.run_test(size=(140, 48)) as pilot:
+        await _ready(pilot)
+        seen = screen_text(app)
+        for words in ("when▼", "alice", "● decode", "◔ prefill", "◌ queued", "✓ done", "✖ error", "14:02:09"):
+            assert words in seen, words
+        assert "14 running · 3 queued · 40 ended" in seen
+
+
+async def test_requests_that_ended_long_ago_are_fetched_besides_the_last_fifty() -> None:
+    app = _app()
+    before = [msgspec.structs.replace(row, id=f"old-{row.id}") for row in scenes.requests(0, 13)]
+    _link(app).requests.ended = before
+    async with app.run_test(size=(120, 40)) as pilot:
+        table = await _ready(pilot)
+        assert len(table.rows) == 17 + 40 + 13
+
+
+async def test_a_request_that_ends_stays_under_the_cursor() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        table = await _ready(pilot)
+        await pilot.press("down", "down", "down")
+        chosen = table.cursor_key
+        assert chosen is not None and table.chosen is not None and table.chosen.state == "decode"
+        await pilot.press("x")
+        await until(pilot, lambda: table.chosen is not None and table.chosen.state == "finished")
+        assert table.cursor_key == chosen
+        assert _link(app).names() == ["cancel_request"]
+
+
+async def test_s_sorts_by_the_next_column_that_is_seen_and_shift_s_turns_it_round() -> None:
+    app = _app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await _ready(pilot)
+        await pilot.press("s")
+        assert "id▼" in rows(app)[3]
+        await pilot.press("s")
+        assert "state▼" in rows(app)[3]
+        await pilot.press("s", "S")
+        assert "in▲" in rows(app)[3]
+        assert _first(app, 1) == ["req-00000000"]
+
+
+async def test_a_click_on_a_title_sorts_by_it_and_another_turns_it_round() -> None:
+    app = _app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await _ready(pilot)
+        line = rows(app)[3]
+        assert await pilot.click(offset=(line.index("TTFT") + 1, 3))
+        await until(pilot, lambda: "TTFT▼" in rows(app)[3])
+        slowest = _first(app, 1)
+        assert await pilot.click(offset=(line.index("TTFT") + 1, 3))
+        await until(pilot, lambda: "TTFT▲" in rows(app)[3])
+        assert slowest == ["req-000cb44c"] and _first(app, 1) == ["req-00000000"]
+
+
+async def test_a_word_filters_as_it_is_typed_and_escape_shows_all_again() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        table = await _ready(pilot)
+        every = len(table.rows)
+        await pilot.press("slash", *"alice")
+        await until(pilot, lambda: 0 < len(table.rows) < every)
+        assert all(row.cells[3][0][0] == "alice" for row in table.rows)
+        assert f"{len(table.rows)} shown" in screen_text(app)
+        await pilot.press("enter")
+        assert table.has_focus
+        await pilot.press("escape")
+        await until(pilot, lambda: len(table.rows) == every)
+        assert app.screen.query_one(Input).value == ""
+
+
+async def test_v_shows_some_states_alone() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        table = await _ready(pilot)
+        counts = []
+        for _ in range(5):
+            await pilot.press("v")
+            counts.append(len(table.rows))
+        assert counts == [17, 3, 40, 8, 57]
+
+
+async def test_a_filter_that_nothing_passes_says_so() -> None:
+    app = _app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await _ready(pilot)
+        await pilot.press("slash", *"nobody")
+        await until(pilot, lambda: "No request is like that. Esc shows all again." in screen_text(app))
+
+
+async def test_rows_that_come_in_above_do_not_move_what_one_reads() -> None:
+    app = _app(request_scenes.busy(0, 40))
+    async with app.run_test(size=(120, 24)) as pilot:
+        table = await _ready(pilot)
+        await pilot.press(*["down"] * 30)
+        chosen, line = table.cursor_key, 29 - round(table.scroll_offset.y)
+        link = _link(app)
+        newer = [
+            msgspec.structs.replace(row, id=f"new-{row.id}", created_at=scenes.NOW + 1, order=5000 + at)
+            for at, row in enumerate(scenes.requests(0, 13))
+        ]
+        link.requests.ended += newer
+        app.refresh_screen()
+        await until(pilot, lambda: table.cursor_key == chosen and round(table.scroll_offset.y) == 42 - line)
+        assert table.rows[42].key == chosen
+
+
+async def test_ten_thousand_requests_are_listed_and_only_those_seen_are_made_into_rows(monkeypatch: Any) -> None:
+    from console.widgets import request_table
+
+    made, make = list[str](), request_table.table_row
+    monkeypatch.setattr(request_table, "table_row", lambda row: made.append(row.id) or make(row))
+    app = _app(request_scenes.busy(0, 0))
+    _link(app).requests.ended = [
+        msgspec.structs.replace(row, id=f"r{at}", order=at + 1, created_at=scenes.NOW - 10_000 + at)
+        for at, row in enumerate(scenes.requests(0, 1) * 10_000)
+    ]
+    async with app.run_test(size=(120, 40)) as pilot:
+        table = await _ready(pilot)
+        assert len(table.rows) == 10_000
+        await pilot.press("end")
+        await until(pilot, lambda: table.chosen is not None and table.chosen.id == "r0")
+        made.clear()
+        app.refresh_screen()
+        await pilot.pause()
+        assert 0 < len(made) < 200
+
+
+# -- one request ------------------------------------------------------------------------------------------------------
+
+
+async def test_enter_opens_a_request_with_its_timeline_and_says_how_to_allow_texts() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 48)) as pilot:
+        await _ready(pilot)
+        _link(app).requests.details["req-00000000"] = request_scenes.moved()
+        await pilot.press("enter")
+        await until(pilot, lambda: "first token 960 ms" in screen_text(app))
+        seen = screen_text(app)
+        assert "w0 was lost" in seen and "--show-prompts" in seen and "x cancels it" in seen
+        assert NOT_ALLOWED.split(",")[0] in " ".join(seen.split())
+
+
+async def test_text_that_is_allowed_is_shown_as_it_is() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 60)) as pilot:
+        await _ready(pilot)
+        _link(app).requests.details["req-00000000"] = request_scenes.with_text()
+        await pilot.press("enter")
+        await until(pilot, lambda: "What is [b]max_prompts[/b]?" in screen_text(app))
+
+
+async def test_an_open_request_goes_on_changing_until_it_ends() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 48)) as pilot:
+        await _ready(pilot)
+        link = _link(app)
+        await pilot.press("enter")
+        await until(pilot, lambda: "400 tokens of 512 at most" in screen_text(app))
+        row = link.current.requests[0]
+        done = msgspec.structs.replace(row, state="finished", finish="stop", output_tokens=411)
+        link.requests.details[row.id] = story(done)
+        app.refresh_screen()
+        await until(pilot, lambda: "it ended; esc closes" in screen_text(app))
+        assert "411 tokens" in screen_text(app)
+        await pilot.press("x")
+        assert "cancel_request" not in link.names()
+        await pilot.press("escape")
+        assert not isinstance(app.screen, RequestScreen)
+
+
+async def test_an_open_request_can_be_cancelled() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 48)) as pilot:
+        await _ready(pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: "x cancels it" in screen_text(app))
+        await pilot.press("x")
+        await until(pilot, lambda: _link(app).names() == ["cancel_request"])
+        await until(pilot, lambda: "○ cancelled" in screen_text(app))
+
+
+async def test_a_request_that_is_forgotten_says_so() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        screen = RequestScreen(msgspec.structs.replace(scenes.requests()[0], id="gone[1]"))
+        app.push_screen(screen)
+        await until(pilot, lambda: "nothing is known of a request gone[1] any more" in screen_text(app))
+        assert "Request gone[1]" in screen_text(app)
+
+
+# -- cancelling all that waits ----------------------------------------------------------------------------------------
+
+
+async def test_cancelling_all_that_waits_asks_once() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("X")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        assert "3 requests wait for a worker." in screen_text(app)
+        await pilot.press("n")
+        assert _link(app).names() == []
+        await pilot.press("X", "y")
+        await until(pilot, lambda: _link(app).names() == ["cancel_queued"])
+        assert _link(app).current.queued == 0
+
+
+async def test_nothing_is_asked_where_nothing_waits() -> None:
+    app = _app(scenes.cpu_idle())
+    async with app.run_test(size=(80, 24)) as pilot:
+        await _ready(pilot)
+        await pilot.press("X")
+        await pilot.pause()
+        assert not isinstance(app.screen, ConfirmScreen)
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+async def _opened(pilot: Pilot[None]) -> None:
+    await _ready(pilot)
+    link = _link(pilot.app)  # type: ignore[arg-type]
+    link.requests.details["req-00000000"] = request_scenes.moved()
+    await pilot.press("enter")
+    await until(pilot, lambda: "first token" in screen_text(pilot.app))
+
+
+async def _filtered(pilot: Pilot[None]) -> None:
+    await _ready(pilot)
+    await pilot.press("v", "v", "v", "s", "slash", *"ali", "enter", "down")
+
+
+def test_requests_look_right(snap_compare: Any) -> None:
+    assert snap_compare(_app(), terminal_size=(120, 40), run_before=_ready)
+
+
+def test_requests_look_right_on_a_small_terminal(snap_compare: Any) -> None:
+    assert snap_compare(_app(), terminal_size=(80, 24), run_before=_filtered)
+
+
+def test_a_request_looks_right(snap_compare: Any) -> None:
+    assert snap_compare(_app(), terminal_size=(120, 40), run_before=_opened)
+
+
+def test_a_request_looks_right_on_a_small_terminal_in_the_light_theme(snap_compare: Any) -> None:
+    assert snap_compare(_app(theme="ericllm-light"), terminal_size=(80, 24), run_before=_opened)

@@ -1,0 +1,128 @@
+"""A request's time as phases without a gap, and its tokens as a curve that loses none."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console.widgets.request_card import NO_TIMELINE, NOT_ALLOWED, NOT_KEPT, card, told
+from console.widgets.timeline import Phase, chart, listing, pauses, phases, rates
+from engine.records import Burst, RequestDetail, Stay
+from engine.snapshot import RequestRow
+from tests.fakes import request_scenes
+
+
+def _detail(age_s: float, stays: tuple[Stay, ...] = (), bursts: tuple[Burst, ...] = (), **row: object) -> RequestDetail:
+    values = {"id": "r", "source": "api", "state": "decode", "age_s": age_s, **row}
+    return RequestDetail(row=RequestRow(**values), stays=stays, bursts=bursts)  # type: ignore[arg-type]
+
+
+def _burst(at: float, tokens: int = 1) -> Burst:
+    return Burst(since_s=at, until_s=at, tokens=tokens)
+
+
+def test_a_request_waits_computes_its_prompt_and_decodes() -> None:
+    detail = _detail(3.0, (Stay(worker="w0", since_s=0.5),), (_burst(1.0), _burst(2.0)))
+    assert phases(detail) == [
+        Phase("queued", 0.0, 0.5),
+        Phase("prefill", 0.5, 1.0, "w0"),
+        Phase("decode", 1.0, 3.0, "w0"),
+    ]
+
+
+def test_a_request_that_waits_has_one_phase_so_far() -> None:
+    assert phases(_detail(2.0, state="queued")) == [Phase("queued", 0.0, 2.0)]
+
+
+def test_a_request_that_ended_before_its_first_token_never_decoded() -> None:
+    detail = _detail(2.0, (Stay(worker="w0", since_s=0.5, until_s=2.0),), state="finished")
+    assert [phase.kind for phase in phases(detail)] == ["queued", "prefill"]
+
+
+def test_a_move_after_a_death_is_told() -> None:
+    found = phases(request_scenes.moved())
+    assert [(phase.kind, phase.worker, phase.lost) for phase in found] == [
+        ("queued", "", False),
+        ("prefill", "w0", False),
+        ("decode", "w0", True),
+        ("queued", "", False),
+        ("prefill", "w1", False),
+        ("decode", "w1", False),
+    ]
+    said = "\n".join(line.plain for line in listing(request_scenes.moved()))
+    assert "✖ w0 was lost; the request went back to the queue" in said
+    assert "812 tokens, 256 of them cached" in said
+
+
+def test_the_phases_of_any_life_cover_it_without_a_gap() -> None:
+    for detail in (request_scenes.moved(), request_scenes.failed()):
+        found = phases(detail)
+        assert found[0].since_s == 0.0 and found[-1].until_s == detail.row.age_s
+        assert all(before.until_s == after.since_s for before, after in itertools.pairwise(found))
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(1, 50)), max_size=40),
+    st.floats(0.01, 900),
+    st.integers(10, 200),
+)
+def test_the_curve_holds_every_token(parts: list[tuple[float, float, int]], end: float, width: int) -> None:
+    bursts = [
+        Burst(since_s=min(one, other) * end, until_s=max(one, other) * end, tokens=tokens)
+        for one, other, tokens in parts
+    ]
+    values = rates(bursts, end, width)
+    counted = sum(value for value in values if value is not None) * end / width
+    assert counted == pytest.approx(sum(burst.tokens for burst in bursts))
+
+
+@pytest.mark.parametrize("width", [40, 74, 200])
+def test_the_chart_fits_and_says_its_times(width: int) -> None:
+    lines = chart(request_scenes.moved(), width)
+    assert all(line.cell_length <= width for line in lines)
+    assert lines[-1].plain.startswith("0") and lines[-1].plain.endswith("6.40 s")
+    assert "first token 960 ms" in lines[-1].plain
+    assert {".", "─", "━"} <= set(lines[-2].plain)
+
+
+def test_only_pauses_that_stand_out_are_told_the_longest_first() -> None:
+    even = [_burst(at / 10) for at in range(20)]
+    assert pauses(even) == []
+    assert pauses([*even, _burst(5.0), _burst(5.1), _burst(8.0)]) == [
+        (1.9, pytest.approx(3.1)),
+        (5.1, pytest.approx(2.9)),
+    ]
+
+
+def test_the_card_says_all_that_is_known() -> None:
+    said = card(request_scenes.moved(), 100).plain
+    for words in (
+        "● decode on w1",
+        "NeuralHermes-7B with poet",
+        "api, client alice",
+        "204 tokens of 512 at most",
+        "temperature\N{NO-BREAK SPACE}0.7",
+        "stop\N{NO-BREAK SPACE}1 string",
+        "longest pauses: 1.19 s at 2.21 s",
+    ):
+        assert words in said, words
+
+
+def test_the_card_of_one_that_failed_says_why() -> None:
+    assert "the request was given up: 3 workers died" in card(request_scenes.failed(), 100).plain
+
+
+def test_the_card_says_when_the_timeline_is_gone() -> None:
+    old = RequestDetail(row=request_scenes.moved().row, timeline=False)
+    said = card(old, 100).plain
+    assert NO_TIMELINE in said and "Sampling" not in said
+
+
+def test_text_is_shown_as_it_is_or_it_is_said_why_not() -> None:
+    assert "What is [b]max_prompts[/b]?" in told(request_scenes.with_text()).plain
+    assert NOT_ALLOWED in told(request_scenes.moved()).plain
+    assert NOT_KEPT in told(msgspec.structs.replace(request_scenes.moved(), texts=True)).plain
