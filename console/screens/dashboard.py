@@ -8,10 +8,12 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 
+from console.adviser import Adviser, Look, Open, Turn
 from console.link import ApiStatus
 from console.screens.base import ConsoleScreen
 from console.screens.worker import WorkerScreen
-from console.widgets.devices import DevicesPanel
+from console.widgets.advice import AdvicePanel, first_to_do
+from console.widgets.devices import DevicesPanel, is_many
 from console.widgets.requests import RequestsPanel
 from console.widgets.session import SessionPanel
 from console.widgets.throughput import ThroughputPanel
@@ -29,11 +31,25 @@ class DashboardScreen(ConsoleScreen):
             "x,delete", "cancel", "Cancel", id="request.cancel", tooltip="Cancel the selected request", key_display="x"
         ),
         Binding("i", "inspect", "Worker", id="worker.open", tooltip="Look closely at the selected worker"),
+        Binding("t", "take_advice", "Advice", id="advice.take", tooltip="Take the advice: turn the knob it names"),
+        Binding(
+            "T",
+            "dismiss_advice",
+            "Dismiss advice",
+            id="advice.dismiss",
+            tooltip="Dismiss the first advice for this session",
+            show=False,
+        ),
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
     ]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._adviser = Adviser()
+
     def compose_body(self) -> ComposeResult:
-        """Left: what there is. Right: how it goes. Below: for whom."""
+        """Left: what there is. Right: how it goes. Below: for whom, and what could be better."""
+        yield DevicesPanel(id="many-devices")
         with Container(id="overview"):
             with Vertical(id="machines"):
                 yield DevicesPanel(id="devices")
@@ -41,14 +57,27 @@ class DashboardScreen(ConsoleScreen):
                 yield SessionPanel(id="session")
             yield ThroughputPanel(id="throughput")
         yield RequestsPanel(id="requests-panel")
+        yield AdvicePanel(key="t", id="advice")
+
+    def on_resize(self) -> None:
+        """Devices take another form, of another height."""
+        self.call_after_refresh(self._fit_devices)
+
+    def _fit_devices(self) -> None:
+        for panel in self.query(DevicesPanel):
+            panel.fit()
 
     def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
         """Hand the snapshot on to the panels."""
-        self.query_one(DevicesPanel).show(snapshot.devices)
+        many = is_many(snapshot.devices)
+        self.set_class(many, "-many")
+        self.query_one("#many-devices" if many else "#devices", DevicesPanel).show(snapshot)
         self.query_one(WorkersPanel).show(snapshot)
         self.query_one(SessionPanel).show(snapshot)
         self.query_one(ThroughputPanel).show(snapshot)
         self.query_one(RequestsPanel).show(snapshot)
+        self._adviser.listen(snapshot)
+        self._show_advice()
 
     def on_workers_panel_opened(self, event: WorkersPanel.Opened) -> None:
         """Enter on a worker, or two clicks."""
@@ -78,3 +107,39 @@ class DashboardScreen(ConsoleScreen):
             self.notify(f"{row.id} has ended already.", markup=False)
         else:
             self.perform(self.link.cancel_request(row.id), done=f"Cancelled {row.id}")
+
+    # -- advice --------------------------------------------------------------------------------------------------------
+
+    def _show_advice(self) -> None:
+        if self.query_one(AdvicePanel).show(self._adviser.said):
+            self.refresh_bindings()
+
+    def action_take_advice(self, index: int | None = None) -> None:
+        """Do what the first advice says, or that one: turn the knob, or go where it can be changed."""
+        said = self.query_one(AdvicePanel).said
+        at = first_to_do(said) if index is None else index
+        if at is None or at >= len(said):
+            return
+        match said[at].action:
+            case Turn(knob=knob, by=by):
+                self._adviser.taken(said[at])
+                self.console.action_step(knob, by)
+            case Open(mode=mode):
+                self.console.action_open(mode)
+            case Look(worker=worker):
+                self.app.push_screen(WorkerScreen(worker))
+        self._show_advice()
+
+    def action_dismiss_advice(self, index: int = 0) -> None:
+        """Hear no more of the first advice, or of that one."""
+        said = self.query_one(AdvicePanel).said
+        if index < len(said):
+            self._adviser.dismiss(said[index])
+            self._show_advice()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Advice can be taken and dismissed where there is any."""
+        if action not in ("take_advice", "dismiss_advice") or not self.is_mounted:
+            return True
+        said = self.query_one(AdvicePanel).said
+        return bool(said) if action == "dismiss_advice" else first_to_do(said) is not None

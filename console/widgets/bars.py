@@ -8,6 +8,7 @@ from typing import NamedTuple
 from textual.content import Content
 
 from console.widgets.glyphs import ROWS
+from console.widgets.plot import draw
 
 _EIGHTHS = 8
 
@@ -26,6 +27,12 @@ def meter(fraction: float | None, width: int, style: str) -> Content:
     whole, half = divmod(halves, 2)
     line = "━" * whole + "╸" * half
     return Content.assemble((line, style), ("━" * (width - len(line)), "$gpu-free"))
+
+
+def spark(shares: Sequence[float | None], style: str, *, ascii_only: bool = False) -> Content:
+    """Shares of a whole over time in one row, a column each, against 100%."""
+    rows = draw(shares, (), 1.0, 1, ascii_only=ascii_only)
+    return Content.styled("".join(cell.char for cell in rows[0]), f"{style} on $gpu-free")
 
 
 def stack(parts: Sequence[Part], width: int, *, ascii_only: bool = False) -> Content:

@@ -9,7 +9,7 @@ from textual.widget import Widget
 
 from console.widgets import text
 from console.widgets.glyphs import fitted
-from engine.snapshot import Snapshot
+from engine.snapshot import Snapshot, Totals
 
 
 class SessionPanel(Widget):
@@ -46,14 +46,9 @@ def facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     ended = " · ".join(f"{count} {reason}" for reason, count in sorted(totals.finished.items()))
     yield "up", _uptime(snapshot.uptime_s)
     yield "requests", f"{totals.requests:,}" + (f" ({ended})" if ended else "")
-    yield "tokens", f"{totals.output_tokens:,} out · {totals.prompt_tokens:,} in · {totals.cached_tokens:,} cached"
-    yield (
-        "trouble",
-        (
-            f"{totals.rejected} rejected · {totals.requeued} moved · {totals.preemptions} preempted"
-            f" · {text.plural(totals.worker_restarts, 'restart')}"
-        ),
-    )
+    tokens = (totals.output_tokens, "out"), (totals.prompt_tokens, "in"), (totals.cached_tokens, "cached")
+    yield "tokens", " · ".join(f"{text.count(number)} {word}" for number, word in tokens)
+    yield "trouble", " · ".join(_troubles(totals)) or "none"
     if model is not None:
         yield "model", f"{text.count(model.parameters)} parameters · {model.architecture}"
         yield "context", f"{model.max_model_len:,} tokens · {model.kv_tokens:,} in KV pages of {model.page_tokens}"
@@ -62,6 +57,18 @@ def facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     if totals.draft_tokens:
         held = text.percent(totals.draft_accepted / totals.draft_tokens)
         yield "drafts", f"{totals.draft_tokens:,} tokens guessed ahead · {held} held"
+
+
+def _troubles(totals: Totals) -> Iterator[str]:
+    """What there was of it."""
+    for number, word in (
+        (totals.rejected, "rejected"),
+        (totals.requeued, "moved"),
+        (totals.preemptions, "preempted"),
+        (totals.worker_restarts, "restarted"),
+    ):
+        if number:
+            yield f"{number} {word}"
 
 
 def _uptime(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -101,7 +102,8 @@ class ThroughputPanel(Vertical):
     def show(self, snapshot: Snapshot) -> None:
         """The numbers and graphs now."""
         self._show_numbers(snapshot)
-        self.query_one("#line", Static).update(fitted(self.app, number_lines(snapshot)), layout=False)
+        numbers = fitted(self.app, number_lines(snapshot, self.scrollable_content_region.width))
+        self.query_one("#line", Static).update(numbers, layout=False)
         step = ZOOMS[self._zoom]
         self.border_subtitle = f"a column is {self.SECONDS[step]}"
         plain = Span(snapshot.history, (), step)
@@ -121,8 +123,8 @@ class ThroughputPanel(Vertical):
         queue.show("running", str(snapshot.running), _pair("queued", str(snapshot.queued)))
 
 
-def number_lines(snapshot: Snapshot) -> Content:
-    """What the big numbers say, in two rows."""
+def number_lines(snapshot: Snapshot, width: int) -> Content:
+    """What the big numbers say, in two rows of `width` cells; the last are left out where they do not fit."""
     hits = text.percent(snapshot.prefix_hit_rate)
     first = (
         _number("out", text.rate(snapshot.output_tokens_per_s), " tok/s", "$graph-tokens"),
@@ -138,7 +140,14 @@ def number_lines(snapshot: Snapshot) -> Content:
         _number("p95", text.seconds(snapshot.itl.p95), "", "$graph-itl"),
         _number("prefix hits", hits, "", "$foreground"),
     )
-    return Content("\n").join(Content("  ").join(line) for line in (first, second))
+    return Content("\n").join(_joined(line, width) for line in (first, second))
+
+
+def _joined(numbers: Sequence[Content], width: int) -> Content:
+    shown = list(numbers)
+    while len(shown) > 1 and sum(number.cell_length + 2 for number in shown) - 2 > width > 0:
+        shown.pop()
+    return Content("  ").join(shown)
 
 
 def _titles(snapshot: Snapshot) -> dict[str, Content]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -56,7 +58,7 @@ async def test_80x24_shows_the_numbers_workers_and_five_requests() -> None:
         assert words in seen, words
     assert seen.count("● decode") >= 5
     assert "Workers  −  2  +" in seen
-    assert "Prompts  −  8  +" in seen
+    assert "prompts  −  8  +" in seen
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (140, 40)])
@@ -64,6 +66,27 @@ async def test_eight_gpus_are_all_seen(size: tuple[int, int]) -> None:
     seen = await _seen(scenes.eight_gpus(), size)
     assert all(f"GPU{index}" in seen for index in range(8))
     assert "decode" in seen
+
+
+async def test_eight_gpus_fit_100x30_with_eight_workers_and_requests_to_work_with() -> None:
+    seen = await _seen(scenes.eight_gpus(), (100, 30))
+    devices = [line for line in seen.splitlines() if "GiB" in line]
+    assert len(devices) == 8
+    assert all(f" w{index} " in seen for index in range(8))
+    assert seen.count("● decode") >= 5
+    assert "out tok/s" in seen
+
+
+async def test_more_workers_than_there_is_room_for_are_scrolled_to() -> None:
+    workers = tuple(scenes.worker(index % 8, id=f"w{index}") for index in range(16))
+    app = EricApp(FakeLink(scenes.changed(scenes.eight_gpus(), workers=workers)))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause()
+        assert "w15" not in screen_text(app)
+        await pilot.press("shift+tab", "end")
+        await pilot.pause()
+        assert "w15" in screen_text(app)
+        assert "req-0000" in screen_text(app)
 
 
 async def test_nothing_loaded_says_what_to_do() -> None:
@@ -165,10 +188,14 @@ async def test_z_shows_a_longer_time() -> None:
         assert "max_prompts 4 → 8" in screen_text(app)
 
 
-async def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scene", [scenes.busy, scenes.eight_gpus])
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40)])
+async def test_an_ascii_terminal_gets_ascii(
+    monkeypatch: pytest.MonkeyPatch, scene: Callable[[], Snapshot], size: tuple[int, int]
+) -> None:
     monkeypatch.setenv("TERM", "linux")
-    app = EricApp(FakeLink(scenes.busy()))
-    async with app.run_test(size=(100, 30)) as pilot:
+    app = EricApp(FakeLink(scene()))
+    async with app.run_test(size=size) as pilot:
         await pilot.pause()
         drawn = rows(app)[:-1]
     assert [char for line in drawn for char in line if ord(char) > 126 and not char.isalnum()] == []
@@ -182,3 +209,16 @@ def test_the_busy_dashboard_looks_right(snap_compare: object) -> None:
 def test_the_busy_dashboard_looks_right_on_a_small_terminal_in_the_light_theme(snap_compare: object) -> None:
     app = EricApp(FakeLink(scenes.busy()), theme="ericllm-light")
     assert snap_compare(app, terminal_size=(80, 24))  # type: ignore[operator]
+
+
+def test_eight_gpus_look_right_on_100x30(snap_compare: object) -> None:
+    assert snap_compare(EricApp(FakeLink(scenes.eight_gpus())), terminal_size=(100, 30))  # type: ignore[operator]
+
+
+def test_eight_gpus_look_right_on_80x24(snap_compare: object) -> None:
+    assert snap_compare(EricApp(FakeLink(scenes.eight_gpus())), terminal_size=(80, 24))  # type: ignore[operator]
+
+
+def test_eight_gpus_look_right_on_120x40_in_the_light_theme(snap_compare: object) -> None:
+    app = EricApp(FakeLink(scenes.eight_gpus()), theme="ericllm-light")
+    assert snap_compare(app, terminal_size=(120, 40))  # type: ignore[operator]

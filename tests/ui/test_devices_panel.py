@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from console.app import EricApp
-from console.widgets.devices import brief, detailed, paired, title
+from console.widgets.device_lines import Panel, brief, detailed, paired, table
+from console.widgets.devices import title
 from console.widgets.names import device_name, devices_name
-from engine.snapshot import ProcessMemory, Snapshot
+from engine.snapshot import ProcessMemory, Second, Snapshot
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import screen_text
@@ -40,8 +41,8 @@ async def test_eight_simulated_devices_are_all_seen(size: tuple[int, int]) -> No
 
 def test_every_form_names_simulated_devices_and_those_of_other_nodes() -> None:
     devices = (fleet_scenes.sim(0), scenes.gpu(1, id="node2/cuda:1", node="node2"))
-    for form in (brief, detailed, paired):
-        drawn = "\n".join(line.plain for line in form(devices, 90))
+    for form in (brief, detailed, paired, table):
+        drawn = "\n".join(line.plain for line in form(Panel(devices, 90)))
         assert "SIM0" in drawn
         assert "node2 GPU1" in drawn
     assert title(devices) == "Devices (1 of 2 simulated)"
@@ -49,11 +50,39 @@ def test_every_form_names_simulated_devices_and_those_of_other_nodes() -> None:
     assert title((fleet_scenes.sim(0), scenes.cpu())) == "Devices (simulated)"
 
 
-@pytest.mark.parametrize("width", [46, 56, 66, 90])
+@pytest.mark.parametrize("width", [46, 56, 66, 90, 108, 160])
 def test_no_line_of_a_device_is_wider_than_the_panel(width: int) -> None:
-    devices = (scenes.gpu(0), fleet_scenes.sim(1), scenes.gpu(2, id="node2/cuda:2", node="node2"))
-    forms = [brief, *([detailed] if width >= 56 else []), *([paired] if width >= 72 else [])]
-    assert [line.plain for form in forms for line in form(devices, width) if line.cell_length > width] == []
+    devices = (scenes.gpu(0), fleet_scenes.sim(1), scenes.gpu(2, id="node2/cuda:2", node="node2"), scenes.cpu())
+    panel = Panel(devices, width, scenes.history(devices=4))
+    lines = [*brief(panel), *brief(panel, numbers=True)]
+    lines += [*(detailed(panel) if width >= 56 else ()), *(paired(panel) if width >= 72 else ())]
+    lines += [*(table(panel) if width >= 90 else ()), *(table(panel, numbers=True) if width >= 108 else ())]
+    assert [line.plain for line in lines if line.cell_length > width] == []
+
+
+def test_each_of_many_devices_has_one_row_with_what_it_holds_in_columns() -> None:
+    devices = tuple(scenes.gpu(index) for index in range(8))
+    head, *rows = (line.plain for line in table(Panel(devices, 120, scenes.history(devices=8)), numbers=True))
+    assert len(rows) == 8
+    for word, number in (("weights", "9.4"), ("KV", "6.1"), ("work", "1.2"), ("others", "1.5"), ("free", "5.8")):
+        end = head.index(word) + len(word)
+        assert all(row[:end].endswith(number) for row in rows)
+
+
+def test_what_was_is_drawn_against_the_whole_and_not_against_itself() -> None:
+    steady = tuple(
+        Second(at=scenes.NOW - 60 + index, device_utilisation=(0.5,), device_memory=(0.25,)) for index in range(60)
+    )
+    panel = Panel((scenes.gpu(0),), 60, steady)
+    assert set(panel.utilisation(0, 12).plain.strip()) == {"▄"}
+    assert set(panel.memory(0, 12).plain.strip()) == {"▂"}
+    assert panel.utilisation(0, 12).plain.startswith("    "), "nothing was measured yet"
+
+
+def test_the_processor_takes_one_row_beside_cards() -> None:
+    lines = detailed(Panel((scenes.gpu(0), scenes.cpu()), 66))
+    assert [line.plain[:4] for line in lines[-2:]] == ["", "CPU "]
+    assert len(detailed(Panel((scenes.cpu(),), 66))) == 4
 
 
 @pytest.mark.parametrize(
@@ -79,6 +108,33 @@ async def test_programs_that_hold_memory_are_named() -> None:
     stranger = ProcessMemory(pid=2211, name="/usr/lib/xorg/Xorg", used_bytes=int(1.5 * scenes.GIB))
     seen = await _seen(scenes.busy(devices=(scenes.gpu(0, others=(stranger,)), scenes.gpu(1))), (100, 30))
     assert "others: Xorg (2211) 1.5 GiB on GPU0" in seen
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (100, 40), (120, 40), (200, 60)])
+async def test_the_colours_of_many_devices_are_explained_at_every_size(size: tuple[int, int]) -> None:
+    seen = await _seen(scenes.eight_gpus(), size)
+    assert all(word in seen for word in ("weights", "KV", "work", "others", "free"))
+
+
+async def test_cards_that_come_and_go_change_the_form() -> None:
+    link = FakeLink(scenes.busy())
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        assert "RTX 3090" in screen_text(app)
+        link.show(scenes.eight_gpus())
+        app.refresh_screen()
+        await pilot.pause()
+        assert "busy, 2 min" in screen_text(app)
+        assert "GPU7" in screen_text(app)
+        await pilot.resize_terminal(100, 30)
+        await pilot.pause()
+        assert "busy, 2 min" not in screen_text(app)
+        assert "GPU7" in screen_text(app)
+        link.show(scenes.busy())
+        app.refresh_screen()
+        await pilot.pause()
+        assert "GPU2" not in screen_text(app)
 
 
 async def test_nodes_stand_beside_this_machine() -> None:

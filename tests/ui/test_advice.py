@@ -1,0 +1,167 @@
+"""Advice on the dashboard: no row where there is none, one line each, a key and a click that do it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from textual.pilot import Pilot
+
+from console.adviser import Advice, Look, Turn
+from console.app import EricApp
+from console.commands import entries
+from console.screens.worker import WorkerScreen
+from console.widgets.advice import AdvicePanel, first_to_do, line
+from engine.errors import InvalidRequest
+from tests.fakes import advice_scenes, scenes
+from tests.fakes.link import FakeLink
+from tests.ui.seen import rows, screen_text
+
+QUEUE = "18 requests wait for 16 places"
+
+
+def _queued() -> FakeLink:
+    """Nothing but a queue."""
+    return FakeLink(advice_scenes.crowded(requests=scenes.requests()))
+
+
+async def _settled(pilot: Pilot[None]) -> None:
+    await pilot.app.workers.wait_for_complete()
+    await pilot.pause()
+
+
+async def test_there_is_no_row_where_there_is_nothing_to_say() -> None:
+    app = EricApp(FakeLink(scenes.busy()))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause()
+        assert app.screen.query_one(AdvicePanel).size.height == 0
+        assert "t Advice" not in screen_text(app)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40)])
+async def test_each_piece_of_advice_is_one_line_and_leaves_the_requests_their_room(size: tuple[int, int]) -> None:
+    app = EricApp(FakeLink(advice_scenes.crowded()))
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        said = [row for row in rows(app) if "▲" in row]
+        assert 1 <= len(said) <= 3
+        assert "8,192 tokens" in said[0]
+        assert "t open Models" in said[0]
+        assert screen_text(app).count("● decode") >= 4
+        assert "t Advice" in rows(app)[-1]
+
+
+async def test_t_turns_the_knob_and_the_advice_waits_for_its_effect() -> None:
+    link = _queued()
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        assert "18 requests wait for 16 places that are all taken: KV pages are 71% full, more fit." in screen_text(app)
+        await pilot.press("t")
+        await _settled(pilot)
+        assert QUEUE not in screen_text(app)
+    assert link.commands == [("reconfigure", {"max_prompts": 10})]
+
+
+async def test_a_click_on_what_can_be_done_does_it() -> None:
+    link = _queued()
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        at = next(at for at, row in enumerate(rows(app)) if QUEUE in row)
+        await pilot.click(offset=(20, at))
+        assert link.commands == []
+        await pilot.click(offset=(rows(app)[at].index("max prompts +2") + 3, at))
+        await _settled(pilot)
+    assert link.commands == [("reconfigure", {"max_prompts": 10})]
+
+
+async def test_a_knob_that_cannot_be_turned_says_why() -> None:
+    link = _queued()
+    link.failures["reconfigure"] = InvalidRequest("max_prompts is 10, and at most 9 fit")
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await pilot.pause()
+        await pilot.press("t")
+        await _settled(pilot)
+        assert "max_prompts is 10, and at most 9 fit" in [toast.message for toast in app._notifications]
+
+
+async def test_advice_is_dismissed_for_good_by_key_and_by_click() -> None:
+    link = FakeLink(advice_scenes.crowded())
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        await pilot.press("T")
+        await pilot.pause()
+        assert "8,192 tokens, not" not in screen_text(app)
+        at = next(at for at, row in enumerate(rows(app)) if QUEUE in row)
+        await pilot.click(offset=(rows(app)[at].rindex("×"), at))
+        link.show(msgspec.structs.replace(link.current, at=link.current.at + 3600))
+        app.refresh_screen()
+        await pilot.pause()
+        assert QUEUE not in screen_text(app)
+    assert link.commands == []
+
+
+async def test_advice_that_is_a_screen_goes_there() -> None:
+    app = EricApp(FakeLink(advice_scenes.crowded()))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        await pilot.press("t")
+        await pilot.pause()
+        assert app.current_mode == "models"
+
+
+async def test_advice_about_a_worker_opens_it() -> None:
+    slow = tuple(scenes.worker(index, active=6, tokens_per_s=rate) for index, rate in enumerate((300.0, 60.0)))
+    link = FakeLink(scenes.busy(workers=slow))
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        for second in range(12):
+            link.show(scenes.busy(workers=slow, at=scenes.NOW + second))
+            app.refresh_screen()
+        await pilot.pause()
+        assert "look at w1" in screen_text(app)
+        await pilot.press("t")
+        await pilot.pause()
+        assert isinstance(app.screen, WorkerScreen)
+
+
+async def test_the_palette_has_advice_only_where_there_is_some() -> None:
+    link = FakeLink(scenes.busy())
+    app = EricApp(link)
+    does = "Take the advice: turn the knob it names"
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        assert does not in {entry.title for entry in entries(app.screen)}
+        link.show(advice_scenes.crowded(at=scenes.NOW + 2))
+        app.refresh_screen()
+        await pilot.pause()
+        assert does in {entry.title for entry in entries(app.screen)}
+        assert "Dismiss the first advice for this session" in {entry.title for entry in entries(app.screen)}
+
+
+async def test_advice_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "linux")
+    app = EricApp(FakeLink(advice_scenes.crowded()))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause()
+        drawn = rows(app)[:-1]
+    assert [char for row in drawn for char in row if ord(char) > 126 and not char.isalnum()] == []
+
+
+@pytest.mark.parametrize("width", [40, 60, 78, 120, 200])
+def test_a_line_is_never_wider_than_its_panel(width: int) -> None:
+    advice = Advice("queue", "A sentence with 12 numbers, " * 5, "Brief: 12", Turn("max_prompts", -2))
+    assert line(advice, 0, width, key="t", more=2).cell_length == width
+
+
+def test_the_key_does_the_first_that_can_be_done() -> None:
+    none = Advice("prefix_useless", "Only 0.4%", "Only 0.4%")
+    some = Advice("slow_worker", "w1 makes 20 tok/s", "w1", Look("w1"), "w1")
+    assert first_to_do((none, some)) == 1
+    assert first_to_do((none,)) is None
+
+
+def test_advice_looks_right(snap_compare: object) -> None:
+    assert snap_compare(EricApp(FakeLink(advice_scenes.crowded())), terminal_size=(100, 30))  # type: ignore[operator]
