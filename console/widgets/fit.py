@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from textual.content import Content
 
 from console.widgets import text
+from console.widgets.bars import Part, stack
 from console.widgets.names import device_name, devices_name
 from engine.estimate import DeviceEstimate, Estimate
 
@@ -19,6 +20,18 @@ _COLUMNS = (
     ("free", "free_bytes"),
 )
 _CELLS = 8
+_FEW_PLACES = 3
+_LEAST_BAR, _MOST_BAR = 8, 30
+_MIB = 2**20
+_LACKING = 14
+_PARTS = (
+    ("weights_bytes", "$gpu-weights", "w"),
+    ("kv_bytes", "$gpu-kv", "k"),
+    ("working_bytes", "$gpu-work", "o"),
+    ("others_bytes", "$gpu-others", "x"),
+    ("headroom_bytes", "$gpu-free", "."),
+    ("free_bytes", "$gpu-free", "."),
+)
 
 
 def verdict(found: Estimate) -> Content:
@@ -27,44 +40,68 @@ def verdict(found: Estimate) -> Content:
     return Content.styled(f"{glyph} {found.verdict}", style)
 
 
-def fit_lines(found: Estimate) -> Iterator[Content]:
-    """Verdict, devices, where each worker would go, and what the numbers rest on."""
+def fit_lines(found: Estimate, width: int = 0, *, ascii_only: bool = False) -> Iterator[Content]:
+    """Verdict, devices, where each worker would go, and what the numbers rest on. width: devices have bars where it
+    leaves room."""
     yield verdict(found)
-    yield from _table(found)
+    yield from _table(found, width, ascii_only)
     if found.placements:
-        places = Counter(devices_name([share.device for share in each.shares]) for each in found.placements)
-        where = ", ".join(f"{workers} on {place}" for place, workers in places.items())
-        yield Content.assemble(("workers  ", "$muted"), where)
+        yield Content.assemble(("workers  ", "$muted"), _places(found))
     if found.simulated:
         yield Content.styled("The devices are simulated: workers compute on the CPU.", "$warning")
     if found.learned.loads:
         yield Content.styled(f"Corrected by {text.plural(found.learned.loads, 'earlier load')}.", "$muted")
 
 
-def _table(found: Estimate) -> Iterator[Content]:
-    """Devices that would hold something or lack it, in one unit; what is lacking is less than nothing free."""
+def _places(found: Estimate) -> str:
+    """ "1 on GPU0, 2 on GPU1"; said in short where many have the same."""
+    places = Counter(devices_name([share.device for share in each.shares]) for each in found.placements)
+    if len(places) > _FEW_PLACES and len(set(places.values())) == 1:
+        return f"{next(iter(places.values()))} on each of {len(places)} devices"
+    return ", ".join(f"{workers} on {place}" for place, workers in places.items())
+
+
+def _table(found: Estimate, width: int, ascii_only: bool) -> Iterator[Content]:
+    """Devices that would hold something or lack it, in one unit; what lacks is in MiB, in place of what is free."""
     rows = [device for device in found.devices if device.weights_bytes or device.short_bytes or len(found.devices) == 1]
     if not rows:
         return
-    names = max(5, *(len(_name(device)) for device in rows))
+    names = max(5, *(len(device_label(device)) for device in rows))
+    last = _LACKING if any(device.short_bytes for device in rows) else _CELLS
     unit = text.common_unit([device.weights_bytes + device.kv_bytes + device.working_bytes for device in rows])
-    head = "".join(f"{title:>{_CELLS}}" for title, _ in _COLUMNS)
-    yield Content.styled(f"{unit:<{names}}{head}", "$muted")
+    *titles, free = [title for title, _ in _COLUMNS]
+    head = f"{unit:<{names}}" + "".join(f"{title:>{_CELLS}}" for title in titles) + f"{free:>{last}}"
+    room = min(_MOST_BAR, width - len(head) - 2)
+    yield Content.styled(head, "$muted")
     for device in rows:
-        yield _device(device, names, unit)
+        line = _device(device, names, last, unit)
+        if room >= _LEAST_BAR:
+            line = Content.assemble(line, "  ", _bar(device, room, ascii_only))
+        yield line
 
 
-def _device(device: DeviceEstimate, names: int, unit: str) -> Content:
+def _bar(device: DeviceEstimate, width: int, ascii_only: bool) -> Content:
+    """The device by what would hold its memory; what lacks does not show, for it is full then."""
+    parts = [Part(float(getattr(device, field)), style, letter) for field, style, letter in _PARTS]
+    return stack(parts, width, ascii_only=ascii_only)
+
+
+def lacking(device: DeviceEstimate) -> str:
+    """ "2,310 MiB", rounded up."""
+    return f"{-(-device.short_bytes // _MIB):,} MiB"
+
+
+def _device(device: DeviceEstimate, names: int, last: int, unit: str) -> Content:
     *parts, (_, free) = _COLUMNS
     numbers = "".join(f"{text.in_unit(getattr(device, field), unit):>{_CELLS}}" for _, field in parts)
     if device.short_bytes:
-        lacking = f"✖ −{text.in_unit(device.short_bytes, unit)}"
-        left = Content.styled(f"{lacking:>{_CELLS}}", "bold $error")
+        left = Content.styled(f"{f'✖ −{lacking(device)}':>{last}}", "bold $error")
     else:
-        left = Content.styled(f"{text.in_unit(getattr(device, free), unit):>{_CELLS}}", "$success")
-    return Content.assemble((f"{_name(device):<{names}}", "bold $foreground"), numbers, left)
+        left = Content.styled(f"{text.in_unit(getattr(device, free), unit):>{last}}", "$success")
+    return Content.assemble((f"{device_label(device):<{names}}", "bold $foreground"), numbers, left)
 
 
-def _name(device: DeviceEstimate) -> str:
+def device_label(device: DeviceEstimate) -> str:
+    """Its name on the screen, with its node's where that is not this machine."""
     local = device.id.rpartition("/")[2]
     return device_name(f"{device.node}/{local}" if device.node else local)

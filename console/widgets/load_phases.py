@@ -1,9 +1,10 @@
-"""The phases of a load, one line each: done, under way with its bytes, still to come."""
+"""The phases of a load, one line each: done, under way with its bytes and its pace, still to come."""
 
 from __future__ import annotations
 
 from textual.content import Content
 
+from console.load_pace import Pace
 from console.widgets import text
 from engine.backends.base import LoadPhase, LoadProgress
 
@@ -19,7 +20,7 @@ _PHASES: tuple[tuple[LoadPhase, str], ...] = (
 _RARE = {"download", "kernels"}
 
 
-def phase_lines(progress: LoadProgress | None) -> list[Content]:
+def phase_lines(progress: LoadProgress | None, pace: Pace | None = None) -> list[Content]:
     """All of them; those that few loads have only while they are under way."""
     names = [phase for phase, _ in _PHASES]
     now = names.index(progress.phase) if progress else -1
@@ -28,14 +29,33 @@ def phase_lines(progress: LoadProgress | None) -> list[Content]:
         if phase in _RARE and index != now:
             continue
         if progress is not None and index == now:
-            lines.append(_bar(label, progress))
+            lines += phase_now(progress, pace)
         else:
             glyph, style = ("✓", "$success") if index < now else ("○", "$muted")
             lines.append(Content.styled(f"{glyph} {label}", style))
     return lines
 
 
+def phase_now(progress: LoadProgress, pace: Pace | None = None) -> list[Content]:
+    """The phase under way: its bar, and below it how fast it goes, where that can be told."""
+    bar = _bar(dict(_PHASES)[progress.phase], progress)
+    said = pace_words(progress, pace)
+    return [bar, Content.styled(f"  {said}", "$muted")] if said else [bar]
+
+
+def pace_words(progress: LoadProgress, pace: Pace | None) -> str:
+    """ "1.2 GiB/s, 5.1 s left", "" where nothing can be told."""
+    if pace is None:
+        return ""
+    if pace.left_s is None:
+        return "nothing moves"
+    rate = f"{text.size(pace.per_s)}/s, " if progress.unit == "bytes" else ""
+    return f"{rate}{text.seconds(pace.left_s) if pace.left_s >= 1 else '< 1 s'} left"
+
+
 def _bar(label: str, progress: LoadProgress) -> Content:
+    if progress.total <= 0:
+        return Content.styled(f"◔ {label:<18}", "$worker-loading")
     done = text.fraction(progress)
     filled = round(done * _BAR_CELLS)
     in_bytes = f"{text.size(progress.done)} of {text.size(progress.total)}"

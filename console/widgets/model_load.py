@@ -2,52 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from textual.content import Content
 from textual.widgets import Static
 
 from console.in_view import first, workers_of
+from console.links.models import Fetching
+from console.load_pace import LoadPaces, Pace
 from console.widgets import text
+from console.widgets.clicks import clickable
 from console.widgets.glyphs import fitted
-from console.widgets.load_phases import phase_lines
+from console.widgets.load_phases import pace_words, phase_lines, phase_now
 from console.widgets.names import device_name, devices_name
 from console.widgets.placement import devices_of, difference
 from console.widgets.states import model_state, worker_state
-from engine.backends.base import LoadedModel
+from engine.backends.base import LoadedModel, LoadProgress
 from engine.snapshot import AdapterReading, ModelReading, ModelStatus, Snapshot, WorkerReading
 
 _LABEL = 10
+_CANCEL = clickable("c cancels", "screen.cancel_load")
+
+_KEYS = Content.assemble(
+    clickable("u unloads", "screen.unload"), ", ", clickable("d shows adapters", "screen.adapters")
+)
 
 
 class ModelLoad(Static):
     """A block for each model; a line for each phase of one that loads."""
 
     DEFAULT_CSS = """
-    ModelLoad { height: auto; min-height: 8; }
+    ModelLoad {
+        height: auto; min-height: 8;
+        link-style: none; link-color: $primary; link-background: transparent;
+        link-style-hover: bold; link-color-hover: $primary; link-background-hover: $panel;
+    }
     """
 
     def __init__(self) -> None:
         super().__init__("", classes="panel", markup=False)
         self.border_title = "Engine"
+        self._paces = LoadPaces()
+        self._shown = Content("")
 
-    def show(self, snapshot: Snapshot) -> None:
-        """Draw anew."""
-        self.update(fitted(self.app, describe(snapshot)))
+    def show(self, snapshot: Snapshot, fetching: Fetching | None = None) -> None:
+        """Draw anew what has changed. fetching: a download under way."""
+        paces = self._paces.observe(snapshot.at, _under_way(snapshot, fetching))
+        shown = fitted(self.app, describe(snapshot, fetching, paces))
+        if not shown.is_same(self._shown):
+            self._shown = shown
+            self.update(shown)
 
 
-def describe(snapshot: Snapshot) -> Content:
-    """All models held; where there is none, what to do, or how the first one fares."""
+def _under_way(snapshot: Snapshot, fetching: Fetching | None) -> dict[str, LoadProgress]:
+    """Everything that loads: models by name, workers by id, the download as "download"."""
+    models = {model.name: model.status.progress for model in snapshot.models or _only(snapshot)}
+    workers = {worker.id: worker.progress for worker in snapshot.workers}
+    download = fetching.progress if fetching is not None else None
+    found = {**models, **workers, "download": download}
+    return {key: progress for key, progress in found.items() if progress is not None}
+
+
+def describe(snapshot: Snapshot, fetching: Fetching | None = None, paces: Mapping[str, Pace] = {}) -> Content:
+    """All models held, and the download; where there is none, what to do, or how the first one fares.
+
+    paces: of models by name, of workers by id, of the download as "download".
+    """
     models = snapshot.models or _only(snapshot)
-    if not models:
-        return Content("\n").join(_without_a_model(snapshot.status))
-    here = first(snapshot) if snapshot.models else models[0]
+    blocks = [] if fetching is None else [_download(fetching, paces.get("download"))]
+    if not models and fetching is None:
+        blocks = [list(_without_a_model(snapshot.status))]
+    here = first(snapshot) if snapshot.models else next(iter(models), None)
     loads = len(models) > 1 and any(model.status.state == "loading" for model in models)
-    blocks = [
-        _block(model, snapshot, mark=_mark(model is here) if len(models) > 1 else "", full=model is here and not loads)
-        for model in models
+    for model in models:
+        mark = _mark(model is here) if len(models) > 1 else ""
+        blocks.append(_block(model, snapshot, paces, mark=mark, full=model is here and not loads))
+    return Content("\n\n").join(Content("\n").join(lines) for lines in blocks)
+
+
+def _download(fetching: Fetching, pace: Pace | None) -> list[Content]:
+    asking = fetching.progress.total <= 0
+    return [
+        Content.assemble(("◔ downloading", "$worker-loading"), (f"  {fetching.model}", "bold $foreground")),
+        *(
+            [Content.styled("Asking the hub what there is …", "$muted")]
+            if asking
+            else phase_now(fetching.progress, pace)
+        ),
+        Content.assemble(_CANCEL, ("; what has come is kept", "$muted")),
     ]
-    return Content("\n\n" if len(models) > 1 else "\n").join(Content("\n").join(lines) for lines in blocks)
 
 
 def _only(snapshot: Snapshot) -> tuple[ModelReading, ...]:
@@ -72,7 +115,7 @@ def _without_a_model(status: ModelStatus) -> Iterator[Content]:
     yield model_state(status.state).content
     if status.state == "loading":
         yield from phase_lines(status.progress)
-        yield Content.styled("c cancels", "$muted")
+        yield _CANCEL
     elif status.error is not None:
         yield Content.styled(status.error.message, "$error")
     else:
@@ -83,7 +126,9 @@ def _mark(in_view: bool) -> str:
     return "▸ " if in_view else "  "
 
 
-def _block(model: ModelReading, snapshot: Snapshot, *, mark: str, full: bool) -> list[Content]:
+def _block(
+    model: ModelReading, snapshot: Snapshot, paces: Mapping[str, Pace], *, mark: str, full: bool
+) -> list[Content]:
     """mark: before its state. full: say more than what changes."""
     status = model.status
     lines = [
@@ -96,13 +141,17 @@ def _block(model: ModelReading, snapshot: Snapshot, *, mark: str, full: bool) ->
     ]
     if status.state == "loading":
         workers = [worker for worker in snapshot.workers if worker.model in ("", model.name)]
-        lines += phase_lines(status.progress)
-        lines += [_worker(worker) for worker in workers if len(workers) > 1]
-        lines.append(Content.styled("c cancels", "$muted"))
+        lines += phase_lines(status.progress, paces.get(model.name))
+        lines += [_worker(worker, paces.get(worker.id)) for worker in workers if len(workers) > 1]
+        lines.append(_CANCEL)
     elif status.state == "failed":
         lines += [Content.styled(status.error.message, "$error")] if status.error is not None else []
     else:
         lines += _rows(model, snapshot, full=full)
+        coming = [worker for worker in snapshot.workers if worker.model in ("", model.name) and worker.progress]
+        lines += [_worker(worker, paces.get(worker.id)) for worker in coming if full]
+        if full and status.state in ("ready", "idle"):
+            lines.append(_KEYS)
     return lines
 
 
@@ -116,9 +165,14 @@ def _span(time_s: float) -> str:
     return f"{time_s / 60:g} min" if time_s >= 60 else f"{time_s:g} s"
 
 
-def _worker(worker: WorkerReading) -> Content:
-    progress = f"  {text.progress(worker.progress)}" if worker.progress else ""
-    return Content.assemble(f"{worker.id} ", worker_state(worker).content, (progress, "$muted"))
+def _worker(worker: WorkerReading, pace: Pace | None) -> Content:
+    """Its state, its phase and how fast that goes."""
+    said = []
+    if worker.progress is not None:
+        said = [text.progress(worker.progress), pace_words(worker.progress, pace)]
+    return Content.assemble(
+        f"{worker.id} ", worker_state(worker).content, ("  " + ", ".join(word for word in said if word), "$muted")
+    )
 
 
 def _rows(model: ModelReading, snapshot: Snapshot, *, full: bool) -> Iterator[Content]:
@@ -133,8 +187,6 @@ def _rows(model: ModelReading, snapshot: Snapshot, *, full: bool) -> Iterator[Co
         for device in devices_of(model.planned, model.used):
             yield _row(device_name(device), difference(model.planned, model.used, device))
     yield from (_row("adapter", _adapter(adapter, model)) for adapter in model.adapters)
-    if full and model.status.state in ("ready", "idle"):
-        yield Content.styled("u unloads, d shows adapters", "$muted")
 
 
 def _row(label: str, value: Content) -> Content:
@@ -153,8 +205,8 @@ def _facts(model: LoadedModel, snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     yield "backend", f"{model.backend}, {text.dtype(model.dtype)}, on {devices_name(model.devices)}"
     if model.attention:
         yield "attention", f"{model.attention}: {model.attention_reason}"
-    yield "weights", f"{text.size(model.weights_bytes)} a worker, {text.count(model.parameters)} parameters"
-    yield "KV pages", f"{text.size(model.kv_bytes)} a worker, {model.kv_tokens:,} tokens"
+    yield "weights", f"{text.size(model.weights_bytes)} a worker"
+    yield "KV pages", f"{text.size(model.kv_bytes)} for {model.kv_tokens:,} tokens"
     yield "context", f"{model.max_model_len:,} tokens, {model.page_tokens} a page"
     loaded = next((worker.load_s for worker in workers_of(snapshot) if worker.load_s), None)
     if loaded is not None:

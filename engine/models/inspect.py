@@ -17,6 +17,7 @@ from engine.models.catalog import ModelEntry
 from engine.models.files import read_json_object
 from engine.models.headers import TensorHeader, read_header, weight_files
 from engine.models.parts import elements
+from engine.models.templates import chat_template_form
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FLOATS |= {"F8_E4M3": "float8_e4m3", "F8_E5M2": "float8_e5m2"}
@@ -76,6 +77,7 @@ def inspect(path: Path, choose: ChooseBackend = lambda quantisation: "torch") ->
         context_tokens=context_tokens,
         backend=backend,
         problem=problems[0] if problems else "",
+        chat_template=chat_template_form(path),
     )
 
 

@@ -59,3 +59,21 @@ def estimate_that_lacks() -> Estimate:
         "beside 205 MiB kept free, and 14,996 MiB are free: short by 2,310 MiB."
     )
     return estimate(devices=(roomy, full), fits=False, verdict=verdict)
+
+
+def estimate_for_eight() -> Estimate:
+    """Eight workers on eight cards, the last of which is too full."""
+    card, full = estimate_that_lacks().devices
+    share = estimate().placements[0].shares[0]
+    devices = tuple(msgspec.structs.replace(card, id=f"cuda:{index}") for index in range(7))
+    placements = tuple(
+        Placement(shares=(msgspec.structs.replace(share, device=f"cuda:{index}"),), kv_tokens=65_536)
+        for index in range(7)
+    )
+    return estimate(
+        workers=8,
+        devices=(*devices, msgspec.structs.replace(full, id="cuda:7")),
+        placements=placements,
+        fits=False,
+        verdict="It does not fit: cuda:7: needed 17,101 MiB, and 14,996 MiB are free: short by 2,310 MiB.",
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from textual.app import App
 from textual.pilot import Pilot
 
-from console.widgets.model_details import ModelDetails
+from console.widgets.model_details import FitPreview, ModelDetails
 from console.widgets.model_table import ModelTable
 from tests.fakes.link import MODELS
 
@@ -38,13 +38,20 @@ async def listed(pilot: Pilot[None]) -> ModelTable:
     """The table of the Models screen, once its rows are there."""
     await until(pilot, lambda: bool(pilot.app.screen.query(ModelTable)))
     table = pilot.app.screen.query_one(ModelTable)
-    await until(pilot, lambda: table.row_count == len(MODELS))
+    await until(pilot, lambda: len(table.rows) == len(MODELS))
     return table
 
 
 def selected(pilot: Pilot[None]) -> str:
-    """What is said of the selected model."""
-    return str(pilot.app.screen.query_one(ModelDetails).content)
+    """What is said of the selected model, and of a load of it."""
+    screen = pilot.app.screen
+    return f"{screen.query_one(ModelDetails).content}\n{screen.query_one(FitPreview).content}"
+
+
+def cells(table: ModelTable, name: str) -> list[str]:
+    """A row of it as words, without the blanks around them."""
+    row = next(row for row in table.rows if row.key == name)
+    return ["".join(text for text, _ in cell).strip() for cell in row.cells]
 
 
 async def foretold(pilot: Pilot[None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from console.app import EricApp
+from console.links.models import LoadSettings
 from console.widgets.fit import fit_lines
 from engine.costs import Correction
 from engine.errors import InsufficientMemory
@@ -18,10 +19,11 @@ async def test_the_selected_model_says_whether_it_fits_and_what_it_takes() -> No
     async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
         await listed(pilot)
         await until(pilot, lambda: "✓ It fits: 2 workers" in selected(pilot))
-        assert ["GPU1", "9.4", "6.1", "1.2", "1.5", "5.6"] in [line.split() for line in selected(pilot).splitlines()]
+        lines = [line.split()[:6] for line in selected(pilot).splitlines()]
+        assert ["GPU1", "9.4", "6.1", "1.2", "1.5", "5.6"] in lines
         assert "1 on GPU0, 1 on GPU1" in selected(pilot)
-        assert "Enter loads it in place of NeuralHermes-7B, b beside it" in selected(pilot)
-    assert link.estimates == [{"model": "demo", "workers": 2, "max_prompts": 8}]
+        assert "Enter loads it in place of NeuralHermes-7B, b beside it" in screen_text(pilot.app)
+    assert link.models.asked == [("demo", LoadSettings())]
 
 
 async def test_what_does_not_fit_says_how_much_is_lacking_where() -> None:
@@ -30,7 +32,7 @@ async def test_what_does_not_fit_says_how_much_is_lacking_where() -> None:
     async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
         await listed(pilot)
         await until(pilot, lambda: "✖ It does not fit" in selected(pilot))
-        assert "✖ −2.3" in selected(pilot)
+        assert "✖ −2,310 MiB" in selected(pilot)
 
 
 async def test_the_fit_is_computed_anew_when_a_knob_or_the_selection_moves() -> None:
@@ -38,23 +40,22 @@ async def test_the_fit_is_computed_anew_when_a_knob_or_the_selection_moves() -> 
     app = EricApp(link, start="models")
     async with app.run_test(size=(120, 40)) as pilot:
         await listed(pilot)
-        await until(pilot, lambda: len(link.estimates) == 1)
+        await until(pilot, lambda: len(link.models.asked) == 1)
         link.show(scenes.busy(target_workers=3))
         app.refresh_screen()
-        await until(pilot, lambda: len(link.estimates) == 2)
+        await until(pilot, lambda: len(link.models.asked) == 2)
         await pilot.press("down")
-        await until(pilot, lambda: len(link.estimates) == 3)
-    assert [asked["workers"] for asked in link.estimates] == [2, 3, 3]
-    assert link.estimates[-1]["model"] == str(MODELS[1].path)
+        await until(pilot, lambda: len(link.models.asked) == 3)
+    assert [model for model, _ in link.models.asked] == ["demo", "demo", str(MODELS[1].path)]
 
 
 async def test_r_finds_out_anew_what_the_devices_have_free() -> None:
     link = FakeLink(scenes.busy())
     async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
         await listed(pilot)
-        await until(pilot, lambda: len(link.estimates) == 1)
+        await until(pilot, lambda: len(link.models.asked) == 1)
         await pilot.press("r")
-        await until(pilot, lambda: len(link.estimates) == 2)
+        await until(pilot, lambda: len(link.models.asked) == 2)
 
 
 async def test_an_answer_that_comes_late_is_not_taken_for_another_model() -> None:
@@ -62,7 +63,7 @@ async def test_an_answer_that_comes_late_is_not_taken_for_another_model() -> Non
     link.hold("estimate")
     async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
         await listed(pilot)
-        await until(pilot, lambda: len(link.estimates) == 1)
+        await until(pilot, lambda: len(link.models.asked) == 1)
         assert "◌ Finding out" in selected(pilot)
         await pilot.press("down", "down")
         await until(pilot, lambda: "pickles" in selected(pilot))
@@ -100,3 +101,10 @@ def test_a_model_that_does_not_fit_looks_right(snap_compare: object) -> None:
     link.expected = estimates.estimate_that_lacks()
     app = EricApp(link, start="models")
     assert snap_compare(app, terminal_size=(100, 30), run_before=foretold)  # type: ignore[operator]
+
+
+def test_a_preview_for_eight_cards_looks_right(snap_compare: object) -> None:
+    link = FakeLink(scenes.eight_gpus())
+    link.expected = estimates.estimate_for_eight()
+    app = EricApp(link, start="models")
+    assert snap_compare(app, terminal_size=(120, 40), run_before=foretold)  # type: ignore[operator]

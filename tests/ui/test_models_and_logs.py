@@ -11,7 +11,7 @@ from textual.widgets import Input
 
 from console.app import EricApp
 from console.widgets.log_view import LogView
-from console.widgets.model_details import ModelDetails
+from console.widgets.model_details import FitPreview
 from console.widgets.model_load import ModelLoad, describe
 from console.widgets.model_table import ModelTable, kind, parameters
 from console.widgets.session import facts
@@ -20,14 +20,14 @@ from engine.errors import InsufficientMemory
 from engine.snapshot import ModelStatus, Totals
 from tests.fakes import scenes
 from tests.fakes.link import MODELS, FakeLink
-from tests.ui.seen import listed, until
+from tests.ui.seen import cells, listed, screen_text, until
 
 
 async def test_every_model_found_is_listed_with_what_it_is() -> None:
     async with EricApp(FakeLink(scenes.empty()), start="models").run_test(size=(140, 40)) as pilot:
         table = await listed(pilot)
-        cells = [str(table.get_cell("NeuralHermes-7B", column)) for column in ("name", "type", "params", "size")]
-        assert cells == ["NeuralHermes-7B", "Mistral exl2 5.0 bpw", "7.2B", "4.4 GiB"]
+        said = ["", "NeuralHermes-7B", "Mistral", "exl2 5.0 bpw", "5.2", "7.2B", "4.4 GiB", "8.2k", "ChatML", "/models"]
+        assert cells(table, "NeuralHermes-7B") == said
 
 
 async def test_enter_loads_the_selected_model() -> None:
@@ -55,7 +55,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried() -> None
     async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
         await listed(pilot)
         await pilot.press("down", "down", "enter")
-        await until(pilot, lambda: "pickles" in str(pilot.app.screen.query_one(ModelDetails).content))
+        await until(pilot, lambda: "pickles" in str(pilot.app.screen.query_one(FitPreview).content))
         assert "load" not in link.names()
 
 
@@ -69,17 +69,31 @@ async def test_a_failed_load_leaves_its_reason_on_the_screen() -> None:
 
 
 async def test_unload_unloads() -> None:
-    link = FakeLink(scenes.busy())
+    link = FakeLink(scenes.cpu_idle())
     async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
         await listed(pilot)
         await pilot.press("u")
         await until(pilot, lambda: "unload" in link.names())
 
 
+async def test_unload_asks_once_where_requests_run() -> None:
+    link = FakeLink(scenes.busy())
+    app = EricApp(link, start="models")
+    async with app.run_test(size=(140, 40)) as pilot:
+        await listed(pilot)
+        await pilot.press("u")
+        await until(pilot, lambda: "17 requests of NeuralHermes-7B are not finished" in screen_text(app))
+        await pilot.press("n")
+        await pilot.pause()
+        assert "unload" not in link.names()
+        await pilot.press("u", "y")
+        await until(pilot, lambda: "unload" in link.names())
+
+
 async def test_a_hub_id_can_be_typed() -> None:
     link = FakeLink(scenes.empty(), models=[*MODELS, msgspec.structs.replace(MODELS[0], name="org/name")])
     async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
-        await until(pilot, lambda: pilot.app.screen.query_one(ModelTable).row_count == 4)
+        await until(pilot, lambda: len(pilot.app.screen.query_one(ModelTable).rows) == 4)
         await pilot.press("o", *"org/name", "enter")
         await until(pilot, lambda: ("load", {"model": "org/name"}) in link.commands)
         await until(pilot, lambda: pilot.app.screen.query_one(ModelTable).has_focus)

@@ -14,7 +14,7 @@ from engine.errors import ErrorInfo
 from engine.snapshot import ModelStatus, Snapshot
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.link import MODELS, FakeLink
-from tests.ui.seen import foretold, listed, rows, screen_text, until
+from tests.ui.seen import cells, foretold, listed, rows, screen_text, until
 
 # -- the model in view ------------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ def test_a_second_model_that_failed_keeps_its_reason() -> None:
 async def test_all_models_that_are_loaded_are_marked_in_the_table() -> None:
     async with EricApp(FakeLink(fleet_scenes.second_loading()), start="models").run_test(size=(120, 40)) as pilot:
         table = await listed(pilot)
-        marks = [str(table.get_cell(entry.name, "mark")) for entry in MODELS]
+        marks = [cells(table, entry.name)[0] for entry in MODELS]
         assert marks == [model_state("loading").glyph, model_state("ready").glyph, "✖"]
 
 

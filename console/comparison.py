@@ -1,0 +1,129 @@
+"""Two models side by side, line by line, with what differs between them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from console.load_form import FieldName, LoadForm
+from console.widgets import text
+from console.widgets.fit import device_label, lacking
+from console.widgets.model_table import family, quantised
+from engine.estimate import DeviceEstimate, Estimate
+from engine.models.catalog import ModelEntry
+
+_NOT_KNOWN = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two. fit: what its load would take, why that cannot be told, or None while it is being found out."""
+
+    form: LoadForm
+    fit: Estimate | str | None
+
+    @property
+    def entry(self) -> ModelEntry:
+        """The model."""
+        return self.form.entry
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line. difference: "" where both are the same or one is not known, else "differs" or by how much."""
+
+    label: str
+    left: str
+    right: str
+    difference: str = ""
+
+
+def compare(left: Side, right: Side) -> tuple[Line, ...]:
+    """Files first, then the values of the forms, then what each would take of every device."""
+    return (*_files(left.entry, right.entry), *_values(left.form, right.form), *_fits(left.fit, right.fit))
+
+
+def _files(left: ModelEntry, right: ModelEntry) -> Iterator[Line]:
+    yield _words("architecture", family(left), family(right))
+    yield _words("quantised", quantised(left), quantised(right))
+    yield _numbers("bits a weight", left.bits_per_weight or 0, right.bits_per_weight or 0, lambda bits: f"{bits:.2f}")
+    yield _numbers("parameters", left.parameters, right.parameters, text.count)
+    yield _numbers("weights", left.weights_bytes, right.weights_bytes, text.size)
+    yield _numbers("context", left.context_tokens, right.context_tokens, lambda tokens: f"{tokens:,.0f}")
+    yield _words("chat template", left.chat_template or "none", right.chat_template or "none")
+    yield _words("backend", left.backend, right.backend)
+    yield _words("from", left.origin, right.origin)
+    if left.problem or right.problem:
+        yield _words("problem", left.problem or "none", right.problem or "none")
+
+
+def _values(left: LoadForm, right: LoadForm) -> Iterator[Line]:
+    for field in left.fields:
+        if field in right.fields:
+            yield _words(f"load: {field.title}", _value(left, field.name), _value(right, field.name))
+
+
+def _value(form: LoadForm, name: FieldName) -> str:
+    value = form.value(name)
+    return f"{value:,}" if isinstance(value, int) else text.dtype(value)
+
+
+def _fits(left: Estimate | str | None, right: Estimate | str | None) -> Iterator[Line]:
+    yield _words("fit", _verdict(left), _verdict(right), known=left is not None and right is not None)
+    first, second = (fit if isinstance(fit, Estimate) else None for fit in (left, right))
+    if first is None and second is None:
+        return
+    yield _both("a worker's weights", *(None if fit is None else fit.weights_bytes for fit in (first, second)))
+    yield _both("KV of a token", *(None if fit is None else fit.kv_token_bytes for fit in (first, second)))
+    devices = {_key(device): device for fit in (first, second) if fit is not None for device in fit.devices}
+    for key in devices:
+        yield from _device(device_label(devices[key]), _of(first, key), _of(second, key))
+
+
+def _device(name: str, left: DeviceEstimate | None, right: DeviceEstimate | None) -> Iterator[Line]:
+    """What all workers take of it, and what is left or lacking then."""
+    taken = [
+        None if each is None else each.weights_bytes + each.kv_bytes + each.working_bytes for each in (left, right)
+    ]
+    if not any(taken) and not any(each is not None and each.short_bytes for each in (left, right)):
+        return
+    yield _both(f"{name} takes", *taken)
+    after = [_NOT_KNOWN if each is None else _left(each) for each in (left, right)]
+    yield _words(f"{name} left", *after, known=_NOT_KNOWN not in after)
+
+
+def _left(device: DeviceEstimate) -> str:
+    return f"✖ lacks {lacking(device)}" if device.short_bytes else f"✓ {text.size(device.free_bytes)}"
+
+
+def _verdict(fit: Estimate | str | None) -> str:
+    if fit is None:
+        return "◌ …"
+    if isinstance(fit, str):
+        return f"✖ {fit}"
+    return "✓ fits" if fit.can_load else "✖ cannot be loaded" if fit.problem else "✖ does not fit"
+
+
+def _words(label: str, left: str, right: str, *, known: bool = True) -> Line:
+    return Line(label, left, right, "differs" if known and left != right else "")
+
+
+def _both(label: str, left: int | None, right: int | None) -> Line:
+    return _numbers(label, left or 0, right or 0, text.size)
+
+
+def _numbers(label: str, left: float, right: float, say: Callable[[float], str]) -> Line:
+    """Numbers, 0 being "not known", and how many times the larger one is the other."""
+    words = [say(number) if number else _NOT_KNOWN for number in (left, right)]
+    if not left or not right or left == right:
+        return Line(label, words[0], words[1])
+    times = max(left, right) / min(left, right)
+    return Line(label, words[0], words[1], f"differs, × {times:.2f}" if times < 10 else f"differs, × {times:,.0f}")
+
+
+def _key(device: DeviceEstimate) -> tuple[str, str]:
+    return device.node, device.id
+
+
+def _of(fit: Estimate | None, key: tuple[str, str]) -> DeviceEstimate | None:
+    return next((device for device in fit.devices if _key(device) == key), None) if fit is not None else None
