@@ -12,11 +12,12 @@ from textual.screen import Screen
 
 from console import in_view, keymap, modes
 from console.commands import BindingCommands
+from console.habits import Habits
 from console.knobs import KnobName, Knobs
 from console.link import EngineLink
 from console.pace import is_news
 from console.screens.base import Live
-from console.theme import DEFAULT_THEME, builtin_folder, load_themes, user_folder, variable_defaults
+from console.theme import variable_defaults
 from console.widgets import text
 from console.widgets.glyphs import wants_ascii
 from engine.errors import EngineError
@@ -68,17 +69,8 @@ class EricApp(App[None], inherit_bindings=False):
         self._start = start if start in self.MODES else None
         super().__init__()
         self.set_class(wants_ascii(), "-ascii")
-        found = load_themes((builtin_folder(), themes_folder or user_folder()))
-        for found_theme in found.themes:
-            self.register_theme(found_theme)
-        self._theme_problems = list(found.problems)
-        self.theme = self._known_theme(theme or DEFAULT_THEME)
-
-    def _known_theme(self, name: str) -> str:
-        if name in self.available_themes:
-            return name
-        self._theme_problems.append(f"there is no theme called {name}")
-        return DEFAULT_THEME if DEFAULT_THEME in self.available_themes else next(iter(self.available_themes))
+        self._habits = Habits(self, themes_folder)
+        self._habits.wear(theme)
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Our own CSS variables, derived from the theme in use."""
@@ -88,8 +80,7 @@ class EricApp(App[None], inherit_bindings=False):
         """Start the clock."""
         if self._start is not None:
             self.switch_mode(self._start)
-        if self._theme_problems:
-            self.notify("\n".join(self._theme_problems), title="Themes", severity="warning", markup=False, timeout=10)
+        self._habits.settle()
         self._clock = self.set_interval(1 / self._refresh_hz, self._tick)
 
     def refresh_at(self, hertz: int) -> None:
@@ -203,6 +194,13 @@ class EricApp(App[None], inherit_bindings=False):
 
         if not isinstance(self.screen, DoctorScreen):
             self.push_screen(DoctorScreen(self.link))
+
+    def action_insight(self) -> None:
+        """Where time, tokens and energy go."""
+        from console.screens.insight import InsightScreen
+
+        if not isinstance(self.screen, InsightScreen):
+            self.push_screen(InsightScreen())
 
     async def action_quit(self) -> None:
         """Quit; ask first when that would cut answers off."""

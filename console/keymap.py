@@ -44,6 +44,14 @@ BINDINGS: list[Binding] = [
         tooltip="Show the keys and what the numbers mean",
         key_display="?",
     ),
+    Binding(
+        "n",
+        "app.insight",
+        "Insight",
+        id="insight",
+        tooltip="Insight: where time, tokens and energy go",
+        show=False,
+    ),
     Binding("q", "app.quit", "Quit", id="quit", tooltip="Quit the console"),
     Binding("a", "app.toggle_api", "API", id="api.toggle", tooltip="Switch the HTTP API on or off"),
     Binding(

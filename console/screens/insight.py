@@ -1,0 +1,92 @@
+"""Insight: where time, tokens and energy go, over a session that the operator can begin anew."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Footer
+
+from console.screens.confirm import ConfirmScreen
+from console.widgets import insight_words as words
+from console.widgets.insight_panel import InsightPanel
+
+if TYPE_CHECKING:
+    from console.app import EricApp
+
+
+class InsightScreen(ModalScreen[None]):
+    """Two columns where it is wide, one that scrolls where it is not."""
+
+    AUTO_FOCUS = "#insight-page"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("r", "reset", "Count anew", id="insight.reset", tooltip="Count the numbers of the session anew"),
+        Binding(
+            "l",
+            "measure",
+            "Measure the processor",
+            id="insight.measure",
+            tooltip="Find out what this machine's processor can at most: takes all cores for some seconds",
+        ),
+        Binding("escape,n,q", "dismiss", "Close", id="insight.close", tooltip="Close insight", key_display="esc"),
+    ]
+
+    def compose(self) -> ComposeResult:
+        """Left: time and how requests ended. Right: lengths and what the devices did."""
+        with VerticalScroll(id="insight-page") as page:
+            page.border_title = "Insight"
+            with Horizontal(id="insight-columns"):
+                with Vertical(classes="column"):
+                    yield InsightPanel("Session", words.session, id="insight-session")
+                    yield InsightPanel("Where time goes", words.time_spent, id="insight-time")
+                    yield InsightPanel("Goodput", words.goodput, id="insight-goodput")
+                    yield InsightPanel("How requests ended", words.endings, id="insight-endings")
+                    yield InsightPanel("Energy", words.power, id="insight-energy")
+                with Vertical(classes="column"):
+                    yield InsightPanel("Prompts, in tokens", words.prompts, id="insight-prompts")
+                    yield InsightPanel("Answers, in tokens", words.answers, id="insight-answers")
+                    yield InsightPanel("Context", words.context, id="insight-context")
+                    yield InsightPanel("Guesses that held, by position", words.drafts, id="insight-drafts")
+                    yield InsightPanel("Work of the devices", words.work, id="insight-work")
+        yield Footer()
+
+    @property
+    def console(self) -> EricApp:
+        """The app, by its own type."""
+        from console.app import EricApp
+
+        assert isinstance(self.app, EricApp)
+        return self.app
+
+    def on_mount(self) -> None:
+        """Never empty."""
+        self.refresh_view()
+
+    def refresh_view(self) -> None:
+        """Show the latest snapshot."""
+        snapshot = self.console.snapshot()
+        self.query_one("#insight-drafts").display = bool(snapshot.insight.drafts)
+        with self.app.batch_update():
+            for panel in self.query(InsightPanel):
+                panel.show(snapshot)
+
+    def action_reset(self) -> None:
+        """Ask, then count anew."""
+        question = ConfirmScreen(
+            "Count the session anew?",
+            "What this page says of it is forgotten. Totals, graphs and the energy of today stay.",
+            yes="Count anew",
+            no="Go on",
+        )
+        self.app.push_screen(question, lambda sure: self._reset() if sure else None)
+
+    def _reset(self) -> None:
+        self.console.perform(self.console.link.insight.reset(), done="The session is counted anew")
+
+    def action_measure(self) -> None:
+        """Have the processor measured."""
+        self.notify("Measuring what the processor can takes some seconds.", markup=False)
+        self.console.perform(self.console.link.insight.measure(), done="The processor was measured")
