@@ -9,7 +9,8 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
 from console.config_file import sample
@@ -19,6 +20,14 @@ from engine.errors import EngineError
 
 USAGE_ERROR = 2
 FAILURE = 1
+_ELSEWHERE = {
+    "attach": "console.attach",
+    "top": "console.top",
+    "record": "console.recording.command",
+    "replay": "console.recording.command",
+}
+"""Commands that load no engine, and where each is."""
+
 ABOUT = (
     "Operator console for serving language models on your own hardware. Without arguments it opens "
     "on the built-in demo model."
@@ -30,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["config"]:
         return _config(argv[1:])
+    if argv[:1] == ["keys"]:
+        return _keys(argv[1:])
     try:
         if argv[:1] == ["doctor"]:
             return _doctor(argv[1:])
@@ -39,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _bench(argv[1:])
         if argv[:1] == ["estimate"]:
             return _estimate(argv[1:])
+        if argv[:1] and argv[0] in _ELSEWHERE:
+            return _elsewhere(argv[0], argv[1:])
         return _run(Sources.read(_parse(argv, _parser(APP_NAME, ABOUT))))
     except EngineError as error:
         print(f"{APP_NAME}: {error.message}", file=sys.stderr)
@@ -55,6 +68,17 @@ def _config(argv: Sequence[str]) -> int:
     parser.add_argument("what", choices=("sample", "path"))
     what = parser.parse_args(argv).what
     print(sample() if what == "sample" else config_path(), end="" if what == "sample" else "\n")
+    return 0
+
+
+def _keys(argv: Sequence[str]) -> int:
+    parser = _Parser(prog=f"{APP_NAME} keys", description="Print every key as a commented keys.toml, or its path.")
+    parser.add_argument("what", nargs="?", choices=("sample", "path"), default="sample")
+    what = parser.parse_args(argv).what
+    from console.bound import all_bound
+    from console.keys_file import keys_path, sample
+
+    print(sample(all_bound()) if what == "sample" else keys_path(), end="" if what == "sample" else "\n")
     return 0
 
 
@@ -98,6 +122,11 @@ def _bench(argv: Sequence[str]) -> int:
     from console.bench import bench
 
     return bench(_dashed(argv), _Parser(prog=f"{APP_NAME} bench", allow_abbrev=False))
+
+
+def _elsewhere(command: str, argv: Sequence[str]) -> int:
+    run: Callable[[Sequence[str], argparse.ArgumentParser], int] = getattr(import_module(_ELSEWHERE[command]), command)
+    return run(_dashed(argv), _Parser(prog=f"{APP_NAME} {command}", allow_abbrev=False))
 
 
 def _run(sources: Sources) -> int:
@@ -150,9 +179,11 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
         prog=prog,
         description=description,
         epilog="Every flag may be written with dashes or underscores, and set as ERICLLM_<NAME> or in config.toml. "
-        "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs; "
+        "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs, 'ericllm keys' all keys; "
         "'ericllm doctor' says what this machine has and lacks; 'ericllm estimate' what a model would take; "
-        "'ericllm quantize' makes a smaller EXL2 model; 'ericllm bench' measures what the engine costs.",
+        "'ericllm quantize' makes a smaller EXL2 model; 'ericllm bench' measures what the engine costs; "
+        "'ericllm attach URL' opens the console on a running instance, 'ericllm top' says in a line how one is; "
+        "'ericllm record FILE' and 'ericllm replay FILE' keep what happened, and show it again.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
     )
@@ -167,9 +198,7 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 def _argument(name: str, annotation: Any, flag: Flag) -> dict[str, Any]:
     field = Settings.model_fields[name]
-    default = (
-        "" if field.default in (None, (), "") or annotation is bool else f" (default {field.default})"
-    )
+    default = "" if field.default in (None, (), "") or annotation is bool else f" (default {field.default})"
     only = f" [{' and '.join(flag.backends)} backend only]" if flag.backends else ""
     argument: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.description}{default}{only}"}
     if annotation is bool:

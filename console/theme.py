@@ -7,15 +7,18 @@ A file needs `primary` alone; everything else follows from it. Names of the grou
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from platformdirs import user_config_path
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator
 from textual.color import Color, ColorParseError
+from textual.css.constants import VALID_STYLE_FLAGS
 from textual.theme import Theme
+
+from console.words import nearest
 
 DEFAULT_THEME = "ericllm-dark"
 
@@ -105,6 +108,13 @@ class ThemeFile(_Part):
     graph: GraphColours = GraphColours()
     variables: dict[str, str] = {}
 
+    @field_validator("variables")
+    @classmethod
+    def _of_the_design_system(cls, values: dict[str, str]) -> dict[str, str]:
+        if mistakes := list(_mistaken(values)):
+            raise ValueError("; ".join(mistakes))
+        return values
+
     def to_theme(self, name: str) -> Theme:
         """The theme as Textual takes it, called `name` unless the file says otherwise."""
         groups: dict[str, BaseModel] = {
@@ -187,6 +197,22 @@ def user_folder() -> Path:
     return user_config_path("ericllm") / "themes"
 
 
+def _mistaken(variables: Mapping[str, str]) -> Iterator[str]:
+    """Names that are no variable, and values that none of their kind can have."""
+    known = Theme(name="", primary="teal").to_color_system().generate() | dict.fromkeys(_STAND_INS, "")
+    for name, value in variables.items():
+        if name not in known:
+            yield f"{name} is no variable{nearest(name, known)}"
+        elif name.endswith("-style"):
+            if not set(value.split()) <= VALID_STYLE_FLAGS:
+                yield f"{name}: {value!r} is no style"
+        elif not value.startswith("auto ") and value != "initial":
+            try:
+                Color.parse(value)
+            except ColorParseError:
+                yield f"{name}: {value!r} is no colour"
+
+
 def load_themes(folders: Iterable[Path]) -> Themes:
     """Every `*.toml` of the folders; a later theme replaces an earlier one of the same name."""
     themes: dict[str, Theme] = {}
@@ -196,7 +222,7 @@ def load_themes(folders: Iterable[Path]) -> Themes:
             try:
                 theme = _load_file(path)
             except (OSError, ValueError) as error:
-                problems.append(f"{path.name}: {_reason(error)}")
+                problems.append(f"{path.name}: {'; '.join(_reasons(error))}")
             else:
                 themes[theme.name] = theme
     return Themes(tuple(themes.values()), tuple(problems))
@@ -206,7 +232,19 @@ def _load_file(path: Path) -> Theme:
     return ThemeFile.model_validate(tomllib.loads(path.read_text("utf-8"))).to_theme(path.stem)
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-    return str(error)
+def _reasons(error: Exception) -> Iterator[str]:
+    """Every mistake of a file, each with where it stands."""
+    if not isinstance(error, ValidationError):
+        yield str(error)
+        return
+    for found in error.errors(include_url=False):
+        *groups, name = map(str, found["loc"])
+        where = ".".join((*groups, name))
+        if found["type"] == "extra_forbidden":
+            owner = ThemeFile.model_fields[groups[0]].annotation if groups else ThemeFile
+            fields = owner.model_fields if isinstance(owner, type) and issubclass(owner, BaseModel) else {}
+            yield f"{where} is nothing that a theme has{nearest(name, fields)}"
+        elif found["type"] == "missing":
+            yield f"{where} is missing"
+        else:
+            yield f"{where}: {found['msg'].removeprefix('Value error, ').replace('Input should be', 'must be')}"

@@ -48,9 +48,13 @@ def test_a_user_theme_replaces_the_built_in_one_of_its_name(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("secondary = 'red'", "primary: Field required"),
-        ("primary = 'reddish'", "'reddish' is no colour"),
-        ("primary = 'red'\n[gpu]\nwieghts = 'red'", "gpu.wieghts"),
+        ("secondary = 'red'", "primary is missing"),
+        ("primary = 'reddish'", "primary: 'reddish' is no colour"),
+        ("primary = 'red'\n[gpu]\nwieghts = 'red'", "gpu.wieghts is nothing that a theme has; did you mean weights?"),
+        ("primary = 'red'\n[worker]\nbusy = 3", "worker.busy: must be a valid string"),
+        ("primary = 'red'\n[variables]\nbordr = 'red'", "bordr is no variable; did you mean border?"),
+        ("primary = 'red'\n[variables]\nborder = 'reddish'", "border: 'reddish' is no colour"),
+        ("primary = 'red'\n[variables]\nlink-style = 'thick'", "link-style: 'thick' is no style"),
         ("primary = ", "Invalid value"),
         (b"\xff\xfe", "utf-8"),
     ],
@@ -65,6 +69,17 @@ def test_a_broken_file_is_named_with_its_mistake_and_the_others_load(
     assert len(found.problems) == 1
     assert found.problems[0].startswith("bad.toml: ")
     assert complaint in found.problems[0]
+
+
+def test_all_mistakes_of_a_file_are_told_together(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text(
+        "primry = 'red'\nwarning = 'loud'\n[graph]\ntokns = 'red'\n[variables]\nlnk = 'x'"
+    )
+    (problem,) = load_themes([tmp_path]).problems
+    assert all(
+        word in problem for word in ("primary is missing", "primry", "'loud'", "graph.tokns", "lnk is no variable")
+    )
+    assert "\n" not in problem
 
 
 async def test_one_message_names_all_broken_files_and_the_console_starts() -> None:
@@ -87,6 +102,41 @@ async def test_a_theme_can_be_chosen_while_the_console_runs(name: str) -> None:
         app.theme = name
         await pilot.pause()
         assert app.theme_variables["gpu-weights"] == BUILT_IN[name].variables["gpu-weights"]
+
+
+async def test_a_theme_is_worn_anew_when_its_file_is_saved() -> None:
+    user_folder().mkdir(parents=True)
+    (user_folder() / "mine.toml").write_text("primary = '#112233'")
+    app = EricApp(FakeLink(), theme="mine")
+    async with app.run_test() as pilot:
+        (user_folder() / "mine.toml").write_text("primary = '#445566'\n[gpu]\nweights = '#778899'")
+        app._habits.look()
+        await pilot.pause()
+        assert app.theme_variables["primary"] == "#445566"
+        assert app.theme_variables["gpu-weights"] == "#778899"
+
+
+async def test_a_theme_that_is_broken_while_it_is_worn_stays_on_and_is_told_once() -> None:
+    user_folder().mkdir(parents=True)
+    (user_folder() / "mine.toml").write_text("primary = '#112233'")
+    app = EricApp(FakeLink(), theme="mine")
+    async with app.run_test(notifications=True) as pilot:
+        (user_folder() / "mine.toml").write_text("primary = 'reddish'")
+        app._habits.look()
+        app._habits.look()
+        await pilot.pause()
+        assert app.theme_variables["primary"] == "#112233"
+        (toast,) = app._notifications
+        assert toast.message == "mine.toml: primary: 'reddish' is no colour"
+
+
+async def test_a_theme_saved_while_the_console_runs_can_be_chosen() -> None:
+    app = EricApp(FakeLink())
+    async with app.run_test():
+        user_folder().mkdir(parents=True)
+        (user_folder() / "late.toml").write_text("primary = '#112233'")
+        app._habits.look()
+        assert "late" in app.available_themes
 
 
 TEXT_PAIRS = [

@@ -1,0 +1,76 @@
+"""What a person made their own: themes and keys, from files that are read again a moment after they are saved."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from textual.app import App
+
+from console import bound
+from console.keys_file import KeysFile, checked, keys_path, read_keys
+from console.theme import DEFAULT_THEME, builtin_folder, load_themes, user_folder
+from console.watched import Watched
+
+LOOK_S = 1.0
+"""How often the files are looked at: one stat each."""
+
+
+class Habits:
+    """Those of one app. themes, keys: the folder and the file, a person's own by default."""
+
+    def __init__(self, app: App[Any], themes: Path | None = None, keys: Path | None = None) -> None:
+        self._app = app
+        self._themes = themes or user_folder()
+        self._keys = keys or keys_path()
+        self._theme_files = Watched(self._themes)
+        self._keys_file = Watched(self._keys)
+        self._problems = self._register()
+
+    def wear(self, theme: str | None) -> None:
+        """Put on a theme, the default where there is none of that name."""
+        name = theme or DEFAULT_THEME
+        if name not in self._app.available_themes:
+            self._problems.append(f"there is no theme called {name}")
+            name = (
+                DEFAULT_THEME if DEFAULT_THEME in self._app.available_themes else next(iter(self._app.available_themes))
+            )
+        self._app.theme = name
+
+    def settle(self) -> None:
+        """Once the app runs: say what is wrong with the themes, use the keys, and look at the files from now on."""
+        self._tell("Themes", self._problems)
+        self._use_keys()
+        self._app.set_interval(LOOK_S, self.look)
+
+    def look(self) -> None:
+        """Read again what was saved."""
+        if self._theme_files.changed():
+            self._tell("Themes", self._register())
+            self._app.mutate_reactive(App.theme)
+        if self._keys_file.changed():
+            self._use_keys()
+
+    def _register(self) -> list[str]:
+        """All themes that can be used; one that was there and has a mistake now stays as it was."""
+        found = load_themes((builtin_folder(), self._themes))
+        for theme in found.themes:
+            self._app.register_theme(theme)
+        return list(found.problems)
+
+    def _use_keys(self) -> None:
+        """At once; what is wrong with them takes longer to find out, for it asks every screen."""
+        file = read_keys(self._keys)
+        self._app.set_keymap(dict(file.keys))
+        if file.keys or file.problems:
+            self._app.run_worker(self._check(file), group="keys", exclusive=True, exit_on_error=False)
+
+    async def _check(self, file: KeysFile) -> None:
+        right = await asyncio.to_thread(lambda: checked(file, bound.all_bound(), bound.meet))
+        self._app.set_keymap(dict(right.keys))
+        self._tell("Keys", [f"{self._keys.name}: {'; '.join(right.problems)}"] if right.problems else [])
+
+    def _tell(self, title: str, problems: list[str]) -> None:
+        if problems:
+            self._app.notify("\n".join(problems), title=title, severity="warning", markup=False, timeout=10)
