@@ -212,13 +212,13 @@ class Settings(BaseModel):
     ] = None
     ngram_draft: Annotated[
         bool,
-        Flag("Engine", backends=("exllamav2",), when="load"),
-        Field(description="Guess tokens ahead from the request's own text"),
+        Flag("Engine", when="load"),
+        Field(description="Guess tokens ahead from the request's own text, where that is worth the time"),
     ] = False
     draft_tokens: Annotated[
         int | None,
-        Flag("Engine", "N", ("exllamav2",), example=4, when="load"),
-        Field(ge=1, le=7, description="Tokens to guess ahead per step"),
+        Flag("Engine", "N", example=4, when="load"),
+        Field(ge=1, le=7, description="Most tokens to guess ahead per step"),
     ] = None
     attention: Annotated[
         AttentionName,
@@ -274,6 +274,14 @@ class Settings(BaseModel):
         Flag("Console", "N", when="now"),
         Field(ge=1, le=10, description="Times a second that the screen shows new numbers"),
     ] = 4
+    read_only: Annotated[bool, Flag("Console"), Field(description="The screens show everything and change nothing")] = (
+        False
+    )
+    record: Annotated[
+        Path | None,
+        Flag("Console", "FILE", example="~/night.rec"),
+        Field(description="File that what the screens show is recorded into, for 'ericllm replay'"),
+    ] = None
     verbose: Annotated[bool, Flag("Console"), Field(description="Log more")] = False
 
     @property

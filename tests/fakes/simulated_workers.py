@@ -53,7 +53,7 @@ class SimulatedWorker:
         sampled = plan.sampled
         fed = sum(len(chunk.token_ids) for chunk in plan.chunks)
         answers = sum(seq.known > seq.prompt_tokens for seq in sampled)
-        self.scheduler.commit(plan, [5] * len(sampled))
+        self.scheduler.commit(plan, [[5]] * len(sampled))
         outputs = [self._output(sequence) for sequence in sampled]
         price, counters = self._price, self.scheduler.counters
         live = (*self.scheduler.running, *self.scheduler.waiting)

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.pages import PagePool
 from engine.backends.torch.scheduler import Plan, Scheduler, Sequence
 from engine.errors import ContextLengthExceeded
@@ -36,7 +37,7 @@ def submit(target: Scheduler, name: str, prompt: int, *, first: int | None = Non
 
 def step(target: Scheduler, token: Callable[[Sequence], int] = lambda seq: 7) -> Plan:
     plan = target.plan()
-    target.commit(plan, [token(seq) for seq in plan.sampled])
+    target.commit(plan, [[token(seq)] for seq in plan.sampled])
     target.check()
     return plan
 
@@ -167,7 +168,7 @@ def test_a_sequence_ends_where_the_context_ends() -> None:
     a = submit(s, "a", 6)
     step(s)
     plan = s.plan()
-    assert s.commit(plan, [7]) == [a]
+    assert s.commit(plan, [[7]]) == [a]
     assert a.known == 8
     assert not s.running
     s.check()
@@ -315,7 +316,7 @@ def test_a_step_that_failed_can_be_planned_again() -> None:
     before = s.plan()
     again = s.plan(admit=False)
     assert again.chunks == before.chunks
-    s.commit(again, [3])
+    s.commit(again, [[3]])
     assert a.token_ids[-1] == 3
     s.check()
 
@@ -415,17 +416,22 @@ class SchedulerWalk(RuleBasedStateMachine):
         running = len(self.scheduler.running)
         decodes = {seq.id for seq in self.scheduler.running if seq.missing == 1}
         preemptions = self.scheduler.counters.preemptions
-        plan = self.scheduler.plan()
+        guesses = {name: [draw.randint(0, 1) for _ in range(draw.randint(0, 5))] for name in decodes}
+        plan = self.scheduler.plan(guesses=guesses)
         preempted = self.scheduler.counters.preemptions > preemptions
         assert len(self.scheduler.running) <= max(self.scheduler.max_prompts, running)
-        assert sum(len(chunk.token_ids) for chunk in plan.chunks) <= max(7, len(decodes) + 3)
+        assert sum(len(chunk.token_ids) - chunk.guessed for chunk in plan.chunks) <= max(7, len(decodes) + 3)
         if not preempted and not plan.exhausted:
             assert decodes <= {seq.id for seq in plan.sequences}
         for seq, chunk in zip(plan.sequences, plan.chunks, strict=True):
-            self.feed(seq, chunk.start, list(chunk.token_ids), list(chunk.pages), chunk.sample)
-        tokens = [draw.randint(0, 1) for _ in plan.sampled]
-        for seq, token in zip(plan.sampled, tokens, strict=True):
-            self.expected[seq.id].append(token)
+            self.feed(seq, chunk)
+        tokens = []
+        for chunk in plan.chunks:
+            if chunk.sample:
+                held = draw.randint(0, chunk.guessed)
+                tokens.append([*chunk.token_ids[1:][:held], draw.randint(0, 1)])
+        for seq, new in zip(plan.sampled, tokens, strict=True):
+            self.expected[seq.id] += new[: 40 - len(self.expected[seq.id])]
         ended = plan.exhausted + self.scheduler.commit(plan, tokens)
         for seq in ended:
             assert seq.known >= min(40, 9 * 3)
@@ -433,14 +439,16 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.scheduler.check()
         assert plan.chunks or ended or preempted or not self.live, "work is left but the step did nothing"
 
-    def feed(self, seq: Sequence, start: int, tokens: list[int], pages: list[int], sample: bool) -> None:
-        size = self.page_tokens
+    def feed(self, seq: Sequence, chunk: ChunkInput) -> None:
+        size, start, pages = self.page_tokens, chunk.start, list(chunk.pages)
+        fed = list(chunk.token_ids)
+        tokens = fed[: len(fed) - chunk.guessed]
         known = self.expected[seq.id]
         assert [self.slots[pages[p // size], p % size] for p in range(start)] == known[:start]
         assert tokens
         assert tokens == known[start : start + len(tokens)]
-        assert sample == (start + len(tokens) == len(known))
-        for offset, token in enumerate(tokens):
+        assert chunk.sample == (start + len(tokens) == len(known))
+        for offset, token in enumerate(fed):
             position = start + offset
             self.slots[pages[position // size], position % size] = token
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,14 +17,17 @@ from engine.backends.base import (
     LoadedModel,
     LoadProgress,
     PrefixChanges,
-    SequenceStats,
     TokenEvent,
 )
 from engine.backends.faults import device_is_lost, is_out_of_memory, reason
 from engine.backends.torch import scheduler as scheduling
+from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.gauges import gauges
+from engine.backends.torch.guesses import MAX_AHEAD, Guesses, held
 from engine.backends.torch.kv_size import CPU_SHARE, CUDA_SHARE, kv_pages
 from engine.backends.torch.lora import LoraAdapter
 from engine.backends.torch.pages import PagePool
+from engine.backends.torch.refusals import refuse_unknown_tokens
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampledToken, SampleRow, sample
 from engine.backends.torch.scheduler import Plan, Scheduler
@@ -55,6 +60,7 @@ class TorchBackend:
         self._runner: ModelRunner | None = None
         self._scheduler: Scheduler | None = None
         self._jobs: dict[str, _Job] = {}
+        self._guesses = Guesses()
         self._steps = 0
         self._kv_bytes = 0
 
@@ -89,6 +95,7 @@ class TorchBackend:
             max_model_len=runner.config.max_model_len,
             max_input_len=spec.max_input_len,
         )
+        self._guesses = Guesses((spec.draft_tokens or MAX_AHEAD) if spec.ngram_draft else 0)
         return LoadedModel(
             backend="torch",
             architecture=runner.config.architecture,
@@ -117,7 +124,7 @@ class TorchBackend:
         if request.id in self._jobs:
             raise InvalidRequest(f"a request with id {request.id} is being worked on", param="id")
         vocab = runner.config.vocab_size
-        _refuse_unknown_tokens(request, vocab)
+        refuse_unknown_tokens(request, vocab)
         adapter = runner.adapters.named(request.adapter)
         sequence = scheduling.Sequence(
             request.id,
@@ -134,10 +141,13 @@ class TorchBackend:
             banned_next=request.banned_next,
         )
         self._jobs[request.id] = _Job(sequence, row, adapter)
+        if row.foreseeable:
+            self._guesses.begin(request.id, sequence.token_ids)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its pages."""
         job = self._jobs.pop(request_id, None)
+        self._guesses.end(request_id)
         if job is not None and self._scheduler is not None:
             self._scheduler.remove(job.sequence)
 
@@ -156,7 +166,7 @@ class TorchBackend:
         events: list[TokenEvent] = []
         admit = True
         while True:
-            plan = self._scheduler.plan(admit=admit)
+            plan = self._scheduler.plan(admit=admit, guesses=self._guess())
             events += [self._end(sequence.id, "length") for sequence in plan.exhausted]
             if not plan.chunks:
                 return events
@@ -177,32 +187,19 @@ class TorchBackend:
             self._steps += 1
             return events + self._commit(plan, tokens)
 
+    def _guess(self) -> dict[str, Sequence[int]]:
+        """Tokens ahead of the requests, where the next step does nothing but go on with answers."""
+        scheduler = self._loaded()[1]
+        decoding = [sequence.id for sequence in scheduler.running if sequence.missing == 1]
+        if scheduler.waiting or len(decoding) < len(scheduler.running):
+            return {}
+        return self._guesses.plan(decoding, scheduler.places - len(decoding))
+
     def stats(self) -> BackendStats:
         """Counters and gauges now."""
         if self._scheduler is None or self._runner is None:
             return BackendStats(steps=self._steps)
-        scheduler, pool, counters = self._scheduler, self._scheduler.pool, self._scheduler.counters
-        decoding = sum(sequence.missing == 1 for sequence in scheduler.running)
-        return BackendStats(
-            waiting=len(scheduler.waiting),
-            prefilling=len(scheduler.running) - decoding,
-            decoding=decoding,
-            pages_total=pool.num_pages,
-            pages_free=pool.free_pages,
-            pages_cached=pool.cached_pages,
-            prefix_query_tokens=counters.prefix_query_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            prompt_tokens_computed=counters.prompt_tokens_computed,
-            preemptions=counters.preemptions,
-            steps=self._steps,
-            weights_bytes=self._runner.weights_bytes,
-            kv_bytes=self._kv_bytes,
-            prompts_limit=scheduler.prompts_limit,
-            sequences=tuple(
-                SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.known)
-                for each in (*scheduler.running, *scheduler.waiting)
-            ),
-        )
+        return gauges(self._runner, self._scheduler, self._guesses, steps=self._steps, kv_bytes=self._kv_bytes)
 
     def prefix_changes(self) -> PrefixChanges:
         """Pages that became findable or ceased to be since the last call."""
@@ -229,6 +226,7 @@ class TorchBackend:
         """Give all memory back and forget every request."""
         runner, self._runner, self._scheduler = self._runner, None, None
         self._jobs.clear()
+        self._guesses = Guesses()
         self._kv_bytes = 0
         if runner is not None:
             runner.unload()
@@ -261,34 +259,54 @@ class TorchBackend:
         return PagePool(pages, page_tokens, spec.prefix_salt)
 
     @torch.inference_mode()
-    def _compute(self, plan: Plan) -> list[SampledToken | None]:
+    def _compute(self, plan: Plan) -> list[list[SampledToken]]:
+        """The tokens of each sequence of `plan.sampled`: one, as many more as guesses held, or none where it failed."""
+        began_s = time.perf_counter()
         logits = self._loaded()[0].forward(plan.chunks)
-        rows = [self._jobs[sequence.id].row for sequence in plan.sampled]
-        return sample(logits, rows) if rows else []
+        chunks = [chunk for chunk in plan.chunks if chunk.sample]
+        rows = [
+            self._jobs[sequence.id].row.ahead(tokens)
+            for sequence, chunk in zip(plan.sampled, chunks, strict=True)
+            for tokens in range(chunk.sampled)
+        ]
+        drawn = iter(sample(logits, rows) if rows else ())
+        if len(rows) == sum(len(chunk.token_ids) for chunk in plan.chunks):
+            self._guesses.stepped(len(rows), time.perf_counter() - began_s)
+        return [_kept(chunk, list(itertools.islice(drawn, chunk.sampled))) for chunk in chunks]
 
-    def _commit(self, plan: Plan, tokens: list[SampledToken | None]) -> list[TokenEvent]:
+    def _commit(self, plan: Plan, tokens: list[list[SampledToken]]) -> list[TokenEvent]:
         sampled = plan.sampled
-        ended = self._loaded()[1].commit(plan, [token.token_id if token else None for token in tokens])
+        guessed = [chunk.guessed for chunk in plan.chunks if chunk.sample]
+        known = [sequence.known for sequence in sampled]
+        ids = [[token.token_id for token in new] for new in tokens]
+        ended = self._loaded()[1].commit(plan, ids)
         at_end = {sequence.id for sequence in ended}
         events = []
-        for sequence, token in zip(sampled, tokens, strict=True):
-            if token is None:
+        for index, sequence in enumerate(sampled):
+            if not ids[index]:
                 events.append(self._end(sequence.id, "error", "the model gave no finite probabilities for it"))
                 continue
-            job = self._jobs[sequence.id]
+            self._guesses.came(sequence.id, guessed[index], ids[index])
+            events += self._told(sequence, tokens[index][: sequence.known - known[index]], sequence.id in at_end)
+            if sequence.id in at_end:
+                self.cancel(sequence.id)
+        return events
+
+    def _told(self, sequence: scheduling.Sequence, tokens: Sequence[SampledToken], ended: bool) -> list[TokenEvent]:
+        """What is told of a request's new tokens; ended: whether they are its last ones."""
+        job, events = self._jobs[sequence.id], []
+        for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
             job.row.push(token.token_id)
             events.append(
                 TokenEvent(
                     request_id=sequence.id,
                     token_id=token.token_id,
                     logprob=token.logprob,
-                    finish="length" if sequence.id in at_end else None,
+                    finish="length" if ended and not left else None,
                     cached_tokens=None if job.begun else sequence.cached_tokens,
                 )
             )
             job.begun = True
-            if sequence.id in at_end:
-                del self._jobs[sequence.id]
         return events
 
     def _fail(self, plan: Plan, error: Exception) -> list[TokenEvent]:
@@ -301,19 +319,11 @@ class TorchBackend:
         return TokenEvent(request_id=request_id, finish=finish, message=message)
 
 
-def _refuse_unknown_tokens(request: BackendRequest, vocab: int) -> None:
-    """Raise InvalidRequest where a token id lies outside the vocabulary, as it would fail the step of everybody."""
-    for param, token_ids in (
-        ("prompt", request.prompt_ids),
-        ("generated", request.generated),
-        ("logit_bias", request.params.logit_bias),
-        ("banned_next", request.banned_next),
-    ):
-        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab), None)
-        if wrong is not None:
-            raise InvalidRequest(f"{param} names token {wrong}; the model has {vocab}", param=param, value=wrong)
-    if not request.prompt_ids:
-        raise InvalidRequest("the prompt is empty; it takes one token at least", param="prompt")
+def _kept(chunk: ChunkInput, drawn: Sequence[SampledToken | None]) -> list[SampledToken]:
+    """The tokens that stay of those drawn for a chunk: its own, and behind it as long as the guesses held."""
+    guesses = chunk.token_ids[len(chunk.token_ids) - chunk.guessed :]
+    count = held(guesses, [token.token_id if token is not None else None for token in drawn])
+    return [token for token in drawn[:count] if token is not None]
 
 
 def _raise_if(cancelled: Callable[[], bool]) -> None:

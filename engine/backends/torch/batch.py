@@ -16,6 +16,7 @@ class ChunkInput:
         start + len(token_ids) tokens. Lent for the step: neither to be kept nor to be changed.
     sample: whether the logits of the last token are wanted.
     adapter: key of the LoRA adapter to compute with; "" for none.
+    guessed: how many of the last tokens are guesses. The logits of each are wanted, and of the token before them.
     """
 
     token_ids: Sequence[int]
@@ -23,8 +24,14 @@ class ChunkInput:
     pages: Sequence[int]
     sample: bool
     adapter: str = ""
+    guessed: int = 0
 
     @property
     def end(self) -> int:
         """Position after the last fed token: tokens whose KV the pages hold after the step."""
         return self.start + len(self.token_ids)
+
+    @property
+    def sampled(self) -> int:
+        """How many of the last tokens' logits are wanted."""
+        return 1 + self.guessed if self.sample else 0

@@ -200,7 +200,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[ChunkInput]) -> Tensor:
-        """Feed `chunks` in one batch; returns float32 logits [chunks with sample, vocab], in their order.
+        """Feed `chunks` in one batch; returns float32 logits [sum of the chunks' `sampled`, vocab], in their order.
 
         Raises StepOutOfMemory, with nothing computed, where a device is known to have too little left for it.
         """

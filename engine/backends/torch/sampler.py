@@ -8,6 +8,7 @@ position, so that an answer does not depend on what else is in the batch, on pre
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,21 @@ class SampleRow:
             self.seen.push(token_id)
         if self.dry is not None:
             self.dry.push(token_id)
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether how a later token is drawn does not depend on the tokens before it, but for the logits."""
+        return self.seen is None and self.dry is None
+
+    def ahead(self, tokens: int) -> SampleRow:
+        """The row of the token that comes after so many others; only where it is `foreseeable`."""
+        if not tokens:
+            return self
+        row = copy.copy(self)
+        row.position += tokens
+        row.output_tokens += tokens
+        row.next_mask = None
+        return row
 
     @property
     def additions(self) -> list[tuple[Tensor, Tensor]]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import collections.abc as abc
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from engine.backends.prefix import PageKey
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.pages import PagePool
 from engine.errors import ContextLengthExceeded
+
+NO_GUESSES: abc.Mapping[str, abc.Sequence[int]] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
@@ -135,9 +138,12 @@ class Scheduler:
         self.prompts_limit = 0
         self.step_tokens = self._full_step_tokens
 
-    def plan(self, *, admit: bool = True) -> Plan:
+    def plan(self, *, admit: bool = True, guesses: abc.Mapping[str, abc.Sequence[int]] = NO_GUESSES) -> Plan:
         """Decide the next step and take the pages for it. Until `commit`, nothing counts as computed, so a step
-        that failed can be planned again."""
+        that failed can be planned again.
+
+        guesses: by sequence id, tokens to compute with behind the last one known, where pages are free for them.
+        """
         plan = Plan()
         decodes = sum(seq.missing == 1 for seq in self._running)
         budget = max(self.step_tokens - decodes, self._smallest_budget)
@@ -156,27 +162,28 @@ class Scheduler:
             self._feed(plan, sequence, count)
         if admit and self.counters.preemptions == preemptions:
             self._admit(plan, budget)
+        if guesses:
+            self._add_guesses(plan, guesses)
         return plan
 
-    def commit(self, plan: Plan, token_ids: abc.Iterable[int | None]) -> list[Sequence]:
-        """Note that the planned chunks are computed and that `plan.sampled` got these tokens. Returns the sequences
-        that ended, which are removed: those at the context's end, and those whose token is None, as their
-        computation came to nothing."""
-        drawn = iter(token_ids)
+    def commit(self, plan: Plan, tokens: abc.Iterable[abc.Sequence[int]]) -> list[Sequence]:
+        """Note that the planned chunks are computed and that `plan.sampled` got these tokens: each one, and after
+        guesses that held as many more; what is beyond the context is left out. Returns the sequences that ended, which
+        are removed: those at the context's end, and those without a token, as their computation came to nothing."""
+        drawn = iter(tokens)
         ended: list[Sequence] = []
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
-            token_id = next(drawn) if chunk.sample else None
-            if chunk.sample and token_id is None:
+            new = next(drawn)[: self.max_model_len - sequence.known] if chunk.sample else ()
+            if chunk.sample and not new:
                 ended.append(sequence)
                 continue
             prompt = sequence.prompt_tokens
             self.counters.prompt_tokens_computed += min(chunk.end, prompt) - min(chunk.start, prompt)
-            sequence.computed = chunk.end
+            sequence.token_ids += new
+            sequence.computed = sequence.known - 1 if new else chunk.end
             self._remember_full_pages(sequence)
-            if token_id is not None:
-                sequence.token_ids.append(token_id)
-                if sequence.known >= self.max_model_len:
-                    ended.append(sequence)
+            if sequence.known >= self.max_model_len:
+                ended.append(sequence)
         for sequence in ended:
             self.remove(sequence)
         return ended
@@ -209,7 +216,7 @@ class Scheduler:
             assert seq.computed <= min(room, seq.known), f"{seq.id}: {seq.computed} of {seq.known}, room {room}"
 
     @property
-    def _places(self) -> int:
+    def places(self) -> int:
         """Sequences that may run at once."""
         return min(self.max_prompts, self.prompts_limit or self.max_prompts)
 
@@ -238,7 +245,7 @@ class Scheduler:
             )
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        while self._waiting and budget > 0 and len(self._running) < self._places:
+        while self._waiting and budget > 0 and len(self._running) < self.places:
             sequence = self._waiting[0]
             if self._outgrown(sequence):
                 plan.exhausted.append(self._waiting.popleft())
@@ -293,6 +300,20 @@ class Scheduler:
                 return False
         sequence.pages += pages
         return True
+
+    def _add_guesses(self, plan: Plan, guesses: abc.Mapping[str, abc.Sequence[int]]) -> None:
+        for index, (sequence, chunk) in enumerate(zip(plan.sequences, plan.chunks, strict=True)):
+            if sequence.missing == 1 and (fitting := self._roomy(sequence, guesses.get(sequence.id, ()))):
+                fed = [*chunk.token_ids, *fitting]
+                plan.chunks[index] = replace(chunk, token_ids=fed, guessed=len(fitting))
+
+    def _roomy(self, sequence: Sequence, guesses: abc.Sequence[int]) -> abc.Sequence[int]:
+        """As many of these guesses as pages are free for. Nobody is preempted for a guess."""
+        guesses = guesses[: max(0, self.max_model_len - sequence.known - 1)]
+        needed = self.pool.pages_for(sequence.known + len(guesses)) - len(sequence.pages)
+        if needed > 0:
+            sequence.pages += self.pool.allocate(needed) or []
+        return guesses[: len(sequence.pages) * self.pool.page_tokens - sequence.known]
 
     def _preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)

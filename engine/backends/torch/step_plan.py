@@ -145,7 +145,13 @@ class StepPlanner:
             ids=self._tensor([token for chunk in ordered for token in chunk.token_ids]),
             positions=self._tensor([position for chunk in ordered for position in range(chunk.start, chunk.end)]),
             slots=self._tensor([slot for chunk in ordered for slot in _slots(chunk, self._page_tokens)]),
-            sampled_rows=self._tensor([last_row[index] for index, chunk in enumerate(chunks) if chunk.sample]),
+            sampled_rows=self._tensor(
+                [
+                    last_row[index] - back
+                    for index, chunk in enumerate(chunks)
+                    for back in range(chunk.sampled - 1, -1, -1)
+                ]
+            ),
             groups=tuple(groups),
             paged=paged,
             adapted=adapted_rows(ordered, self._adapters, self._device),
