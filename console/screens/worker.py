@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult
@@ -9,18 +10,22 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
+from textual.style import Style
 from textual.widgets import Static
 
+from console.load_pace import LoadPaces
 from console.screens.confirm import ConfirmScreen
 from console.widgets import text
 from console.widgets.glyphs import fitted, is_ascii
 from console.widgets.worker_card import card
-from engine.snapshot import WorkerReading
+from engine.snapshot import LogEntry, WorkerReading
 
 if TYPE_CHECKING:
     from console.app import EricApp
 
 _FRAME_CELLS = 6
+_LOG_LINES = 8
+_ACTIONS = (("r", "restart", "restart"), ("d", "drain", "drain"), ("esc", "close", "dismiss"))
 
 
 class WorkerScreen(ModalScreen[None]):
@@ -36,12 +41,15 @@ class WorkerScreen(ModalScreen[None]):
         super().__init__()
         self._worker = worker
         self._shown: Content | None = None
+        self._paces = LoadPaces()
+        self._logged = 0
+        self._log: deque[LogEntry] = deque(maxlen=_LOG_LINES)
 
     def compose(self) -> ComposeResult:
         """One page that scrolls where it is long."""
         with VerticalScroll(classes="dialog worker") as page:
             page.border_title = f"Worker {self._worker}"
-            page.border_subtitle = "r restarts it, d drains it, esc closes"
+            page.border_subtitle = Content("  ").join(_link(*action) for action in _ACTIONS)
             yield Static(id="card", markup=False)
 
     def on_mount(self) -> None:
@@ -71,13 +79,23 @@ class WorkerScreen(ModalScreen[None]):
         worker = self.reading
         page = self.query_one(VerticalScroll)
         if worker is None:
-            page.border_subtitle = "it is gone; esc closes"
+            page.border_subtitle = Content.assemble("it is gone  ", _link(*_ACTIONS[-1]))
             return
         width = max(40, page.scrollable_content_region.width or self.app.size.width - _FRAME_CELLS)
-        shown = card(worker, self.console.link.snapshot(), width, ascii_only=is_ascii(self.app))
+        snapshot = self.console.link.snapshot()
+        paces = self._paces.observe(snapshot.at, {worker.id: worker.progress} if worker.progress else {})
+        self._read_log()
+        shown = card(
+            worker, snapshot, width, pace=paces.get(worker.id), log=tuple(self._log), ascii_only=is_ascii(self.app)
+        )
         if self._shown is None or not shown.is_same(self._shown):
             self._shown = shown
             self.query_one("#card", Static).update(fitted(self.app, shown))
+
+    def _read_log(self) -> None:
+        """What was logged of the worker since the last time."""
+        self._logged, lines = self.console.link.logs(self._logged)
+        self._log.extend(line for line in lines if line.source == self._worker)
 
     def action_restart(self) -> None:
         """Start it again; ask first where requests would have to move."""
@@ -114,3 +132,10 @@ class WorkerScreen(ModalScreen[None]):
 
     def _drain(self) -> None:
         self.console.perform(self.console.link.drain_worker(self._worker), done=f"{self._worker} is drained, then goes")
+
+
+def _link(key: str, title: str, action: str) -> Content:
+    """A key and what it does, to be clicked too."""
+    return Content.assemble((key, "bold $primary"), f" {title}").stylize(
+        Style.from_meta({"@click": f"screen.{action}"})
+    )

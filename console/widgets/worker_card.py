@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
 from textual.content import Content
 
+from console.load_pace import Pace
 from console.widgets import text
 from console.widgets.load_phases import phase_lines
 from console.widgets.names import device_name, devices_name
 from console.widgets.placement import placement_map
 from console.widgets.states import worker_state
 from console.widgets.worker_words import places, trouble
-from engine.snapshot import Snapshot, WorkerReading
+from engine.snapshot import LogEntry, Snapshot, WorkerReading
 
 _LABEL = 12
+_CLOCK = 9
 _STEP_OLD_S = 5.0
 
 
-def card(worker: WorkerReading, snapshot: Snapshot, width: int, *, ascii_only: bool = False) -> Content:
-    """The whole card in `width` cells."""
+def card(
+    worker: WorkerReading,
+    snapshot: Snapshot,
+    width: int,
+    *,
+    pace: Pace | None = None,
+    log: Sequence[LogEntry] = (),
+    ascii_only: bool = False,
+) -> Content:
+    """The whole card in `width` cells. pace: of its load, where that can be told.  log: its last lines."""
     words = _last_words(worker, width)
     down = worker.state in ("restarting", "failed")
     sections = (
         [_headline(worker, width)],
         words if down else [],
-        _load(worker),
+        _load(worker, pace),
         _placement(worker, snapshot, width, ascii_only),
         list(_facts(worker)),
         [] if down else words,
+        _log(log, width),
     )
     return Content("\n\n").join(Content("\n").join(section) for section in sections if section)
 
@@ -56,10 +68,10 @@ def _placement(worker: WorkerReading, snapshot: Snapshot, width: int, ascii_only
     return [_title("Placement", f"layers: {layers}" if layers and len(shares) > 1 else ""), *lines]
 
 
-def _load(worker: WorkerReading) -> list[Content]:
+def _load(worker: WorkerReading, pace: Pace | None) -> list[Content]:
     if worker.state not in ("starting", "loading"):
         return []
-    return [_title("Load"), *phase_lines(worker.progress)]
+    return [_title("Load"), *phase_lines(worker.progress, pace)]
 
 
 def _facts(worker: WorkerReading) -> Iterator[Content]:
@@ -112,6 +124,19 @@ def _last_words(worker: WorkerReading, width: int) -> list[Content]:
         lines.append(Content.styled("Its last lines:", "$muted"))
         lines += [Content.styled(f"▏ {text.clip(line, width - 2)}", "$foreground") for line in worker.log_tail]
     return lines
+
+
+def _log(log: Sequence[LogEntry], width: int) -> list[Content]:
+    if not log:
+        return []
+    return [
+        _title("Log"),
+        *(
+            Content.assemble((f"{time.strftime('%H:%M:%S', time.localtime(line.at))} ", "$muted"), said)
+            for line in log
+            if (said := text.clip(line.message, max(10, width - _CLOCK)))
+        ),
+    ]
 
 
 def _title(title: str, more: str = "") -> Content:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from console.load_pace import Pace
 from console.widgets import text
 from console.widgets.states import is_dead
 from engine.snapshot import WorkerReading
@@ -45,3 +46,11 @@ def trouble(worker: WorkerReading) -> str:
 def countdown(left_s: float) -> str:
     """Whole seconds, never 0 while there is anything left: "4 s"."""
     return f"{max(1, math.ceil(left_s))} s" if left_s > 0 else "0 s"
+
+
+def left(pace: Pace | None) -> str:
+    """ ", 12 s left", ", 2:05 left"; "" where it cannot be told."""
+    if pace is None or pace.left_s is None:
+        return ""
+    whole_s = max(1, math.ceil(pace.left_s))
+    return f", {f'{whole_s} s' if whole_s < 100 else text.seconds(whole_s)} left"

@@ -8,11 +8,12 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.message import Message
 
+from console.load_pace import LoadPaces, Pace
 from console.widgets import text
 from console.widgets.names import devices_name
 from console.widgets.states import worker_state
 from console.widgets.table import Cell, Column, Row, Table, cell
-from console.widgets.worker_words import places, trouble
+from console.widgets.worker_words import left, places, trouble
 from engine.snapshot import Snapshot, WorkerReading
 
 _MODEL = Column("model", 8, grow=16)
@@ -34,6 +35,7 @@ class WorkersPanel(Vertical):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id, classes="panel")
         self.border_title = "Workers"
+        self._paces = LoadPaces()
 
     def compose(self) -> ComposeResult:
         """The table alone."""
@@ -46,9 +48,15 @@ class WorkersPanel(Vertical):
 
     def show(self, snapshot: Snapshot) -> None:
         """The workers now, with their models where these are several."""
-        workers, several = snapshot.workers, len(snapshot.models) > 1
-        brief = several and self.screen.has_class("-medium")
-        rows = [worker_row(worker, brief=brief, model=several) for worker in workers]
+        workers, several, medium = snapshot.workers, len(snapshot.models) > 1, self.screen.has_class("-medium")
+        loads = {worker.id: worker.progress for worker in workers if worker.progress is not None}
+        paces = self._paces.observe(snapshot.at, loads)
+        rows = [
+            worker_row(
+                worker, brief=medium and (several or worker.id in paces), model=several, pace=paces.get(worker.id)
+            )
+            for worker in workers
+        ]
         self.table.show(rows, empty=_empty(snapshot), columns=columns(workers, model=several))
         ready = sum(worker.state == "ready" for worker in workers)
         wanted = sum(model.target_workers for model in snapshot.models) or snapshot.target_workers
@@ -74,10 +82,10 @@ def columns(workers: tuple[WorkerReading, ...], *, model: bool = False) -> tuple
     )
 
 
-def worker_row(worker: WorkerReading, *, brief: bool = False, model: bool = False) -> Row:
+def worker_row(worker: WorkerReading, *, brief: bool = False, model: bool = False, pace: Pace | None = None) -> Row:
     """One worker's cells; the state of one that does not serve takes the room of the numbers that it has not.
 
-    brief: a load in per cent instead of phase and bytes.
+    brief: a load in per cent instead of phase and bytes.  pace: of its load, where that can be told.
     """
     pages = worker.stats.pages_total
     usage = 1 - worker.stats.pages_free / pages if pages else None
@@ -85,7 +93,7 @@ def worker_row(worker: WorkerReading, *, brief: bool = False, model: bool = Fals
         cell(worker.id, "bold"),
         cell(devices_name(worker.devices)),
         *((cell(worker.model or "–", "$muted"),) if model else ()),
-        _state(worker, brief),
+        _state(worker, brief, pace),
     )
     if worker.state in ("ready", "draining"):
         cells += (
@@ -96,13 +104,13 @@ def worker_row(worker: WorkerReading, *, brief: bool = False, model: bool = Fals
     return Row(worker.id, cells)
 
 
-def _state(worker: WorkerReading, brief: bool) -> Cell:
+def _state(worker: WorkerReading, brief: bool, pace: Pace | None) -> Cell:
     """Glyph and word, what there is to say about it, and how often it was restarted."""
     state = worker_state(worker)
     pieces = [(f"{state.glyph} {state.word}", state.style)]
     if worker.state == "loading" and worker.progress is not None:
         done = text.percent(text.fraction(worker.progress)) if brief else text.progress(worker.progress)
-        pieces.append((f" {done}", state.style))
+        pieces.append((f" {done}{left(pace)}", state.style))
     if said := trouble(worker):
         pieces.append((said, "$foreground"))
     if worker.restarts:

@@ -16,6 +16,7 @@ from console.widgets.placement import difference, placement_map
 from console.widgets.requests import request_row
 from console.widgets.tabs import BREVITIES, Knobs, knob_row
 from console.widgets.worker_words import reason, trouble
+from engine.backends.base import LoadProgress
 from engine.errors import EngineError, ErrorInfo
 from engine.snapshot import Snapshot, WorkerReading
 from tests.fakes import fleet_scenes, scenes
@@ -87,6 +88,27 @@ def test_nothing_is_said_of_the_trouble_of_a_worker_that_is_well() -> None:
 def test_a_request_that_took_too_long_says_so() -> None:
     row = msgspec.structs.replace(scenes.requests()[0], state="finished", finish="timeout")
     assert request_row(row).cells[2][0][0] == "◇ timeout"
+
+
+async def test_a_load_says_how_long_it_still_takes() -> None:
+    snapshot = scenes.busy()
+
+    def loaded(gib: float) -> LoadProgress:
+        return LoadProgress(phase="weights", done=int(gib * scenes.GIB), total=10 * scenes.GIB)
+
+    link = FakeLink(_worker(snapshot, "w1", progress=loaded(2.0)))
+    app = EricApp(link)
+    async with app.run_test(size=(140, 40)) as pilot:
+        await pilot.pause()
+        assert "weights 2.0/10.0 GiB" in screen_text(app)
+        link.show(scenes.changed(_worker(snapshot, "w1", progress=loaded(4.0)), at=scenes.NOW + 4))
+        app.refresh_screen()
+        await pilot.pause()
+        assert "weights 4.0/10.0 GiB, 12 s left" in screen_text(app)
+        await pilot.resize_terminal(100, 30)
+        app.refresh_screen()
+        await pilot.pause()
+        assert "loading 40%, 12 s left" in screen_text(app)
 
 
 # -- one worker -------------------------------------------------------------------------------------------------------
@@ -162,6 +184,35 @@ async def test_r_asks_before_requests_have_to_move() -> None:
         await pilot.press("r", "y")
         await app.workers.wait_for_complete()
     assert link.commands == [("restart_worker", {"worker_id": "w0"})]
+
+
+async def test_what_a_worker_said_last_is_shown_and_goes_on() -> None:
+    link = FakeLink(fleet_scenes.simulated())
+    link.log("compiled kernels in 1.2 s", source="w0")
+    link.log("not of this worker", source="w1")
+    app = EricApp(link)
+    async with app.run_test(size=(100, 40)) as pilot:
+        seen = await _opened(pilot, 0)
+        assert "14:02:11 compiled kernels in 1.2 s" in seen
+        assert "not of this worker" not in seen
+        link.log("attention falls back to gathered", source="w0")
+        app.refresh_screen()
+        await pilot.pause()
+        assert "attention falls back to gathered" in screen_text(app)
+
+
+async def test_what_can_be_done_with_a_worker_can_be_clicked() -> None:
+    app = EricApp(FakeLink(fleet_scenes.simulated()))
+    async with app.run_test(size=(100, 40)) as pilot:
+        for word, title in (("r restart", "w0 works on 7 requests"), ("d drain", "Drain w0?")):
+            await pilot.press("i")
+            await pilot.pause()
+            line = next(at for at, row in enumerate(rows(app)) if word in row)
+            await pilot.click(offset=(rows(app)[line].index(word) + 1, line))
+            await pilot.pause()
+            assert isinstance(app.screen, ConfirmScreen)
+            assert title in screen_text(app)
+            await pilot.press("n", "escape")
 
 
 async def test_d_asks_once_and_drains() -> None:
