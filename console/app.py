@@ -16,7 +16,8 @@ from console.habits import Habits
 from console.knobs import KnobName, Knobs
 from console.link import EngineLink
 from console.pace import is_news
-from console.screens.base import Live
+from console.screens.base import ConsoleRow, Live
+from console.standing import Standing, standing_of
 from console.theme import variable_defaults
 from console.widgets import text
 from console.widgets.glyphs import wants_ascii
@@ -66,6 +67,7 @@ class EricApp(App[None], inherit_bindings=False):
         self.viewed_key = ""
         self._several = False
         self._drawn: Snapshot | None = None
+        self._stood = Standing()
         self._start = start if start in self.MODES else None
         super().__init__()
         self.set_class(wants_ascii(), "-ascii")
@@ -89,13 +91,19 @@ class EricApp(App[None], inherit_bindings=False):
         self._clock = self.set_interval(1 / hertz, self._tick)
 
     def _tick(self) -> None:
-        if is_news(self._drawn, self.link.snapshot()):
+        if self.standing != self._stood or is_news(self._drawn, self.link.snapshot()):
             self.refresh_screen()
+
+    @property
+    def standing(self) -> Standing:
+        """How the link stands to its engine."""
+        return standing_of(self.link)
 
     def refresh_screen(self) -> None:
         """Show the latest snapshot on the screen that is seen and on what covers it; others catch up when opened."""
         snapshot = self.snapshot()
-        self._drawn = self.link.snapshot()
+        self._drawn, self._stood = self.link.snapshot(), self.standing
+        self.set_class(self._stood.stale, "-stale")
         self._knobs.settled(snapshot)
         if (several := len(snapshot.models) > 1) != self._several:
             self._several = several
@@ -124,7 +132,9 @@ class EricApp(App[None], inherit_bindings=False):
         self.refresh_screen()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Another model can be brought into view where there is one."""
+        """Another model can be brought into view where there is one. Knobs are shown, but do not turn, read-only."""
+        if action in ("step", "toggle_api") and self.standing.read_only:
+            return None
         return len(self.link.snapshot().models) > 1 if action == "next_model" else True
 
     def _fatal_error(self) -> None:
@@ -178,8 +188,16 @@ class EricApp(App[None], inherit_bindings=False):
 
     def action_open(self, mode: str) -> None:
         """Go to a screen."""
-        if mode != self.current_mode:
-            self.switch_mode(mode)
+        if (own := self.own_mode(mode)) != self.current_mode:
+            self.switch_mode(own)
+
+    def own_mode(self, mode: str) -> str:
+        """The mode that shows that screen of the engine in view."""
+        return mode
+
+    def extra_rows(self) -> Iterable[ConsoleRow]:
+        """Rows above the footer of every screen, one of each for each screen."""
+        return ()
 
     def action_help(self) -> None:
         """Keys and numbers, explained."""
@@ -208,7 +226,7 @@ class EricApp(App[None], inherit_bindings=False):
 
         snapshot = self.link.snapshot()
         unfinished = snapshot.running + snapshot.queued
-        if not unfinished or isinstance(self.screen, ConfirmScreen):
+        if self.standing.reach != "here" or not unfinished or isinstance(self.screen, ConfirmScreen):
             self.exit()
             return
         title = f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished."

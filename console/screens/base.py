@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from textual.app import ComposeResult
 from textual.screen import Screen
-from textual.widgets import Footer
+from textual.widget import Widget
 
 from console.link import ApiStatus, EngineLink
+from console.widgets.key_row import KeyRow
 from console.widgets.status_line import StatusLine
 from console.widgets.tabs import TabRow
 from engine.snapshot import Snapshot
@@ -26,17 +27,26 @@ class Live(Protocol):
         """Show the latest snapshot; called four times a second while it can be seen."""
 
 
+class ConsoleRow(Widget):
+    """A row that an app adds to every screen."""
+
+    def show(self) -> None:
+        """Draw anew, where anything changed."""
+
+
 class ConsoleScreen(Screen[None]):
     """A mode's screen: subclasses give `compose_body` and `update_body`, and call the engine through `perform`."""
 
     MODE: ClassVar[str] = ""
+    _link: EngineLink | None = None
 
     def compose(self) -> ComposeResult:
         """The frame, with the body in it."""
         yield StatusLine()
         yield TabRow(self.MODE)
         yield from self.compose_body()
-        yield Footer()
+        yield from self.console.extra_rows()
+        yield KeyRow()
 
     def compose_body(self) -> ComposeResult:
         """What is between the tabs and the footer."""
@@ -55,8 +65,10 @@ class ConsoleScreen(Screen[None]):
 
     @property
     def link(self) -> EngineLink:
-        """The engine, as far as a screen may see it."""
-        return self.console.link
+        """The engine, as far as a screen may see it: the one that was in view when the screen came up."""
+        if self._link is None:
+            self._link = self.console.link
+        return self._link
 
     def perform(self, command: Coroutine[Any, Any, object], *, done: str = "") -> None:
         """Run an engine command in the background; toast `done` afterwards, or why it failed."""
@@ -66,7 +78,9 @@ class ConsoleScreen(Screen[None]):
         """Show the latest snapshot now."""
         snapshot, api = self.console.snapshot(), self.link.api_status()
         with self.app.batch_update():
-            self.query_one(StatusLine).show(snapshot, api)
+            self.query_one(StatusLine).show(snapshot, api, self.console.standing)
+            for row in self.query(ConsoleRow):
+                row.show()
             self.query_one(TabRow).show(snapshot)
             self.update_body(snapshot, api)
 

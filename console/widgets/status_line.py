@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -10,12 +11,14 @@ from textual.style import Style
 from textual.widget import Widget
 
 from console.link import ApiStatus
+from console.standing import Standing
 from console.widgets import text
 from console.widgets.glyphs import fitted
 from console.widgets.names import simulated
 from console.widgets.states import model_state
 from engine.snapshot import Snapshot
 
+HERE = Standing()
 _MUTED = "$muted"
 _DOT = Content.styled(" · ", "$graph-axis")
 _BAR_CELLS = 10
@@ -26,6 +29,7 @@ _BREVITIES = 5
 class _View:
     snapshot: Snapshot
     api: ApiStatus
+    standing: Standing
 
 
 class StatusLine(Widget):
@@ -43,9 +47,9 @@ class StatusLine(Widget):
         super().__init__()
         self._view: _View | None = None
 
-    def show(self, snapshot: Snapshot, api: ApiStatus) -> None:
+    def show(self, snapshot: Snapshot, api: ApiStatus, standing: Standing = HERE) -> None:
         """Draw anew, where anything changed."""
-        before, self._view = self.render(), _View(snapshot, api)
+        before, self._view = self.render(), _View(snapshot, api, standing)
         if not self.render().is_same(before):
             self.refresh()
 
@@ -53,22 +57,25 @@ class StatusLine(Widget):
         """The widest form that fits."""
         if self._view is None:
             return Content("")
-        return fitted(self.app, status_line(self._view.snapshot, self._view.api, self.size.width))
+        return fitted(self.app, status_line(self._view.snapshot, self._view.api, self.size.width, self._view.standing))
 
 
-def status_line(snapshot: Snapshot, api: ApiStatus, width: int) -> Content:
+def status_line(snapshot: Snapshot, api: ApiStatus, width: int, standing: Standing = HERE) -> Content:
     """The whole line in `width` cells."""
     clock = Content.styled(time.strftime("%H:%M:%S", time.localtime(snapshot.at)), _MUTED)
     room = width - clock.cell_length - 2
-    forms = (_left(snapshot, api, brevity, room) for brevity in range(_BREVITIES))
+    forms = (_left(snapshot, api, standing, brevity, room) for brevity in range(_BREVITIES))
     left = next((form for form in forms if form.cell_length <= room), None)
     if left is None:
-        left = _left(snapshot, api, _BREVITIES - 1, room).truncate(room, ellipsis=True)
+        left = _left(snapshot, api, standing, _BREVITIES - 1, room).truncate(room, ellipsis=True)
     return Content.assemble(left, " " * (width - left.cell_length - clock.cell_length), clock)
 
 
-def _left(snapshot: Snapshot, api: ApiStatus, brevity: int, room: int) -> Content:
+def _left(snapshot: Snapshot, api: ApiStatus, standing: Standing, brevity: int, room: int) -> Content:
     parts = [Content.styled("EricLLM", "bold $primary")] if brevity < _BREVITIES - 1 else []
+    parts += _where(standing, brevity)
+    if standing.stale:
+        return _DOT.join([*parts, _reach(standing, room - sum(part.cell_length + 3 for part in parts))])
     name = _model(snapshot, brevity)
     if name is not None:
         parts.append(name)
@@ -78,9 +85,33 @@ def _left(snapshot: Snapshot, api: ApiStatus, brevity: int, room: int) -> Conten
     if status.state in ("ready", "draining"):
         parts.append(_shape(snapshot, brevity))
     parts += told
-    if status.state != "failed" or brevity == 0:
+    if standing.reach != "recording" and (status.state != "failed" or brevity == 0):
         parts.append(_api(api, brevity))
     return _DOT.join(parts)
+
+
+def _where(standing: Standing, brevity: int) -> list[Content]:
+    """Whose engine it is, where that is not this program's, and whether commands are taken."""
+    where: list[Content] = []
+    if standing.name:
+        where.append(Content.styled(text.clip(standing.name, (40, 32, 24, 21, 18)[brevity]), "$accent"))
+    if standing.reach == "recording":
+        where.append(Content.styled("◆ recording", "$warning"))
+    elif standing.read_only:
+        where.append(Content.styled("read-only", "$warning"))
+    return where
+
+
+def _reach(standing: Standing, room: int) -> Content:
+    """Why what is shown is old."""
+    if standing.reach == "connecting":
+        return Content.styled("◌ connecting", "$worker-loading")
+    wait_s = standing.retry_in_s
+    again = "" if wait_s is None else f", trying again in {math.ceil(wait_s)} s"
+    head = "✖ refused" if standing.reach == "refused" else "✖ connection lost" if wait_s is not None else "✖"
+    whole = f"{head}{again}: {standing.reason}" if head != "✖" else f"{head} {standing.reason}"
+    brief = f"{head}{again}" if head != "✖" and standing.reach == "lost" else whole
+    return Content.styled(whole if len(whole) <= room else text.clip(brief, room), "$worker-failed")
 
 
 def _model(snapshot: Snapshot, brevity: int) -> Content | None:
