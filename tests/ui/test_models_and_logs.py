@@ -1,16 +1,11 @@
-"""The Models screen loads, cancels and unloads; the Logs screen follows, filters and holds still."""
+"""The Models screen loads, cancels and unloads."""
 
 from __future__ import annotations
 
-import logging
-
 import msgspec
 import pytest
-from textual.pilot import Pilot
-from textual.widgets import Input
 
 from console.app import EricApp
-from console.widgets.log_view import LogView
 from console.widgets.model_details import FitPreview
 from console.widgets.model_load import ModelLoad, describe
 from console.widgets.model_table import ModelTable, kind, parameters
@@ -117,40 +112,6 @@ async def test_table_and_engine_fit(size: tuple[int, int]) -> None:
 def test_sizes_and_kinds_read_well() -> None:
     assert [parameters(entry) for entry in MODELS] == ["8.4M", "7.2B", "124M"]
     assert [kind(entry) for entry in MODELS] == ["Llama bf16", "Mistral exl2 5.0 bpw", "GPT2 fp32"]
-
-
-def lines(pilot: Pilot[None]) -> str:
-    return "\n".join(strip.text for strip in pilot.app.screen.query_one(LogView).lines)
-
-
-async def test_new_lines_are_followed() -> None:
-    link = FakeLink(scenes.busy())
-    async with EricApp(link, start="logs").run_test() as pilot:
-        await until(pilot, lambda: "port 8000 is taken" in lines(pilot))
-        for number in range(60):
-            link.log(f"line {number} [not markup]")
-        link.show(msgspec.structs.replace(link.snapshot(), log_total=len(link.lines)))
-        await until(pilot, lambda: "line 59 [not markup]" in lines(pilot))
-        view = pilot.app.screen.query_one(LogView)
-        await until(pilot, lambda: view.scroll_y == view.max_scroll_y)
-
-
-async def test_the_filter_shows_only_lines_with_the_word_and_escape_all_again() -> None:
-    async with EricApp(FakeLink(scenes.busy()), start="logs").run_test() as pilot:
-        await until(pilot, lambda: "port 8000 is taken" in lines(pilot))
-        await pilot.press("slash", *"kernels")
-        await until(pilot, lambda: "port" not in lines(pilot) and "kernels" in lines(pilot))
-        await pilot.press("escape")
-        await until(pilot, lambda: "port" in lines(pilot))
-        assert pilot.app.screen.query_one("#word", Input).value == ""
-
-
-async def test_the_level_can_be_raised() -> None:
-    async with EricApp(FakeLink(scenes.busy()), start="logs").run_test() as pilot:
-        await until(pilot, lambda: "port 8000 is taken" in lines(pilot))
-        await pilot.press("v", "v")
-        assert pilot.app.screen.query_one(LogView).level == logging.WARNING
-        await until(pilot, lambda: "loading" not in lines(pilot) and "kernels" in lines(pilot))
 
 
 def test_the_engine_says_which_attention_computes_and_why() -> None:
