@@ -1,0 +1,241 @@
+"""The Insight page: opened from anywhere, what it shows, counting anew, measuring, and how it looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Footer
+
+from console.app import EricApp
+from console.commands import entries
+from console.screens.confirm import ConfirmScreen
+from console.screens.insight import InsightScreen
+from console.widgets.insight_panel import InsightPanel
+from engine.errors import EngineBusy
+from tests.fakes import insight_scenes, scenes
+from tests.fakes.link import FakeLink
+from tests.ui.seen import rows, screen_text, until
+
+WIDE, SMALL = (120, 40), (80, 24)
+
+
+def an_app(**changes: Any) -> tuple[EricApp, FakeLink]:
+    link = FakeLink(insight_scenes.hours_of_work(**changes))
+    return EricApp(link), link
+
+
+async def opened(pilot: Pilot[Any]) -> InsightScreen:
+    await pilot.press("n")
+    await until(pilot, lambda: isinstance(pilot.app.screen, InsightScreen))
+    await pilot.pause()
+    assert isinstance(pilot.app.screen, InsightScreen)
+    return pilot.app.screen
+
+
+async def settled(pilot: Pilot[Any]) -> None:
+    await pilot.app.workers.wait_for_complete()
+    await pilot.pause()
+
+
+# --- opening ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("digit", ["1", "2", "4", "7"])
+async def test_it_opens_from_any_screen_and_closes_again(digit: str) -> None:
+    app, _ = an_app()
+    async with app.run_test(size=WIDE) as pilot:
+        await pilot.press(digit)
+        await pilot.pause()
+        before = app.screen
+        await opened(pilot)
+        await pilot.press("escape")
+        assert app.screen is before
+        await opened(pilot)
+        await pilot.press("n")
+        assert app.screen is before
+
+
+async def test_it_is_an_entry_of_the_palette() -> None:
+    app, _ = an_app()
+    async with app.run_test(size=WIDE):
+        titles = [entry.title for entry in entries(app.screen)]
+        assert any(title.startswith("Insight") for title in titles)
+
+
+async def test_its_keys_are_entries_of_the_palette_and_can_be_clicked() -> None:
+    app, _ = an_app()
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot)
+        found = {entry.active.binding.id for entry in entries(screen)}
+        assert {"insight.reset", "insight.measure", "insight.close"} <= found
+        assert screen.query_one(Footer)
+        assert "Count anew" in rows(app)[-1]
+
+
+# --- what it shows ----------------------------------------------------------------------------------------------------
+
+
+async def test_every_number_of_the_issue_is_there() -> None:
+    app, _ = an_app()
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot)
+        seen = screen_text(app)
+        for text in (
+            "Where time goes",
+            "TTFT within 500 ms · mean ITL within 50 ms",
+            "93% · 3,703 of 3,981 requests",
+            "6,904 of 8,192 tokens",
+            "82.3k of 100k",
+            "527 tok/s out",
+            "0.84 J per token",
+            "1.24 kWh · 0.38 EUR",
+            "642 of 936 GB/s",
+            "19 of 71 TFLOP/s",
+        ):
+            assert text in seen
+
+
+async def test_it_follows_the_engine_while_it_is_open() -> None:
+    app, link = an_app()
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot)
+        link.show(insight_scenes.hours_of_work(longest_context_tokens=7777))
+        await until(pilot, lambda: "7,777 of 8,192" in screen_text(app))
+
+
+async def test_what_did_not_change_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    app, link = an_app()
+    drawn: list[str | None] = []
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot)
+        update = InsightPanel.update
+
+        def noted(self: InsightPanel, *arguments: Any, **named: Any) -> None:
+            drawn.append(self.id)
+            update(self, *arguments, **named)
+
+        monkeypatch.setattr(InsightPanel, "update", noted)
+        screen.refresh_view()
+        assert drawn == []
+        link.show(insight_scenes.hours_of_work(longest_context_tokens=7777))
+        screen.refresh_view()
+        assert drawn == ["insight-context"]
+
+
+async def test_guesses_are_shown_only_where_there_are_any() -> None:
+    app, link = an_app(drafts=())
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot)
+        assert "Guesses that held" not in screen_text(app)
+        link.show(insight_scenes.hours_of_work())
+        await until(pilot, lambda: "Guesses that held" in screen_text(app))
+
+
+async def test_on_a_small_terminal_it_is_one_column_that_scrolls_to_the_end() -> None:
+    app, _ = an_app()
+    async with app.run_test(size=SMALL) as pilot:
+        await opened(pilot)
+        assert "Work of the devices" not in screen_text(app)
+        await pilot.press("end")
+        await until(pilot, lambda: "311 of 936 GB/s" in screen_text(app))
+
+
+async def test_nothing_yet_is_said_and_not_drawn() -> None:
+    app = EricApp(FakeLink(scenes.empty()))
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot)
+        seen = screen_text(app)
+        assert "No answer has ended yet" in seen
+        assert "No worker holds a model" in seen
+        assert "no model is loaded" in seen
+
+
+async def test_a_terminal_without_blocks_gets_ascii() -> None:
+    app, _ = an_app()
+    app.set_class(True, "-ascii")
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot)
+        assert screen_text(app).isascii()
+
+
+# --- counting anew ----------------------------------------------------------------------------------------------------
+
+
+async def test_counting_anew_asks_once() -> None:
+    app, link = an_app()
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot)
+        await pilot.press("r")
+        assert isinstance(app.screen, ConfirmScreen)
+        assert link.commands == []
+        await pilot.press("y")
+        await settled(pilot)
+        assert link.names() == ["reset_session"]
+        await until(pilot, lambda: "0 ended" in screen_text(app))
+        assert "1.24 kWh" in screen_text(app)
+
+
+async def test_counting_anew_can_be_thought_better_of() -> None:
+    app, link = an_app()
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot)
+        await pilot.press("r", "n")
+        await settled(pilot)
+        assert isinstance(app.screen, InsightScreen)
+        assert link.commands == []
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+async def test_the_processor_is_measured_on_demand() -> None:
+    link = FakeLink(insight_scenes.one_answer())
+    app = EricApp(link)
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot)
+        await pilot.press("l")
+        await settled(pilot)
+        assert link.names() == ["measure_limits"]
+
+
+async def test_a_refusal_is_shown() -> None:
+    link = FakeLink(insight_scenes.one_answer())
+    link.failures["measure_limits"] = EngineBusy("The processor can only be measured while no request is running")
+    app = EricApp(link)
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot)
+        await pilot.press("l")
+        await settled(pilot)
+        assert "can only be measured" in list(app._notifications)[-1].message
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [WIDE, SMALL], ids=["120x40", "80x24"])
+def test_hours_of_work_look_right(snap_compare: Any, size: tuple[int, int]) -> None:
+    app, _ = an_app()
+    assert snap_compare(app, terminal_size=size, press=["n"])
+
+
+def test_the_end_of_the_page_looks_right_on_a_small_terminal(snap_compare: Any) -> None:
+    app, _ = an_app()
+    assert snap_compare(app, terminal_size=SMALL, press=["n", "end"])
+
+
+def test_one_answer_on_a_processor_looks_right_in_the_light_theme(snap_compare: Any) -> None:
+    app = EricApp(FakeLink(insight_scenes.one_answer()), theme="ericllm-light")
+    assert snap_compare(app, terminal_size=WIDE, press=["n"])
+
+
+def test_nothing_yet_looks_right(snap_compare: Any) -> None:
+    app = EricApp(FakeLink(scenes.empty()))
+    assert snap_compare(app, terminal_size=(100, 30), press=["n"])
+
+
+def test_it_looks_right_without_block_characters(snap_compare: Any) -> None:
+    app, _ = an_app()
+    app.set_class(True, "-ascii")
+    assert snap_compare(app, terminal_size=WIDE, press=["n"])

@@ -1,0 +1,233 @@
+"""What the panels of insight say of given numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+import pytest
+from textual.content import Content
+
+from console.widgets import insight_words as words
+from console.widgets.insight_charts import gauge, histogram, percent, share_bars
+from console.widgets.insight_numbers import cost, duration, energy, of_limit, scaled, short, tokens
+from console.widgets.insight_words import Room
+from engine.snapshot import (
+    DeviceLimits,
+    DeviceReading,
+    DeviceWork,
+    Energy,
+    Goodput,
+    Insight,
+    Lengths,
+    Session,
+    Snapshot,
+)
+from tests.fakes import insight_scenes, scenes
+
+ROOM = Room(54)
+
+
+def said(panel: Callable[[Snapshot, Room], Iterable[Content]], snapshot: Snapshot, room: Room = ROOM) -> str:
+    """What a panel says, as text."""
+    return "\n".join(line.plain for line in panel(snapshot, room))
+
+
+def of(**changes: object) -> Snapshot:
+    """A snapshot with that insight alone."""
+    return scenes.empty(insight=Insight(**changes))  # type: ignore[arg-type]
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0.0, "0.00"), (0.523, "0.52"), (1.0, "1.0"), (5.23, "5.2"), (52.3, "52"), (1204.4, "1,204")],
+)
+def test_numbers_have_the_digits_that_matter(value: float, expected: str) -> None:
+    assert short(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0, "0 FLOP/s"),
+        (2.4e9, "2.4 GFLOP/s"),
+        (8.61e12, "8.6 TFLOP/s"),
+        (9.999e11, "1.0 TFLOP/s"),
+        (1.2e15, "1.2 PFLOP/s"),
+    ],
+)
+def test_rates_have_a_unit_that_fits(value: float, expected: str) -> None:
+    assert scaled(value, "FLOP/s") == expected
+
+
+def test_a_rate_and_its_limit_have_the_unit_of_the_limit() -> None:
+    assert of_limit(8.6e12, 7.1e13, "FLOP/s") == "8.6 of 71 TFLOP/s"
+    assert of_limit(12e9, 3.352e12, "B/s") == "0.01 of 3.4 TB/s"
+
+
+@pytest.mark.parametrize(
+    ("joules", "expected"),
+    [(0, "0 J"), (512, "512 J"), (11_520, "3.2 Wh"), (4.464e6, "1.24 kWh"), (7.2e9, "2,000.00 kWh")],
+)
+def test_energy_has_the_unit_of_its_size(joules: float, expected: str) -> None:
+    assert energy(joules) == expected
+
+
+def test_a_cost_is_energy_times_the_rate() -> None:
+    assert cost(3.6e6 * 4, 0.25, "EUR") == "1.00 EUR"
+    assert cost(36_000, 0.25, "EUR") == "0.0025 EUR"
+    assert cost(3.6e6 * 2, 0.3, "") == "0.60"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(41, "41 s"), (725, "12 min"), (8120, "2 h 15 min"), (273_700, "3 d 4 h")]
+)
+def test_durations_have_two_units_at_most(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected
+
+
+def test_lengths_are_written_in_full_while_they_are_short() -> None:
+    assert (tokens(3421), tokens(32_768)) == ("3,421", "32.8k")
+
+
+def test_what_is_there_is_never_nothing() -> None:
+    assert (percent(0.0), percent(0.001), percent(0.06)) == ("0%", "<1%", "6%")
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_gauge_is_read_without_colours() -> None:
+    assert gauge(0.5, 10, "").plain == "━━━━━─────"
+    assert gauge(0.25, 10, "").plain == "━━╸───────"
+    assert (gauge(-1.0, 4, "").plain, gauge(7.0, 4, "").plain) == ("────", "━━━━")
+
+
+def test_a_histogram_shows_the_buckets_from_the_first_to_the_last_that_have_something() -> None:
+    lengths = Lengths(bounds=(16, 32, 64, 128, 256, 512), counts=(0, 0, 4, 0, 2, 0, 0))
+    lines = [line.plain.rstrip() for line in histogram(lengths, 40, "")]
+    assert lines[-1].split() == ["32", "64", "128", "256", "512"]
+    assert lines[0] == "      █████"
+    assert lines[3] == "      █████       █████"
+
+
+def test_a_histogram_that_is_too_wide_joins_neighbours_and_loses_nobody() -> None:
+    lengths = Lengths(bounds=tuple(2**power for power in range(4, 18)), counts=(1,) * 15)
+    lines = [line.plain for line in histogram(lengths, 16, "")]
+    assert max(map(len, lines)) <= 18
+    assert lines[-1].endswith("more")
+
+
+def test_a_histogram_of_nothing_is_nothing() -> None:
+    assert histogram(Lengths(bounds=(16,), counts=(0, 0)), 40, "") == []
+
+
+def test_a_histogram_in_ascii_has_no_blocks() -> None:
+    lengths = Lengths(bounds=(16, 32), counts=(3, 1, 0))
+    assert all(line.plain.isascii() for line in histogram(lengths, 30, "", ascii_only=True))
+
+
+def test_bars_of_shares_are_aligned() -> None:
+    lines = [line.plain for line in share_bars((("stop", 0.9, "", "3,702"), ("length", 0.06, "", "249")), 50)]
+    assert [len(line) for line in lines] == [50, 50]
+    assert lines[1].endswith("   6%    249")
+
+
+# --- panels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [44, 54, 76, 120])
+@pytest.mark.parametrize(
+    "snapshot",
+    [insight_scenes.hours_of_work(), insight_scenes.one_answer(), scenes.empty()],
+    ids=["hours", "one answer", "nothing"],
+)
+def test_every_line_fits_its_panel(snapshot: Snapshot, width: int) -> None:
+    panels = (words.time_spent, words.endings, words.prompts, words.answers, words.context, words.drafts, words.work)
+    for panel in panels:
+        assert all(line.cell_length <= max(width, 51) for line in panel(snapshot, Room(width))), panel.__name__
+
+
+def test_a_session_averages_over_busy_time() -> None:
+    busy = Session(since=scenes.NOW, elapsed_s=200.0, busy_s=50.0, output_tokens=5000, prompt_tokens=1000, batch=3.0)
+    text = said(words.session, of(session=busy))
+    assert "25% · 50 s" in text
+    assert "100 tok/s out · 20 in" in text
+    assert "3.0 requests in a step" in text
+
+
+def test_the_share_of_a_phase_is_of_all_time_spent() -> None:
+    text = said(words.time_spent, insight_scenes.hours_of_work())
+    assert "decode     5.21 s  12.8 s  31.0 s  6.40 s     95%" in text
+
+
+def test_goodput_without_an_slo_says_where_one_is_set() -> None:
+    assert "slo_ttft" in said(words.goodput, of())
+
+
+def test_goodput_is_a_share_and_a_rate() -> None:
+    text = said(words.goodput, of(goodput=Goodput(slo_itl_s=0.05, judged=8, kept=6, per_s=1.5)))
+    assert "mean ITL within 50 ms" in text
+    assert "TTFT" not in text
+    assert "75% · 6 of 8 requests" in text
+    assert "1.5 in the last minute" in text
+
+
+def test_goodput_before_the_first_answer_is_unknown() -> None:
+    assert "no answer has ended yet" in said(words.goodput, of(goodput=Goodput(slo_itl_s=0.05)))
+
+
+def test_context_is_held_against_what_the_model_takes() -> None:
+    text = said(words.context, of(longest_context_tokens=2048, configured_context_tokens=8192))
+    assert "2,048 of 8,192 tokens · 25%" in text
+    assert "no model is loaded" in said(words.context, of(longest_context_tokens=2048))
+
+
+def test_energy_has_its_cost_where_a_rate_is_set() -> None:
+    drawn = Energy(power_w=300.0, session_joules=9e5, busy_joules=6e5, today_joules=3.6e6)
+    done = Session(output_tokens=300_000)
+    plain = scenes.busy(insight=Insight(energy=drawn, session=done), output_tokens_per_s=600.0)
+    assert "300 W · 2.0 tok/s per W" in said(words.power, plain)
+    assert "2.0 J per token while busy · 0.25 kWh" in said(words.power, plain)
+    assert said(words.power, plain).endswith("today      1.00 kWh")
+    priced = msgspec.structs.replace(drawn, rate_per_kwh=0.3, currency="EUR")
+    assert "1.00 kWh · 0.30 EUR" in said(words.power, of(energy=priced))
+
+
+def test_power_that_nobody_tells_is_said_to_be_unknown() -> None:
+    assert "no device in use tells what it draws" in said(words.power, of(energy=Energy(unmetered=1)))
+    assert "no device is in use" in said(words.power, of(energy=Energy()))
+    assert "1 device in use not counted" in said(words.power, of(energy=Energy(power_w=5.0, unmetered=1)))
+
+
+def test_the_energy_of_today_stays_after_the_devices_went_silent() -> None:
+    assert "0.50 kWh" in said(words.power, of(energy=Energy(today_joules=1.8e6)))
+
+
+def test_work_is_a_share_of_the_limit_and_an_unknown_limit_is_no_share() -> None:
+    known = DeviceWork(
+        device="cuda:0", flops_per_s=1e13, flops_limit_per_s=1e14, bytes_per_s=9e11, bytes_limit_per_s=6e11
+    )
+    text = said(words.work, of(work=(known,)))
+    assert "10%" in text
+    assert "10 of 100 TFLOP/s" in text
+    assert "150%" in text
+    unknown = said(words.work, of(work=(DeviceWork(device="cuda:3", flops_per_s=1e13),)))
+    assert "GPU3" in unknown
+    assert "limit not known" in unknown
+    assert "%" not in unknown
+
+
+def test_a_simulated_device_and_an_unmeasured_processor_are_said_to_be_so() -> None:
+    simulated = DeviceReading(id="sim:0", name="", kind="simulated", utilisation=None, total_bytes=1)
+    text = said(words.work, scenes.empty(devices=(simulated,), insight=Insight(work=(DeviceWork(device="sim:0"),))))
+    assert "simulated" in text
+    assert "l measures" not in text
+    cpu = said(words.work, insight_scenes.one_answer())
+    assert "not measured" in cpu
+    assert "l measures what the processor can" in cpu
+    measured = insight_scenes.one_answer(limits=DeviceLimits(flops_16bit_per_s=1e11, bytes_per_s=2e10))
+    assert "l measures" not in said(words.work, measured)
