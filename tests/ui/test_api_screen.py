@@ -1,0 +1,316 @@
+"""The API screen: where it listens, who may ask and who does, what went wrong; and what its keys do about it."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import msgspec
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from console.api.errors import CannotListen
+from console.app import EricApp
+from console.curl import curl_line
+from console.link import ApiStatus
+from console.links.api import ApiReport, FailureCount, KeyReading
+from console.screens.api import ApiScreen
+from console.screens.api_forms import AddressScreen, KeyScreen, NewKeyScreen
+from console.screens.confirm import ConfirmScreen
+from console.widgets.api_head import place_line, traffic_line
+from console.widgets.api_tables import ago, failures_title
+from console.widgets.table import Table
+from engine.errors import ErrorInfo
+from tests.fakes import scenes
+from tests.fakes.link import FakeLink
+from tests.fakes.link_api import KEY, REPORT
+from tests.ui.seen import screen_text, until
+
+SERVED = ApiStatus(running=True, clients=3, requests=4120, key_required=True)
+OPEN = ApiStatus(running=True, clients=3, requests=4120)
+
+
+def link_of(served: ApiStatus = SERVED, report: ApiReport = REPORT) -> FakeLink:
+    """A link whose server is so."""
+    link = FakeLink(scenes.busy(), api=served)
+    link.api.seen = report
+    return link
+
+
+def an_app(link: FakeLink | None = None, **options: Any) -> EricApp:
+    """The console on the API screen."""
+    return EricApp(link or link_of(), start="api", **options)
+
+
+async def seen(pilot: Pilot[None], words: str) -> None:
+    """Wait until words are on the screen."""
+    await until(pilot, lambda: words in screen_text(pilot.app))
+
+
+async def asked(pilot: Pilot[None], screen: type[object]) -> None:
+    """Wait until a question is in front."""
+    await until(pilot, lambda: isinstance(pilot.app.screen, screen) and pilot.app.screen.is_mounted)
+    await pilot.pause()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40), (160, 50)])
+async def test_the_essentials_are_seen_at_every_size(size: tuple[int, int]) -> None:
+    async with an_app().run_test(size=size) as pilot:
+        await seen(pilot, "● on")
+        text = screen_text(pilot.app)
+    for words in (
+        "http://127.0.0.1:8000",
+        "a key is needed",
+        "14 under way",
+        "214 requests/min",
+        "3 failed/min",
+        "c copies",
+        "app",
+        "settings",
+        "admin",
+        "OpenAI",
+        "○ off",
+        "10.0.0.17",
+        "19 × 429 queue_full",
+        "429",
+    ):
+        assert words in text, words
+
+
+async def test_the_curl_line_is_copied_whole_and_names_the_variable_instead_of_the_key() -> None:
+    async with an_app().run_test() as pilot:
+        await seen(pilot, "c copies")
+        await pilot.press("c")
+        words = shlex.split(pilot.app.clipboard)
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert "Authorization: Bearer $ERICLLM_API_KEY" in words
+    assert '"NeuralHermes-7B"' in words[-1]
+
+
+def test_the_curl_line_fits_what_is_on_and_survives_a_shell() -> None:
+    def line(*dialects: str, model: str = "it's", key: bool = False) -> list[str]:
+        return shlex.split(curl_line("http://[::1]:80", model, dialects=dialects, with_key=key))
+
+    assert line("generate")[1] == "http://[::1]:80/generate"
+    assert line("openai", "generate")[1] == "http://[::1]:80/v1/chat/completions"
+    assert "it's" in line("openai")[-1]
+    assert "model" not in line("openai", model="")[-1].partition("messages")[0]
+    assert not any("Authorization" in word for word in line("openai"))
+    assert line() == []
+
+
+async def test_a_new_key_is_shown_once_and_can_be_copied() -> None:
+    link = link_of()
+    async with an_app(link).run_test() as pilot:
+        await seen(pilot, "Keys")
+        await pilot.press("w")
+        await asked(pilot, KeyScreen)
+        await pilot.press(*"ci", "tab", "down", "down", "space", "shift+tab", "enter")
+        await asked(pilot, NewKeyScreen)
+        assert KEY in screen_text(pilot.app)
+        await pilot.press("c")
+        assert pilot.app.clipboard == KEY
+        await pilot.press("escape")
+        await until(pilot, lambda: KEY not in screen_text(pilot.app))
+        await until(pilot, lambda: "ci" in [row.key for row in _table(pilot, "keys").rows])
+    assert ("make_key", {"name": "ci", "scopes": ("use", "watch")}) in link.commands
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ((), "Type a name for the key."),
+        (tuple("app"), "There is a key called app already."),
+        (("c", "i", "tab", "down", "space", "shift+tab"), "A key that may do nothing is of no use"),
+    ],
+)
+async def test_a_key_that_cannot_be_made_says_why_in_the_form(keys: tuple[str, ...], complaint: str) -> None:
+    link = link_of()
+    async with an_app(link).run_test() as pilot:
+        await seen(pilot, "Keys")
+        await pilot.press("w")
+        await asked(pilot, KeyScreen)
+        await pilot.press(*keys, "enter")
+        await seen(pilot, complaint)
+    assert "make_key" not in link.names()
+
+
+async def test_a_key_is_revoked_after_a_question() -> None:
+    link = link_of()
+    async with an_app(link).run_test() as pilot:
+        await seen(pilot, "grafana")
+        await pilot.press("down", "down", "x")
+        await asked(pilot, ConfirmScreen)
+        assert "Revoke the key app?" in screen_text(pilot.app)
+        await pilot.press("n")
+        assert "revoke_key" not in link.names()
+        await pilot.press("x")
+        await asked(pilot, ConfirmScreen)
+        await pilot.press("y")
+        await until(pilot, lambda: ("revoke_key", {"name": "app"}) in link.commands)
+
+
+async def test_revoking_the_last_key_says_what_follows() -> None:
+    report = msgspec.structs.replace(REPORT, keys=(KeyReading(name="app", scopes=("use",)),))
+    async with an_app(link_of(report=report)).run_test() as pilot:
+        await seen(pilot, "app")
+        await pilot.press("down", "x")
+        await asked(pilot, ConfirmScreen)
+        assert "It is the last one: nobody needs a key then." in screen_text(pilot.app)
+
+
+async def test_the_settings_key_is_not_revoked_here() -> None:
+    link = link_of()
+    async with an_app(link).run_test(notifications=True, size=(140, 40)) as pilot:
+        await seen(pilot, "settings")
+        await pilot.press("down", "x")
+        await seen(pilot, "That key comes from --api-key")
+    assert "revoke_key" not in link.names()
+
+
+async def test_a_dialect_is_switched_off_after_a_question_and_on_without_one() -> None:
+    link = link_of()
+    async with an_app(link).run_test() as pilot:
+        await seen(pilot, "Dialects")
+        await pilot.press("d", "d")
+        await asked(pilot, ConfirmScreen)
+        assert "Switch OpenAI off?" in screen_text(pilot.app)
+        await pilot.press("y")
+        await seen(pilot, "No dialect is on")
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: link.names().count("switch_dialect") == 2)
+        await seen(pilot, "/generate")
+    assert [command for command in link.commands if command[0] == "switch_dialect"] == [
+        ("switch_dialect", {"name": "openai", "on": False}),
+        ("switch_dialect", {"name": "generate", "on": True}),
+    ]
+
+
+async def address(pilot: Pilot[None], host: str, port: str) -> None:
+    """Ask for another address in the form."""
+    await seen(pilot, "http://")
+    await pilot.press("l")
+    await asked(pilot, AddressScreen)
+    pilot.app.screen.query_one("#host", Input).value = host
+    pilot.app.screen.query_one("#port", Input).value = port
+    await pilot.press("enter")
+
+
+async def test_another_port_is_listened_on_at_once() -> None:
+    link = link_of(OPEN)
+    async with an_app(link).run_test() as pilot:
+        await address(pilot, "127.0.0.1", "9000")
+        await seen(pilot, "http://127.0.0.1:9000")
+    assert ("listen", {"host": "127.0.0.1", "port": 9000}) in link.commands
+
+
+async def test_opening_it_to_other_machines_without_a_key_is_asked_about() -> None:
+    link = link_of(OPEN, msgspec.structs.replace(REPORT, keys=()))
+    async with an_app(link).run_test() as pilot:
+        await address(pilot, "0.0.0.0", "8000")
+        await asked(pilot, ConfirmScreen)
+        assert "0.0.0.0 is open to other machines, and there is no key." in screen_text(pilot.app)
+        await pilot.press("n")
+        assert "listen" not in link.names()
+        await address(pilot, "0.0.0.0", "8000")
+        await asked(pilot, ConfirmScreen)
+        await pilot.press("y")
+        await seen(pilot, "✖ open to other machines without a key")
+
+
+async def test_opening_it_to_other_machines_with_a_key_asks_nothing() -> None:
+    link = link_of()
+    async with an_app(link).run_test() as pilot:
+        await address(pilot, "0.0.0.0", "8000")
+        await until(pilot, lambda: "listen" in link.names())
+
+
+async def test_switching_it_on_for_other_machines_without_a_key_is_asked_about() -> None:
+    link = link_of(ApiStatus(running=False, host="0.0.0.0"))
+    async with an_app(link).run_test() as pilot:
+        await seen(pilot, "○ off")
+        await pilot.press("a")
+        await asked(pilot, ConfirmScreen)
+        await pilot.press("y")
+        await until(pilot, lambda: "start_api" in link.names())
+
+
+async def test_an_address_that_cannot_be_had_is_told_and_nothing_changes() -> None:
+    link = link_of()
+    link.failures["listen"] = CannotListen("Cannot listen on 127.0.0.1 port 80: this user may not use port 80")
+    async with an_app(link).run_test(notifications=True, size=(140, 40)) as pilot:
+        await address(pilot, "127.0.0.1", "80")
+        await seen(pilot, "Cannot listen on 127.0.0.1 port 80")
+        assert "http://127.0.0.1:8000" in screen_text(pilot.app)
+
+
+@pytest.mark.parametrize(("host", "port", "complaint"), [("", "80", "Type an address"), ("::1", "70000", "0 to 65535")])
+async def test_an_address_that_is_none_is_told_in_the_form(host: str, port: str, complaint: str) -> None:
+    link = link_of()
+    async with an_app(link).run_test() as pilot:
+        await address(pilot, host, port)
+        await seen(pilot, complaint)
+    assert "listen" not in link.names()
+
+
+async def test_enter_on_a_failure_tells_all_of_it() -> None:
+    async with an_app().run_test(notifications=True, size=(140, 40)) as pilot:
+        await seen(pilot, "queue_full")
+        _table(pilot, "failures").focus()
+        await pilot.press("down", "enter")
+        await seen(pilot, "POST /v1/chat/completions from 10.0.0.17")
+
+
+def test_a_server_that_failed_says_why() -> None:
+    error = ErrorInfo(
+        code="cannot_listen", message="Cannot listen on 127.0.0.1 port 8000: another program listens there"
+    )
+    assert "another program listens there" in place_line(ApiStatus(error=error), 140).plain
+
+
+def test_less_is_said_where_there_is_less_room() -> None:
+    wide, narrow, tiny = (traffic_line(REPORT, width, ascii_only=False).plain for width in (140, 70, 20))
+    assert wide.endswith("3 failed/min   4,120 so far")
+    assert "requests/min" in narrow
+    assert "failed" not in narrow
+    assert tiny == "14 under way"
+
+
+def test_counts_of_failures_are_named_as_far_as_there_is_room() -> None:
+    counts = [FailureCount(status=400 + at, code="a_code", count=9) for at in range(3)]
+    assert failures_title(counts, 100).endswith("9 × 402 a_code")
+    assert failures_title(counts, 45) == "Failures: 9 × 400 a_code and 2 more kinds"
+    assert failures_title(counts, 10) == "Failures"
+    assert failures_title((), 100) == "Failures"
+
+
+def test_how_long_ago_is_told_in_one_unit() -> None:
+    assert [ago(value) for value in (-1, 0, 59, 60, 3600, 90_000)] == ["0 s", "0 s", "59 s", "1 min", "1 h", "1 d"]
+
+
+def _table(pilot: Pilot[None], panel: str) -> Table:
+    assert isinstance(pilot.app.screen, ApiScreen)
+    return pilot.app.screen.query_one(f"#{panel}-table", Table)
+
+
+@pytest.mark.parametrize(
+    ("size", "theme", "served", "keys"),
+    [
+        ((80, 24), "ericllm-dark", SERVED, ("down", "down")),
+        ((120, 40), "ericllm-dark", SERVED, ("down",)),
+        ((120, 40), "ericllm-light", OPEN, ("w",)),
+        ((160, 45), "ericllm-light", SERVED, ()),
+        ((80, 24), "ericllm-dark", SERVED, ("l",)),
+    ],
+    ids=["small", "medium", "light, a new key", "wide, light", "small, an address"],
+)
+def test_the_api_looks_right(
+    snap_compare: Any, size: tuple[int, int], theme: str, served: ApiStatus, keys: tuple[str, ...]
+) -> None:
+    async def ready(pilot: Pilot[None]) -> None:
+        await seen(pilot, "http://")
+        await pilot.press(*keys)
+        await pilot.pause()
+
+    assert snap_compare(an_app(link_of(served), theme=theme), terminal_size=size, run_before=ready)
