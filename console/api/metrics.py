@@ -9,6 +9,7 @@ from typing import get_args
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from console.api.insight_metrics import insight_families
 from engine.backends.base import BackendStats
 from engine.snapshot import Histogram, ModelState, Snapshot, WorkerReading
 
@@ -17,6 +18,8 @@ _HISTOGRAMS = {
     "inter_token_latency_seconds": "Time between tokens",
     "e2e_request_latency_seconds": "Time from submission to the last token",
     "request_queue_time_seconds": "Time until a worker took the request",
+    "request_prefill_time_seconds": "Time from there to the first token",
+    "request_decode_time_seconds": "Time from the first token to the last",
     "request_prompt_tokens": "Prompt tokens of a request",
     "request_generation_tokens": "Generated tokens of a request",
 }
@@ -68,6 +71,7 @@ class SnapshotCollector(Collector):
         yield from _prefix_counters(models)
         yield from _workers(snapshot)
         yield from _devices(snapshot)
+        yield from insight_families(snapshot.insight, labels)
 
 
 @dataclass(slots=True)

@@ -24,6 +24,8 @@ VLLM_NAMES = {
     "vllm:time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds",
     "vllm:e2e_request_latency_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
     "vllm:request_success",
     "vllm:num_preemptions",
     "vllm:spec_decode_num_draft_tokens",

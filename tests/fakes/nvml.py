@@ -39,6 +39,10 @@ class Card:
     mig: bool | None = None
     slices: Sequence[Card | None] = ()
     lost: bool = False
+    capability: tuple[int, int] | None = None
+    cores: int | None = None
+    clocks_mhz: Mapping[int, int] = field(default_factory=dict)
+    memory_bits: int | None = None
 
 
 def mig_slice(uuid: str, gib: int, **readings: Any) -> Card:
@@ -73,6 +77,10 @@ class FakeNvml:
             "nvmlDeviceGetEnforcedPowerLimit": lambda card: _given(card.power_limit),
             "nvmlDeviceGetComputeRunningProcesses": lambda card: _processes(card.compute),
             "nvmlDeviceGetGraphicsRunningProcesses": lambda card: _processes(card.graphics),
+            "nvmlDeviceGetCudaComputeCapability": lambda card: _given(card.capability),
+            "nvmlDeviceGetNumGpuCores": lambda card: _given(card.cores),
+            "nvmlDeviceGetMaxClockInfo": lambda card, clock: _given(card.clocks_mhz.get(clock)),
+            "nvmlDeviceGetMemoryBusWidth": lambda card: _given(card.memory_bits),
             "nvmlDeviceGetMigMode": lambda card: [_given(card.mig), False],
             "nvmlDeviceGetMaxMigDeviceCount": lambda card: len(card.slices),
             "nvmlDeviceGetMigDeviceHandleByIndex": lambda card, index: _given(card.slices[index], NOT_FOUND),

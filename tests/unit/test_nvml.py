@@ -134,3 +134,38 @@ def test_a_worker_computes_on_the_first_slice_alone(machine: Machine, monkeypatc
     assert [device.id for device in computable(readings)] == ["cuda:0"]
     monkeypatch.setattr("engine.devices._torch_has_cuda", lambda: False)
     assert computable(readings) == []
+
+
+_H100 = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "capability": (9, 0),
+    "cores": 16896,
+    "clocks_mhz": {1: 1830, 2: 2619},
+    "memory_bits": 5120,
+}
+
+
+def test_a_cards_limits_are_worked_out_of_its_cores_its_clocks_and_its_bus(machine: Machine) -> None:
+    [gpu] = machine(Card(**_H100)).read()  # type: ignore[arg-type]
+    assert gpu.limits is not None
+    assert gpu.limits.flops_16bit_per_s == pytest.approx(989.4e12, rel=1e-3)
+    assert gpu.limits.flops_32bit_per_s == pytest.approx(61.8e12, rel=1e-3)
+    assert gpu.limits.bytes_per_s == pytest.approx(3.352e12, rel=1e-3)
+
+
+def test_a_card_that_tells_nothing_of_them_has_no_limits(machine: Machine) -> None:
+    [gpu] = machine(Card()).read()
+    assert gpu.limits is None
+
+
+def test_a_driver_that_tells_no_bus_width_leaves_the_memory_unknown(machine: Machine) -> None:
+    [gpu] = machine(Card(**(_H100 | {"memory_bits": None}))).read()  # type: ignore[arg-type]
+    assert gpu.limits is not None
+    assert gpu.limits.bytes_per_s is None
+    assert gpu.limits.flops_16bit_per_s is not None
+
+
+def test_a_slice_has_not_the_limits_of_the_whole_card(machine: Machine) -> None:
+    sliced = mig_slice("MIG-x", 10, **{key: value for key, value in _H100.items() if key != "name"})
+    [gpu] = machine(Card(mig=True, slices=(sliced,))).read()
+    assert gpu.limits is None

@@ -1,0 +1,65 @@
+"""Insight as Prometheus metrics. Counters are those of the session: when an operator counts anew they begin at 0, which
+Prometheus takes as a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from engine.snapshot import DeviceWork, Insight
+
+
+def insight_families(insight: Insight, labels: Mapping[str, str]) -> Iterator[Metric]:
+    """Goodput, guesses by position, busy time, context, energy and work; labels: those of vLLM's metrics."""
+    yield from _session(insight)
+    yield from _energy(insight)
+    yield from _work(insight.work)
+    positions = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Guesses that held, by how far ahead they were",
+        labels=[*labels, "position"],
+    )
+    for position, each in enumerate(insight.drafts):
+        positions.add_metric([*labels.values(), str(position)], each.held)
+    yield positions
+
+
+def _session(insight: Insight) -> Iterator[Metric]:
+    session, goodput = insight.session, insight.goodput
+    for name, text, value in (
+        ("ericllm_busy_seconds", "Time in which a worker computed", session.busy_s),
+        ("ericllm_judged_requests", "Requests that ended, without those that were cancelled", goodput.judged),
+        ("ericllm_goodput_requests", "Those of them that kept the SLO", goodput.kept),
+    ):
+        yield CounterMetricFamily(name, text, value=value)
+    longest = "Prompt and answer of the longest request that ended"
+    yield GaugeMetricFamily("ericllm_longest_context_tokens", longest, value=insight.longest_context_tokens)
+    if session.batch is not None:
+        yield GaugeMetricFamily("ericllm_mean_batch", "Requests in a step, on average", value=session.batch)
+
+
+def _energy(insight: Insight) -> Iterator[Metric]:
+    energy = insight.energy
+    if energy.power_w is None and not energy.today_joules:
+        return
+    drawn = "Energy that the devices in use drew"
+    yield CounterMetricFamily("ericllm_energy_joules", drawn, value=energy.session_joules)
+    yield CounterMetricFamily(
+        "ericllm_busy_energy_joules", f"{drawn} while a worker computed", value=energy.busy_joules
+    )
+    yield GaugeMetricFamily("ericllm_energy_today_joules", f"{drawn} since midnight", value=energy.today_joules)
+
+
+def _work(work: tuple[DeviceWork, ...]) -> Iterator[Metric]:
+    for name, text, field in (
+        ("ericllm_device_flops_per_second", "Operations that models ask of a device", "flops_per_s"),
+        ("ericllm_device_flops_limit_per_second", "The most that it can", "flops_limit_per_s"),
+        ("ericllm_device_read_bytes_per_second", "Weights and KV that models read of its memory", "bytes_per_s"),
+        ("ericllm_device_read_limit_bytes_per_second", "The most that it can read", "bytes_limit_per_s"),
+    ):
+        family = GaugeMetricFamily(name, text, labels=["device"])
+        for each in work:
+            if (value := getattr(each, field)) is not None:
+                family.add_metric([each.device], value)
+        yield family

@@ -1,0 +1,42 @@
+"""Insight as metrics: the names, and what is unknown is left out."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from console.api.metrics import SnapshotCollector
+from engine.snapshot import DeviceWork, Insight, Snapshot
+from tests.fakes import insight_scenes, scenes
+
+
+def scraped(snapshot: Snapshot) -> dict[tuple[str, str], float]:
+    """(name, position or device or "") -> value."""
+    registry = CollectorRegistry()
+    registry.register(SnapshotCollector(lambda: snapshot))
+    return {
+        (sample.name, sample.labels.get("position") or sample.labels.get("device") or ""): sample.value
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+    }
+
+
+def test_insight_is_scraped_by_name() -> None:
+    values = scraped(insight_scenes.hours_of_work())
+    assert values["ericllm_judged_requests_total", ""] == 3981
+    assert values["ericllm_goodput_requests_total", ""] == 3703
+    assert values["ericllm_busy_seconds_total", ""] == 4953.0
+    assert values["ericllm_energy_joules_total", ""] == 3.1e6
+    assert values["ericllm_energy_today_joules", ""] == 4.46e6
+    assert values["ericllm_longest_context_tokens", ""] == 6904
+    assert values["vllm:spec_decode_num_accepted_tokens_per_pos_total", "0"] == 82_310
+    assert values["vllm:spec_decode_num_accepted_tokens_per_pos_total", "3"] == 22_040
+    assert values["ericllm_device_read_bytes_per_second", "cuda:1"] == 311e9
+    assert values["ericllm_device_flops_limit_per_second", "cuda:0"] == 71.1e12
+
+
+def test_what_nobody_knows_is_left_out() -> None:
+    values = scraped(scenes.empty(insight=Insight(work=(DeviceWork(device="cuda:0", flops_per_s=5.0),))))
+    assert values["ericllm_device_flops_per_second", "cuda:0"] == 5.0
+    assert ("ericllm_device_flops_limit_per_second", "cuda:0") not in values
+    assert ("ericllm_energy_joules_total", "") not in values
