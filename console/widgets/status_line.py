@@ -73,9 +73,9 @@ def status_line(snapshot: Snapshot, api: ApiStatus, width: int, standing: Standi
 
 def _left(snapshot: Snapshot, api: ApiStatus, standing: Standing, brevity: int, room: int) -> Content:
     parts = [Content.styled("EricLLM", "bold $primary")] if brevity < _BREVITIES - 1 else []
-    parts += _where(standing, brevity)
     if standing.stale:
-        return _DOT.join([*parts, _reach(standing, room - sum(part.cell_length + 3 for part in parts))])
+        return _DOT.join([*(parts if brevity < 2 else ()), *_out_of_reach(standing, brevity)])
+    parts += _where(standing, brevity)
     name = _model(snapshot, brevity)
     if name is not None:
         parts.append(name)
@@ -102,16 +102,19 @@ def _where(standing: Standing, brevity: int) -> list[Content]:
     return where
 
 
-def _reach(standing: Standing, room: int) -> Content:
-    """Why what is shown is old."""
+def _out_of_reach(standing: Standing, brevity: int) -> list[Content]:
+    """Whose engine it was, and why what is shown of it is old."""
+    name = Content.styled(text.clip(standing.name, 40), "$accent")
     if standing.reach == "connecting":
-        return Content.styled("◌ connecting", "$worker-loading")
-    wait_s = standing.retry_in_s
-    again = "" if wait_s is None else f", trying again in {math.ceil(wait_s)} s"
-    head = "✖ refused" if standing.reach == "refused" else "✖ connection lost" if wait_s is not None else "✖"
-    whole = f"{head}{again}: {standing.reason}" if head != "✖" else f"{head} {standing.reason}"
-    brief = f"{head}{again}" if head != "✖" and standing.reach == "lost" else whole
-    return Content.styled(whole if len(whole) <= room else text.clip(brief, room), "$worker-failed")
+        return [name, Content.styled("◌ connecting", "$worker-loading")][brevity > 2 :]
+    if standing.reach == "refused":
+        again, reason = "", f": {standing.reason}"
+    else:
+        again = "" if standing.retry_in_s is None else f", trying again in {math.ceil(standing.retry_in_s)} s"
+        reason = f": {standing.reason}" if brevity == 0 else ""
+    head = "✖ refused" if standing.reach == "refused" else "✖ connection lost" if again else "✖ cannot be read"
+    told = (head + again + reason, head + again + reason, head + again + reason, head, head)[brevity]
+    return [name, Content.styled(told, "$worker-failed")][brevity > 3 :]
 
 
 def _model(snapshot: Snapshot, brevity: int) -> Content | None:

@@ -1,0 +1,47 @@
+"""What the commands that look at other instances have in common: their arguments, and links to them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from console.loops import LoopThread
+from console.remote.address import DEFAULT_URL, address_of
+from console.remote.link import RemoteLink
+from console.settings import ENV_PREFIX
+
+KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
+
+
+def add_key(parser: argparse.ArgumentParser) -> None:
+    """--api-key. A key in config.toml is this machine's own, so it is sent nowhere."""
+    parser.add_argument("--api-key", metavar="KEY", default=None, help=f"key of the instance (or {KEY_VARIABLE})")
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """One instance."""
+    parser.add_argument(
+        "url", metavar="URL", nargs="?", default=DEFAULT_URL, help=f"the instance (default {DEFAULT_URL})"
+    )
+
+
+def key_of(given: argparse.Namespace) -> str | None:
+    """The key to send, None for none."""
+    key: str | None = given.api_key or os.environ.get(KEY_VARIABLE)
+    return key or None
+
+
+@contextmanager
+def connected(urls: list[str], api_key: str | None, hz: float) -> Iterator[list[RemoteLink]]:
+    """Links to instances, on a loop of their own. Raises InvalidRequest for what is no address."""
+    addresses = list(dict.fromkeys(map(address_of, urls)))
+    loop = LoopThread("remote")
+    links = [RemoteLink(address, loop=loop, api_key=api_key, hz=hz) for address in addresses]
+    try:
+        yield links
+    finally:
+        for link in links:
+            link.close()
+        loop.stop()

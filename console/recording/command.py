@@ -1,0 +1,89 @@
+"""`ericllm record FILE [URL]` and `ericllm replay FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from console.called import as_link
+from console.elsewhere import add_key, add_url, connected, key_of
+from console.recording.recorder import INTERVAL_S, Recorder
+from console.remote.errors import OutOfReach
+from console.remote.link import RemoteLink
+from console.settings import APP_NAME
+from console.widgets import text
+from engine.errors import EngineError
+
+FAILURE = 1
+_LOOK_S = 0.1
+
+
+def record(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Record an instance until ctrl+c; 1 with one sentence where it or the file cannot be used."""
+    parser.description = "Record what the console shows of an instance, until ctrl+c. An old recording is gone on with."
+    parser.add_argument("file", metavar="FILE", type=Path)
+    add_url(parser)
+    add_key(parser)
+    parser.add_argument("--interval", metavar="SECONDS", type=_seconds, default=INTERVAL_S, help="default 1")
+    parser.add_argument("--seconds", metavar="N", type=_seconds, default=None, help="end by itself after so long")
+    given = parser.parse_args(argv)
+    try:
+        _record(given)
+    except EngineError as error:
+        sys.stderr.write(f"{APP_NAME}: {error.message}\n")
+        return FAILURE
+    return 0
+
+
+def _record(given: argparse.Namespace) -> None:
+    asked = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: asked.set())
+    with connected([given.url], key_of(given), max(0.1, min(10.0, 1 / given.interval))) as (link,):
+        _await_first(link, asked)
+        _say(f"recording {link.standing().name} into {given.file}; ctrl+c ends it")
+        ends = None if given.seconds is None else time.monotonic() + given.seconds
+        with Recorder(as_link(link), given.file, given.interval) as recorder:
+            while not asked.wait(_LOOK_S) and not recorder.problem and (ends is None or time.monotonic() < ends):
+                pass
+    if recorder.problem:
+        raise EngineError(recorder.problem)
+    _say(f"{given.file} holds {text.size(given.file.stat().st_size)}")
+
+
+def _await_first(link: RemoteLink, asked: threading.Event) -> None:
+    """The first frame; raises the reason why there is none."""
+    while (standing := link.standing()).reach == "connecting" and not asked.wait(_LOOK_S):
+        pass
+    if standing.stale and not asked.is_set():
+        raise OutOfReach(standing.reason)
+
+
+def replay(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Show a recording in the console."""
+    parser.description = "Show a recording in the console: space pauses, arrows seek, < and > change the speed."
+    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("--theme", metavar="NAME", default=None, help="colour theme")
+    given = parser.parse_args(argv)
+    from console.recording.link import ReplayLink
+    from console.recording.reader import Recording
+    from console.screening import show_recording
+
+    return show_recording(ReplayLink(Recording(given.file)), given.theme)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{APP_NAME}: {line}\n")
+    sys.stderr.flush()
+
+
+def _seconds(value: str) -> float:
+    seconds = float(value)
+    if not 0.1 <= seconds <= 10**7:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0.1 and 10000000")
+    return seconds

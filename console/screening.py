@@ -1,0 +1,44 @@
+"""Opening the console on what is not an engine of this process: instances elsewhere, or a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from console.called import as_link
+from console.logs import logging_to
+from console.readonly import ReadOnlyLink
+from console.recording.link import ReplayLink
+from console.remote.link import RemoteLink
+from console.settings import data_dir, log_dir
+from console.sources import load_settings
+from engine.log import LogRing
+
+
+def show_instances(links: Sequence[RemoteLink], theme: str | None, *, read_only: bool) -> int:
+    """The console on instances; returns the exit code when the operator leaves."""
+    options = _options(theme)
+    from console.attached_app import AttachedApp
+
+    shown = [as_link(ReadOnlyLink(as_link(link)) if read_only else link) for link in links]
+    return _run(AttachedApp(shown, chats=data_dir() / "chats.db", **options))
+
+
+def show_recording(link: ReplayLink, theme: str | None) -> int:
+    """The console on a recording; returns the exit code when the operator leaves."""
+    options = _options(theme)
+    from console.replay_app import ReplayApp
+
+    return _run(ReplayApp(link, **options))
+
+
+def _options(theme: str | None) -> dict[str, Any]:
+    """How this person likes the console. Raises InvalidRequest for settings that cannot be read."""
+    settings = load_settings({} if theme is None else {"theme": theme})
+    return {"theme": settings.theme, "refresh_hz": settings.refresh_hz}
+
+
+def _run(app: Any) -> int:
+    with logging_to(LogRing(), log_dir(), verbose=False, stderr=False):
+        app.run()
+    return int(app.return_code or 0)

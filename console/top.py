@@ -1,0 +1,176 @@
+"""`ericllm top`: how an instance is, in one line, once or again and again, for people and for programs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from console.deltas import shaped
+from console.elsewhere import add_key, add_url, key_of
+from console.remote.address import Address, address_of
+from console.remote.errors import OutOfReach
+from console.remote.http import Instance
+from console.settings import APP_NAME
+from console.widgets import text
+from engine.errors import EngineError
+from engine.snapshot import ModelState, Snapshot
+
+FAILURE = 1
+INTERVAL_S = 2.0
+
+
+class DeviceLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One device. used_bytes: by whomever.  utilisation: 0..1, None where it is not known."""
+
+    id: str
+    name: str
+    used_bytes: int
+    total_bytes: int
+    utilisation: float | None
+
+
+class TopLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance at `at` (unix time). model: "" where none is loaded. Times in seconds, None where not measured."""
+
+    at: float
+    instance: str
+    model: str
+    state: ModelState
+    models: int
+    workers_ready: int
+    workers: int
+    max_prompts: int
+    running: int
+    queued: int
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    ttft_p95_s: float | None
+    itl_p95_s: float | None
+    kv_usage: float
+    devices: tuple[DeviceLine, ...]
+    error: str = ""
+
+
+def top(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Run the command; 1 with one sentence where the instance cannot be reached."""
+    given = _arguments(argv, parser)
+    address = address_of(given.url)
+    try:
+        asyncio.run(_watch(address, key_of(given), given))
+    except EngineError as error:
+        sys.stderr.write(f"{APP_NAME}: {error.message}\n")
+        return FAILURE
+    return 0
+
+
+def line_of(snapshot: Snapshot, instance: str) -> TopLine:
+    """What a snapshot comes to."""
+    status = snapshot.status
+    return TopLine(
+        at=snapshot.at,
+        instance=instance,
+        model="" if status.spec is None else status.spec.name,
+        state=status.state,
+        models=len(snapshot.models),
+        workers_ready=sum(worker.state == "ready" for worker in snapshot.workers),
+        workers=len(snapshot.workers),
+        max_prompts=snapshot.max_prompts,
+        running=snapshot.running,
+        queued=snapshot.queued,
+        output_tokens_per_s=snapshot.output_tokens_per_s,
+        prompt_tokens_per_s=snapshot.prompt_tokens_per_s,
+        ttft_p95_s=snapshot.ttft.p95,
+        itl_p95_s=snapshot.itl.p95,
+        kv_usage=snapshot.kv_usage,
+        devices=tuple(
+            DeviceLine(
+                id=f"{device.node}/{device.id}" if device.node else device.id,
+                name=device.name,
+                used_bytes=device.total_bytes - device.free_bytes,
+                total_bytes=device.total_bytes,
+                utilisation=device.utilisation,
+            )
+            for device in snapshot.devices
+        ),
+        error="" if status.error is None else status.error.message,
+    )
+
+
+def as_text(line: TopLine) -> str:
+    """For a person."""
+    workers = f"{line.workers_ready}/{line.workers} workers × {line.max_prompts}"
+    more = f" (+{line.models - 1})" if line.models > 1 else ""
+    parts = [
+        f"{time.strftime('%H:%M:%S', time.localtime(line.at))} {line.instance}",
+        f"{line.model}{more} {line.state}".strip(),
+        workers,
+        f"out {text.rate(line.output_tokens_per_s)} in {text.rate(line.prompt_tokens_per_s)}",
+        f"TTFT p95 {text.seconds(line.ttft_p95_s)}",
+        f"ITL p95 {text.seconds(line.itl_p95_s)}",
+        f"{line.running} running {line.queued} queued",
+        f"KV {text.percent(line.kv_usage)}",
+        *(_device(device) for device in line.devices),
+    ]
+    return " · ".join(parts) + (f" · {line.error}" if line.error else "")
+
+
+def _device(device: DeviceLine) -> str:
+    busy = "" if device.utilisation is None else f" {text.percent(device.utilisation)}"
+    unit = text.common_unit((device.total_bytes,))
+    used, total = (text.in_unit(each, unit) for each in (device.used_bytes, device.total_bytes))
+    return f"{device.id} {used}/{total} {unit}{busy}"
+
+
+async def _watch(address: Address, api_key: str | None, given: argparse.Namespace) -> None:
+    async with Instance(address, api_key) as instance:
+        left = given.count
+        while True:
+            line = line_of(await _snapshot(instance), address.name)
+            said = msgspec.json.encode(line).decode() if given.as_json else as_text(line)
+            sys.stdout.write(f"{said}\n")
+            sys.stdout.flush()
+            left = None if left is None else left - 1
+            if left == 0:
+                return
+            await asyncio.sleep(given.interval)
+
+
+async def _snapshot(instance: Instance) -> Snapshot:
+    try:
+        snapshot: Snapshot = shaped(await instance.get("/admin/snapshot"), Snapshot)
+    except msgspec.ValidationError:
+        raise OutOfReach(f"{instance.address.name} is of another version than this command") from None
+    return snapshot
+
+
+def _arguments(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
+    parser.description = "Say how an instance is in one line: once, or every so many seconds."
+    add_url(parser)
+    add_key(parser)
+    parser.add_argument("--json", action="store_true", dest="as_json", help="a JSON object per line, for programs")
+    parser.add_argument("--interval", metavar="SECONDS", type=_seconds, default=None, help="say it so often")
+    parser.add_argument("--count", metavar="N", type=_count, default=None, help="so many times (default: once)")
+    given = parser.parse_args(argv)
+    if given.count is None and given.interval is None:
+        given.count = 1
+    given.interval = INTERVAL_S if given.interval is None else given.interval
+    return given
+
+
+def _seconds(value: str) -> float:
+    seconds = float(value)
+    if not 0.1 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0.1 and 86400")
+    return seconds
+
+
+def _count(value: str) -> int:
+    count = int(value)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return count
