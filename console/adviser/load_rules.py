@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from statistics import fmean
 
@@ -59,11 +60,19 @@ def _way_out(evidence: Evidence) -> tuple[str, Action | None]:
     """More at a time while there are KV pages for them and each token comes in time; else more workers."""
     snapshot = evidence.snapshot
     if snapshot.kv_usage < at.KV_ROOM and not prompts_limit(snapshot) and not _late(evidence):
-        more = max(1, snapshot.max_prompts // _STEP)
-        return f"KV pages are {text.percent(snapshot.kv_usage)} full, more fit", Turn("max_prompts", more)
+        return f"KV pages are {text.percent(snapshot.kv_usage)} full, more fit", Turn("max_prompts", _more(evidence))
     if (room := room_for_worker(evidence)) is not None:
         return f"{room.name} has {text.size(room.device.free_bytes)} free for another worker", Turn("workers", 1)
     return "it takes another device, or fewer requests", None
+
+
+def _more(evidence: Evidence) -> int:
+    """How many more prompts each worker should take: up to half as many again, as far as somebody waits for the places
+    and KV pages would hold them, judging by those that are full now."""
+    now, usage = evidence.snapshot.max_prompts, evidence.snapshot.kv_usage
+    waiting = math.ceil(_queued(evidence) / len(evidence.serving))
+    held = int(now * at.KV_FILL / usage) - now if usage > 0 else waiting
+    return max(1, min(now // 2, waiting, held))
 
 
 def _late(evidence: Evidence) -> bool:

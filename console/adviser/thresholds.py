@@ -29,6 +29,9 @@ QUEUE_SHARE = 0.5
 KV_ROOM = 0.8
 """Up to this usage of KV pages, more requests at a time find pages; above, they would preempt each other."""
 
+KV_FILL = 0.9
+"""How full KV pages may become when more requests are let in: what is left is for those that grow long."""
+
 KV_FULL = 0.95
 """From this usage on, requests wait for pages or are about to be preempted."""
 

@@ -163,7 +163,7 @@ def _titles(snapshot: Snapshot) -> dict[str, Content]:
         ),
         "kv": Content.assemble(
             ("■ ", "$graph-kv"),
-            ("KV pages ", "$muted"),
+            ("KV ", "$muted"),
             (text.percent(snapshot.kv_usage), "bold"),
             ("  prefix hits ", "$muted"),
             (text.percent(snapshot.prefix_hit_rate), "bold"),

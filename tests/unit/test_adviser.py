@@ -96,7 +96,13 @@ def test_preemptions_ask_for_fewer_prompts() -> None:
 def test_a_queue_with_room_in_the_cache_asks_for_more_prompts() -> None:
     advice = found(healthy(queued=20, kv_usage=0.5, history=steady(queued=20)))["queue"]
     assert "20 requests wait for 16 places that are all taken: KV pages are 50% full" in advice.sentence
-    assert advice.action == Turn("max_prompts", 2)
+    assert advice.action == Turn("max_prompts", 4)
+
+
+@pytest.mark.parametrize(("waiting", "kv_usage", "more"), [(8, 0.5, 4), (9, 0.75, 1), (200, 0.05, 4), (200, 0.0, 4)])
+def test_no_more_prompts_are_asked_for_than_wait_and_than_pages_hold(waiting: int, kv_usage: float, more: int) -> None:
+    advice = found(healthy(queued=waiting, kv_usage=kv_usage, history=steady(queued=waiting)))["queue"]
+    assert advice.action == Turn("max_prompts", more)
 
 
 def test_a_growing_queue_says_so() -> None:
