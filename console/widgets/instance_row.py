@@ -83,6 +83,8 @@ def instance_row(readings: Sequence[InstanceReading], width: int) -> Content:
 
 def _piece(number: int, reading: InstanceReading, longest: int) -> Content:
     name = text.clip(reading.name, longest)
-    shown = Content.styled(f" {name} ", "bold $background on $primary") if reading.in_view else Content(f" {name} ")
-    piece = Content.assemble(shown, " ", reading.state.content)
-    return piece.stylize(Style.from_meta({"@click": f"app.view({number})"}))
+    if reading.in_view:
+        shown = Content.styled(f" {name} ", "bold $background on $primary")
+    else:
+        shown = Content(f" {name} ").stylize(Style.from_meta({"@click": f"app.view({number})"}))
+    return Content.assemble(shown, " ", reading.state.content)
