@@ -18,6 +18,7 @@ from console.api.sampling import SamplingFields
 from console.api.served import ServedModel, served_model
 from console.api.settings import ApiSettings
 from console.api.traffic import Traffic
+from console.links.api import SETTINGS_KEY
 from engine.config import SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineClosed, InvalidRequest
@@ -98,12 +99,14 @@ class ApiContext:
 
 
 def client_of(request: web.Request) -> str:
-    """Who asks, as far as waiting clients share the workers fairly: the address that the request comes from.
+    """Who asks, as far as waiting clients share the workers fairly: the name of the key that was made for it, else the
+    address that the request comes from.
 
-    A key tells no clients apart while all have the same one; and what a client says of itself (a key that nobody asked
-    for, `user`) it could say differently each time, to be taken for many.
+    The key of the settings tells no clients apart, for all of them have it; and what a client says of itself (a key
+    that nobody asked for, `user`) it could say differently each time, to be taken for many.
     """
-    return request.remote or ""
+    key = request[CALL].key
+    return key if key and key != SETTINGS_KEY else request.remote or ""
 
 
 def new_id(prefix: str) -> str:

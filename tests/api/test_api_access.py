@@ -206,6 +206,13 @@ async def test_clients_are_told_apart_by_address_key_and_program(keyed: Served) 
     assert all(each.under_way == 0 for each in clients)
 
 
+async def test_workers_are_shared_by_made_keys_and_else_by_addresses(keyed: Served) -> None:
+    app = await bearer(keyed, "app", "use")
+    for headers in (app, {"X-API-Key": "open sesame"}):
+        await answer(keyed, "POST", "/generate", headers, **PROMPT)
+    assert {row.client for row in keyed.engine.snapshot().requests} == {"app", "127.0.0.1"}
+
+
 async def test_requests_under_way_are_seen_at_their_client(paced_api: Served) -> None:
     asking = asyncio.create_task(paced_api.post("/generate", **PROMPT))
     await paced_api.until_row(state="prefill")
