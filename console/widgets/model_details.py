@@ -93,7 +93,7 @@ def brief(entry: ModelEntry, fit: Fit) -> Content:
 
 def _about(entry: ModelEntry) -> Iterator[Content]:
     bits = entry.bits_per_weight
-    each = f", {bits:.2f} bits a weight in all" if bits is not None else ""
+    each = f", {bits:.2f} bits a weight" if bits is not None else ""
     context = f"{entry.context_tokens:,} tokens" if entry.context_tokens else "not said"
     rows = (
         ("kind", f"{family(entry)}, {quantised(entry)}{each}"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from functools import partial
 
+from textual import work
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
@@ -100,9 +100,13 @@ class ModelPanel(Vertical):
         if self._entry is not None:
             self._stale = True
             self._describe()
-            self.run_worker(partial(self._price, self._entry), group="price", exclusive=True, exit_on_error=False)
+            self._price()
 
-    async def _price(self, entry: ModelEntry) -> None:
+    @work(group="price", exclusive=True, exit_on_error=False)
+    async def _price(self) -> None:
+        entry = self._entry
+        if entry is None:
+            return
         own = await self._own(entry)
         self.query_one(LoadFormView).show(LoadForm(entry, own, self.models.defaults()))
         if entry.problem:

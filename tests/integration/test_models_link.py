@@ -1,0 +1,129 @@
+"""`link.models` at a real runtime: loads and prices with settings of their own, and remembers them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from console.link import EngineLink
+from console.links.models import NOTHING, LoadSettings
+from console.local import LocalLink
+from console.loops import OwnLoop
+from console.runtime import Runtime
+from console.settings import Settings
+from engine.errors import LoadCancelled, ModelNotFound
+from tests.fakes.hub import FakeHub, FakeRepo, serve_hub
+from tests.fakes.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model "tiny" in it."""
+    folder = tmp_path_factory.mktemp("models")
+    make_tiny_model(folder / "tiny")
+    return folder
+
+
+@asynccontextmanager
+async def linked(models: Path, state: Path | None = None, **settings: Any) -> AsyncIterator[tuple[EngineLink, Runtime]]:
+    """A link to a runtime with nothing loaded."""
+    runtime = Runtime(Settings(api=False, models_dir=(models,), worker_host="thread", **settings), state_dir=state)
+    await runtime.start()
+    try:
+        yield LocalLink(runtime, OwnLoop()), runtime
+    finally:
+        await runtime.close(drain_s=0.0)
+
+
+async def test_a_load_with_settings_of_its_own_has_them_and_is_remembered(models: Path, tmp_path: Path) -> None:
+    own = LoadSettings(max_prompts=3, max_model_len=64, cache_bits=8)
+    async with linked(models, tmp_path) as (link, runtime):
+        await link.models.load("tiny", own)
+        reading = runtime.engine.snapshot().models[0]
+        assert reading.status.spec is not None and reading.status.model is not None
+        assert (reading.max_prompts, reading.status.model.max_model_len, reading.status.spec.cache_bits) == (3, 64, 8)
+        expected = msgspec.structs.replace(own, num_workers=1)
+        assert await link.models.remembered(str(models / "tiny")) == expected
+    async with linked(models, tmp_path) as (link, _):
+        assert await link.models.remembered("tiny") == expected
+        await link.models.forget("tiny")
+        assert await link.models.remembered("tiny") == NOTHING
+
+
+async def test_knobs_that_are_turned_later_are_remembered_too(models: Path, tmp_path: Path) -> None:
+    async with linked(models, tmp_path) as (link, _):
+        await link.models.load("tiny", LoadSettings(max_model_len=64))
+        await link.reconfigure(max_prompts=5)
+        last = await link.models.remembered("tiny")
+    assert (last.max_prompts, last.max_model_len) == (5, 64)
+
+
+async def test_a_load_that_fails_leaves_what_was_remembered(models: Path, tmp_path: Path) -> None:
+    async with linked(models, tmp_path) as (link, _):
+        await link.models.load("tiny", LoadSettings(max_prompts=2))
+        before = await link.models.remembered("tiny")
+        with pytest.raises(ModelNotFound):
+            await link.models.load("tinier", LoadSettings(max_prompts=9))
+        assert await link.models.remembered("tiny") == before
+        assert await link.models.remembered("tinier") == NOTHING
+
+
+async def test_the_estimate_is_of_the_values_given_and_else_of_the_knobs_in_use(models: Path) -> None:
+    async with linked(models, devices="sim:1,1", max_prompts=4) as (link, _):
+        small = await link.models.estimate("tiny", LoadSettings(max_model_len=32, cache_bits=8, num_workers=2))
+        assert (small.context_tokens, small.cache_bits, small.workers, small.max_prompts) == (32, 8, 2, 4)
+        whole = await link.estimate("tiny")
+        assert (whole.workers, whole.max_prompts, whole.cache_bits) == (1, 4, 16)
+        assert whole.kv_token_bytes > small.kv_token_bytes
+
+
+async def test_bits_of_a_load_win_over_the_flag_of_the_program(models: Path) -> None:
+    async with linked(models, devices="sim:1", cache_8bit=True) as (link, _):
+        assert link.models.defaults().cache_bits == 8
+        assert (await link.models.estimate("tiny")).cache_bits == 8
+        assert (await link.models.estimate("tiny", LoadSettings(cache_bits=16))).cache_bits == 16
+
+
+@pytest.fixture
+def hub(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with org/tiny, and an empty cache."""
+    with serve_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+        for variable in ("HF_HUB_OFFLINE", "HF_TOKEN"):
+            monkeypatch.delenv(variable, raising=False)
+        files = {file.name: file.read_bytes() for file in (models / "tiny").iterdir() if file.is_file()}
+        hub.repos["org/tiny"] = FakeRepo(files)
+        yield hub
+
+
+async def test_a_model_can_be_fetched_and_not_loaded(hub: FakeHub, models: Path) -> None:
+    async with linked(models) as (link, runtime):
+        await link.models.download("org/tiny")
+        assert [entry.name for entry in await link.list_models() if entry.origin == "hub cache"] == ["org/tiny"]
+        assert runtime.engine.snapshot().status.state == "unloaded"
+        assert link.models.fetching() is None
+
+
+async def test_a_download_is_seen_beside_a_model_that_serves_and_can_be_cancelled(hub: FakeHub, models: Path) -> None:
+    hub.hold = "model.safetensors"
+    async with linked(models) as (link, _):
+        await link.models.load("tiny")
+        download = asyncio.create_task(link.models.download("org/tiny"))
+        await asyncio.to_thread(hub.half_sent.wait, 30)
+        seen = link.models.fetching()
+        assert seen is not None
+        assert (seen.model, seen.progress.phase) == ("org/tiny", "download")
+        assert link.snapshot().status.state == "ready"
+        await link.cancel_load()
+        hub.release.set()
+        with pytest.raises(LoadCancelled, match="cancelled"):
+            await download

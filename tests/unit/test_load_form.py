@@ -1,0 +1,165 @@
+"""The form of a load's own settings: what it shows, how values are stepped and typed; paces; what is remembered."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from console.last_settings import MAX_MODELS, LastSettings, model_key
+from console.links.models import NOTHING, LoadSettings
+from console.load_form import LoadForm
+from console.load_pace import LoadPaces, Pace
+from engine.backends.base import LoadProgress
+from tests.fakes.link import MODELS
+
+DEFAULTS = LoadSettings(num_workers=2, max_prompts=8, cache_bits=16, dtype="auto")
+MIB = 2**20
+
+
+def form(own: LoadSettings = NOTHING, *, exllama: bool = False) -> LoadForm:
+    entry = msgspec.structs.replace(MODELS[1], backend="exllamav2" if exllama else "torch")
+    return LoadForm(entry, own, DEFAULTS)
+
+
+# -- the form ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_form_shows_what_holds_where_the_load_sets_nothing_itself() -> None:
+    plain = form()
+    assert [plain.value(field.name) for field in plain.fields] == [2, 8, 8192, 16, "auto"]
+    assert [plain.origin(field.name) for field in plain.fields] == [
+        "the knob",
+        "the knob",
+        "the model's",
+        "as set",
+        "as set",
+    ]
+
+
+def test_a_context_of_the_programs_settings_is_said_to_be_set() -> None:
+    plain = LoadForm(MODELS[1], NOTHING, msgspec.structs.replace(DEFAULTS, max_model_len=4096))
+    assert (plain.value("max_model_len"), plain.origin("max_model_len")) == (4096, "as set")
+
+
+def test_a_step_makes_a_value_the_loads_own() -> None:
+    stepped = form().stepped("num_workers", 1)
+    assert stepped.own == LoadSettings(num_workers=3)
+    assert (stepped.is_own("num_workers"), stepped.origin("num_workers")) == (True, "own")
+    assert stepped.cleared("num_workers").own == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("name", "by", "expected"),
+    [("max_prompts", 1, 12), ("max_prompts", -1, 6), ("max_model_len", -1, 6144), ("cache_bits", -1, 8)],
+)
+def test_values_step_by_what_makes_a_difference(name: str, by: int, expected: int) -> None:
+    assert form().stepped(name, by).value(name) == expected  # type: ignore[arg-type]
+
+
+def test_steps_end_at_what_can_be() -> None:
+    assert form().stepped("max_model_len", 1).value("max_model_len") == 8192
+    assert form(LoadSettings(num_workers=1)).stepped("num_workers", -1).value("num_workers") == 1
+    assert form(LoadSettings(cache_bits=4)).stepped("cache_bits", -1).value("cache_bits") == 4
+    assert form(LoadSettings(dtype="float32")).stepped("dtype", 1).value("dtype") == "float32"
+
+
+def test_a_value_between_two_steps_goes_to_the_next() -> None:
+    odd = form(LoadSettings(max_model_len=5000))
+    assert odd.stepped("max_model_len", 1).value("max_model_len") == 6144
+    assert odd.stepped("max_model_len", -1).value("max_model_len") == 4096
+
+
+def test_typed_numbers_are_held_to_what_can_be() -> None:
+    assert form().typed("num_workers", 900).value("num_workers") == 64
+    assert form().typed("max_model_len", 0).value("max_model_len") == 1
+    assert form().typed("cache_bits", 8).own == NOTHING
+
+
+def test_each_backend_has_the_choices_that_it_honours() -> None:
+    exllama = form(LoadSettings(cache_bits=8), exllama=True)
+    assert exllama.stepped("cache_bits", -1).value("cache_bits") == 6
+    assert "dtype" not in [field.name for field in exllama.fields]
+    assert form(LoadSettings(cache_bits=8)).stepped("cache_bits", -1).value("cache_bits") == 4
+
+
+# -- paces ------------------------------------------------------------------------------------------------------------
+
+
+def weights(done_mib: int, total_mib: int = 100) -> LoadProgress:
+    return LoadProgress(phase="weights", done=done_mib * MIB, total=total_mib * MIB)
+
+
+def test_a_pace_is_told_after_a_second_and_says_what_is_left() -> None:
+    paces = LoadPaces()
+    assert paces.observe(10.0, {"w0": weights(0)}) == {}
+    assert paces.observe(10.5, {"w0": weights(5)}) == {}
+    assert paces.observe(12.0, {"w0": weights(20)}) == {"w0": Pace(10 * MIB, 8.0)}
+
+
+def test_a_load_that_stands_still_says_so() -> None:
+    paces = LoadPaces()
+    paces.observe(10.0, {"w0": weights(5)})
+    assert paces.observe(13.0, {"w0": weights(5)}) == {"w0": Pace(0.0, None)}
+
+
+def test_a_new_phase_and_a_new_load_are_measured_from_their_beginning() -> None:
+    paces = LoadPaces()
+    paces.observe(0.0, {"w0": weights(0)})
+    assert paces.observe(5.0, {"w0": LoadProgress(phase="kv_cache", done=0, total=9)}) == {}
+    paces.observe(6.0, {})
+    assert paces.observe(7.0, {"w0": LoadProgress(phase="kv_cache", done=3, total=9)}) == {}
+
+
+def test_only_the_last_seconds_count() -> None:
+    paces = LoadPaces()
+    for second in range(20):
+        paces.observe(float(second), {"w0": weights(0 if second < 10 else 2 * (second - 9))})
+    pace = paces.observe(20.0, {"w0": weights(22)})["w0"]
+    assert pace.per_s == 2 * MIB
+
+
+# -- what is remembered -----------------------------------------------------------------------------------------------
+
+
+def test_settings_are_kept_from_one_run_to_the_next(tmp_path: Path) -> None:
+    own = LoadSettings(max_model_len=4096, cache_bits=8)
+    LastSettings(tmp_path).note("/models/a", own)
+    assert LastSettings(tmp_path).of("/models/a") == own
+    assert LastSettings(tmp_path).of("/models/b") == NOTHING
+    LastSettings(tmp_path).forget("/models/a")
+    assert LastSettings(tmp_path).of("/models/a") == NOTHING
+
+
+def test_a_file_that_is_broken_is_begun_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "model-settings.json").write_text("{")
+    last = LastSettings(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert last.of("/models/a") == NOTHING
+    assert "cannot be read" in caplog.text
+    last.note("/models/a", LoadSettings(num_workers=2))
+    assert last.of("/models/a").num_workers == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "state").write_text("a file")
+    with caplog.at_level(logging.WARNING):
+        LastSettings(tmp_path / "state").note("/models/a", LoadSettings(num_workers=2))
+    assert "cannot be written" in caplog.text
+
+
+def test_of_too_many_models_the_oldest_are_forgotten() -> None:
+    last = LastSettings(None)
+    for number in range(MAX_MODELS + 1):
+        last.note(str(number), LoadSettings(num_workers=1))
+    assert last.of("0") == NOTHING
+    assert last.of("1") != NOTHING
+
+
+def test_a_model_of_the_hub_is_remembered_whatever_its_commit(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("c" * 40)
+    assert model_key("anything", snapshot) == "org/name"
+    assert model_key("org/name@main", None) == "org/name"
+    assert model_key("tiny", Path("/models/tiny")) == "/models/tiny"
