@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from console.elsewhere import add_key, connected, key_of
+from console.elsewhere import add_key, connected, key_of, number
 from console.remote.address import DEFAULT_URL
 from console.remote.link import DEFAULT_HZ
 
@@ -18,17 +18,12 @@ def attach(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     )
     add_key(parser)
     parser.add_argument("--read-only", action="store_true", help="show everything, change nothing")
-    parser.add_argument("--hz", metavar="N", type=_rate, default=DEFAULT_HZ, help="snapshots a second (default 2)")
+    parser.add_argument(
+        "--hz", metavar="N", type=number(0.1, 10), default=DEFAULT_HZ, help="snapshots a second (default 2)"
+    )
     parser.add_argument("--theme", metavar="NAME", default=None, help="colour theme")
     given = parser.parse_args(argv)
     with connected(given.urls, key_of(given), given.hz) as links:
         from console.screening import show_instances
 
         return show_instances(links, given.theme, read_only=given.read_only)
-
-
-def _rate(value: str) -> float:
-    rate = float(value)
-    if not 0.1 <= rate <= 10:
-        raise argparse.ArgumentTypeError(f"{value} is not between 0.1 and 10")
-    return rate

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from console.config_file import sample
 from console.settings import APP_NAME, Flag, Settings, config_path, fields
 from console.sources import Sources, load_settings
-from engine.errors import EngineError
+from engine.errors import EngineError, InvalidRequest
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -28,6 +28,7 @@ _ELSEWHERE = {
 }
 """Commands that load no engine, and where each is."""
 
+_NO_SCREEN = "--read-only is about the screens, and there are none; a key with the scope watch does that over HTTP"
 ABOUT = (
     "Operator console for serving language models on your own hardware. Without arguments it opens "
     "on the built-in demo model."
@@ -138,6 +139,8 @@ def _run(sources: Sources) -> int:
         print(f"{APP_NAME}: stdout is no terminal; running headless", file=sys.stderr)
         settings = settings.model_copy(update={"headless": True})
     if settings.headless:
+        if settings.read_only:
+            raise InvalidRequest(_NO_SCREEN, param="read_only")
         from console.headless import run_headless
 
         return run_headless(settings, choice, sources)
@@ -179,7 +182,8 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
         prog=prog,
         description=description,
         epilog="Every flag may be written with dashes or underscores, and set as ERICLLM_<NAME> or in config.toml. "
-        "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs, 'ericllm keys' all keys; "
+        "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs; "
+        "'ericllm keys' prints every key; "
         "'ericllm doctor' says what this machine has and lacks; 'ericllm estimate' what a model would take; "
         "'ericllm quantize' makes a smaller EXL2 model; 'ericllm bench' measures what the engine costs; "
         "'ericllm attach URL' opens the console on a running instance, 'ericllm top' says in a line how one is; "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from console.loops import LoopThread
@@ -45,3 +46,18 @@ def connected(urls: list[str], api_key: str | None, hz: float) -> Iterator[list[
         for link in links:
             link.close()
         loop.stop()
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    """What argparse reads a number between two others with."""
+
+    def read(value: str) -> float:
+        try:
+            found = float(value)
+        except ValueError:
+            found = math.nan
+        if not low <= found <= high:
+            raise argparse.ArgumentTypeError(f"{value} is no number between {low:g} and {high:g}")
+        return found
+
+    return read

@@ -9,6 +9,7 @@ import sys
 
 from console.loading import ModelChoice
 from console.logs import logging_to
+from console.recording.recorder import recording
 from console.runtime import Runtime
 from console.settings import APP_NAME, Settings, log_dir, state_dir
 from console.sources import Sources
@@ -37,10 +38,11 @@ async def _serve(settings: Settings, choice: ModelChoice, sources: Sources) -> i
             await runtime.start()
             if settings.api:
                 _say(f"listening on {runtime.api_status().url}")
-            if not await _load(runtime, choice, stop):
-                return 0
-            _say(f"{choice.name} is ready")
-            await stop.asked.wait()
+            with recording(runtime.own_link(), settings.record):
+                if not await _load(runtime, choice, stop):
+                    return 0
+                _say(f"{choice.name} is ready")
+                await stop.asked.wait()
         except EngineError as error:
             _say(error.message)
             return 1

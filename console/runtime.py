@@ -69,7 +69,7 @@ class Runtime:
             new_host=cluster.new_host if cluster is not None else None,
             probe=cluster.probe() if cluster is not None else None,
         )
-        self.api = ApiServer(self.engine, _api_settings(settings, state_dir), RuntimeOperator(self), self._own_link)
+        self.api = ApiServer(self.engine, _api_settings(settings, state_dir), RuntimeOperator(self), self.own_link)
         self._api_error: ErrorInfo | None = None
         self._link: EngineLink | None = None
         self._finding: _Finding | None = None
@@ -232,7 +232,7 @@ class Runtime:
             return status
         return ApiStatus(host=status.host, port=status.port, key_required=status.key_required, error=self._api_error)
 
-    def _own_link(self) -> EngineLink:
+    def own_link(self) -> EngineLink:
         """What a console elsewhere gets: the link that one in this process would have, made on the engine's loop."""
         if self._link is None:
             from console.local import LocalLink

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 
+from console.called import as_link
 from console.loading import ModelChoice
 from console.local import LocalLink
 from console.logs import logging_to
+from console.readonly import ReadOnlyLink
+from console.recording.recorder import recording
 from console.runtime import LoopThread, Runtime
 from console.settings import APP_NAME, Settings, data_dir, log_dir, state_dir
 from console.sources import Sources
@@ -36,14 +39,17 @@ def run_console(settings: Settings, choice: ModelChoice, sources: Sources) -> in
         return 1
     with logging_to(runtime.engine.log, log_dir(), verbose=settings.verbose, stderr=False):
         try:
+            local = LocalLink(runtime, loop)
+            link = as_link(ReadOnlyLink(local)) if settings.read_only else local
             loop.submit(_open(runtime, choice))
             app = EricApp(
-                LocalLink(runtime, loop),
+                link,
                 theme=settings.theme,
                 chats=data_dir() / "chats.db",
                 refresh_hz=settings.refresh_hz,
             )
-            app.run()
+            with recording(local, settings.record):
+                app.run()
             code = app.return_code or 0
         finally:
             print(f"{APP_NAME}: stopping", file=sys.stderr)

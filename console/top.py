@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from console.deltas import shaped
-from console.elsewhere import add_key, add_url, key_of
+from console.elsewhere import add_key, add_url, key_of, number
 from console.remote.address import Address, address_of
 from console.remote.errors import OutOfReach
 from console.remote.http import Instance
@@ -135,7 +135,7 @@ async def _watch(address: Address, api_key: str | None, given: argparse.Namespac
             sys.stdout.write(f"{said}\n")
             sys.stdout.flush()
             left = None if left is None else left - 1
-            if left == 0:
+            if left is not None and left < 1:
                 return
             await asyncio.sleep(given.interval)
 
@@ -153,24 +153,12 @@ def _arguments(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse
     add_url(parser)
     add_key(parser)
     parser.add_argument("--json", action="store_true", dest="as_json", help="a JSON object per line, for programs")
-    parser.add_argument("--interval", metavar="SECONDS", type=_seconds, default=None, help="say it so often")
-    parser.add_argument("--count", metavar="N", type=_count, default=None, help="so many times (default: once)")
+    parser.add_argument("--interval", metavar="SECONDS", type=number(0.1, 86400), default=None, help="say it so often")
+    parser.add_argument(
+        "--count", metavar="N", type=number(1, 10**9), default=None, help="so many times (default: once)"
+    )
     given = parser.parse_args(argv)
     if given.count is None and given.interval is None:
-        given.count = 1
+        given.count = 1.0
     given.interval = INTERVAL_S if given.interval is None else given.interval
     return given
-
-
-def _seconds(value: str) -> float:
-    seconds = float(value)
-    if not 0.1 <= seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"{value} is not between 0.1 and 86400")
-    return seconds
-
-
-def _count(value: str) -> int:
-    count = int(value)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return count

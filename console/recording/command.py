@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from console.called import as_link
-from console.elsewhere import add_key, add_url, connected, key_of
+from console.elsewhere import add_key, add_url, connected, key_of, number
 from console.recording.recorder import INTERVAL_S, Recorder
 from console.remote.errors import OutOfReach
 from console.remote.link import RemoteLink
@@ -25,12 +25,16 @@ _LOOK_S = 0.1
 
 def record(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Record an instance until ctrl+c; 1 with one sentence where it or the file cannot be used."""
-    parser.description = "Record what the console shows of an instance, until ctrl+c. An old recording is gone on with."
+    parser.description = (
+        "Record what the console shows of an instance, until ctrl+c. A recording that is there goes on."
+    )
     parser.add_argument("file", metavar="FILE", type=Path)
     add_url(parser)
     add_key(parser)
-    parser.add_argument("--interval", metavar="SECONDS", type=_seconds, default=INTERVAL_S, help="default 1")
-    parser.add_argument("--seconds", metavar="N", type=_seconds, default=None, help="end by itself after so long")
+    parser.add_argument("--interval", metavar="SECONDS", type=number(0.1, 3600), default=INTERVAL_S, help="default 1")
+    parser.add_argument(
+        "--seconds", metavar="N", type=number(0.1, 10**7), default=None, help="end by itself after so long"
+    )
     given = parser.parse_args(argv)
     try:
         _record(given)
@@ -80,10 +84,3 @@ def replay(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 def _say(line: str) -> None:
     sys.stderr.write(f"{APP_NAME}: {line}\n")
     sys.stderr.flush()
-
-
-def _seconds(value: str) -> float:
-    seconds = float(value)
-    if not 0.1 <= seconds <= 10**7:
-        raise argparse.ArgumentTypeError(f"{value} is not between 0.1 and 10000000")
-    return seconds

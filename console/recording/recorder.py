@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from console.frames import Frame
 from console.link import EngineLink
 from console.recording.writer import RecordingWriter
 from engine.errors import EngineError
+from engine.models.files import home_expanded
 
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
+
+
+def recording(link: EngineLink, path: Path | None) -> AbstractContextManager[object]:
+    """Records while it is open; nothing where there is no path. Raises RecordingUnusable."""
+    return nullcontext() if path is None else Recorder(link, home_expanded(path))
 
 
 class Recorder:
