@@ -255,7 +255,7 @@ class SessionCounter:
                 slo_itl_s=self._slo.itl_s,
                 judged=counts.judged,
                 kept=counts.kept,
-                per_s=counts.kept_rate.per_second(now),
+                per_s=counts.kept_rate.events(now) / max(1.0, min(WINDOW_S, now - counts.started)),
             ),
             drafts=counts.drafts,
         )

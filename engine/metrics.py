@@ -85,6 +85,11 @@ class Rate:
         self._events.append((now, count))
         self._total += count
 
+    def events(self, now: float) -> int:
+        """How many there were in the window."""
+        self._prune(now)
+        return self._total
+
     def per_second(self, now: float) -> float:
         """The rate at `now`."""
         self._prune(now)

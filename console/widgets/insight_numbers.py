@@ -26,7 +26,7 @@ def of_limit(value: float, limit: float, unit: str) -> str:
     """ "8.6 of 71 TFLOP/s": both in the unit of the limit."""
     prefix = _prefix(limit)
     scale = next((scale for name, scale in _SCALES if name == prefix), 1.0)
-    return f"{short(value / scale)} of {short(limit / scale)} {prefix}{unit}"
+    return f"{short(value / scale) if value else 0} of {short(limit / scale)} {prefix}{unit}"
 
 
 def energy(joules: float) -> str:

@@ -165,6 +165,14 @@ def test_the_rate_of_goodput_is_that_of_the_last_minute() -> None:
     assert session.freeze(300.0).goodput.per_s == 0.0
 
 
+def test_the_rate_of_goodput_in_a_sessions_first_minute_is_over_its_age() -> None:
+    session = SessionCounter(Slo(ttft_s=5.0))
+    session.reset(100.0, 0.0)
+    session.ended(119.0, answer())
+    session.ended(119.5, answer())
+    assert session.freeze(120.0).goodput.per_s == pytest.approx(2 / 20)
+
+
 def test_another_slo_judges_anew() -> None:
     session = SessionCounter(Slo(ttft_s=1.0))
     session.ended(0.0, answer())

@@ -66,6 +66,7 @@ def test_rates_have_a_unit_that_fits(value: float, expected: str) -> None:
 def test_a_rate_and_its_limit_have_the_unit_of_the_limit() -> None:
     assert of_limit(8.6e12, 7.1e13, "FLOP/s") == "8.6 of 71 TFLOP/s"
     assert of_limit(12e9, 3.352e12, "B/s") == "0.01 of 3.4 TB/s"
+    assert of_limit(0.0, 3.352e12, "B/s") == "0 of 3.4 TB/s"
 
 
 @pytest.mark.parametrize(
