@@ -98,8 +98,8 @@ class ApiScreen(ConsoleScreen):
         """Newest first, each known by its moment."""
         self._failures = {f"{failure.at} {failure.client} {failure.path}": failure for failure in report.failures}
         self._show("failures", [failure_row(each, key) for key, each in self._failures.items()])
-        panel = self.query_one("#failures", TablePanel)
-        panel.border_title = failures_title(report.failure_counts, self.size.width - _TITLE_MARGIN)
+        title = failures_title(report.failure_counts, self.size.width - _TITLE_MARGIN)
+        self.query_one("#failures", TablePanel).say(title)
 
     def _model(self, snapshot: Snapshot) -> str:
         return snapshot.status.spec.name if snapshot.status.spec is not None else ""

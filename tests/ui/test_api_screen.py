@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from textual.pilot import Pilot
+from textual.widget import Widget
 from textual.widgets import Input
 
 from console.api.errors import CannotListen
@@ -260,6 +261,19 @@ async def test_enter_on_a_failure_tells_all_of_it() -> None:
         _table(pilot, "failures").focus()
         await pilot.press("down", "enter")
         await seen(pilot, "POST /v1/chat/completions from 10.0.0.17")
+
+
+async def test_what_did_not_change_is_not_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with an_app().run_test(size=(120, 40)) as pilot:
+        await seen(pilot, "queue_full")
+        screen = pilot.app.screen
+        assert isinstance(screen, ApiScreen)
+        await pilot.pause()
+        drawn: list[object] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(Widget, "refresh", lambda self, *_, **__: drawn.append(self))
+            screen.refresh_view()
+        assert drawn == []
 
 
 def test_a_server_that_failed_says_why() -> None:
