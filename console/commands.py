@@ -1,4 +1,4 @@
-"""The palette: every binding of ours that works here and now is an entry, so a key can never lack one."""
+"""The palette: every binding of ours that means something here is an entry, so a key can never lack one."""
 
 from __future__ import annotations
 
@@ -6,34 +6,54 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from textual.binding import ActiveBinding
+from textual.actions import parse
+from textual.binding import Binding
 from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.dom import DOMNode
 from textual.screen import Screen
 from textual.types import IgnoreReturnCallbackType
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One binding, as a command. keys: all that trigger it, as shown to a person."""
+    """One thing to do. keys: all that do it, as shown to a person.  node: whose it is."""
 
     title: str
     keys: str
-    active: ActiveBinding
+    action: str
+    node: DOMNode
 
 
-def entries(screen: Screen[object]) -> Iterator[Entry]:
-    """The bindings active on `screen` that carry an id, one entry for each action; moving about is left out."""
+def entries(screen: Screen[object], *, moving: bool = False) -> Iterator[Entry]:
+    """What the bindings with an id do on `screen`: first those of what has the focus, then the screen's, then the
+    console's. Keys that are text to a box with the focus count too. moving: with those that only move about."""
     keys: dict[str, list[str]] = {}
-    first: dict[str, ActiveBinding] = {}
-    for active in screen.active_bindings.values():
-        binding = active.binding
-        if binding.id is None or binding.system or not active.enabled:
-            continue
-        first.setdefault(binding.action, active)
-        keys.setdefault(binding.action, []).append(screen.app.get_key_display(binding))
-    for action, active in first.items():
-        shown = " or ".join(dict.fromkeys(keys[action]))
-        yield Entry(active.binding.tooltip or active.binding.description, shown, active)
+    first: dict[str, tuple[DOMNode, Binding]] = {}
+    for node, binding in _bindings(screen):
+        if binding.id is not None and (moving or not binding.system) and _can(node, binding.action):
+            title = binding.tooltip or binding.description
+            first.setdefault(title, (node, binding))
+            keys.setdefault(title, []).append(screen.app.get_key_display(binding))
+    for title, (node, binding) in first.items():
+        yield Entry(title, " or ".join(dict.fromkeys(keys[title])), binding.action, node)
+
+
+def _bindings(screen: Screen[object]) -> Iterator[tuple[DOMNode, Binding]]:
+    """From the focus outwards, as keys are looked up, in a person's own keys."""
+    app, focused = screen.app, screen.focused
+    for node in (screen, app) if focused is None else focused.ancestors_with_self:
+        bindings = node._bindings.copy()
+        bindings.apply_keymap(app._keymap)
+        yield from ((node, binding) for _, binding in bindings)
+        if node.is_modal:
+            return
+
+
+def _can(node: DOMNode, action: str) -> bool:
+    """Whether it would do anything now."""
+    namespace, name, parameters = parse(action)
+    target = {"app": node.app, "screen": node.screen}.get(namespace, node)
+    return target.check_action(name, parameters) is True
 
 
 class BindingCommands(Provider):
@@ -52,4 +72,4 @@ class BindingCommands(Provider):
                 yield Hit(score, matcher.highlight(entry.title), self._run(entry), help=f"key {entry.keys}")
 
     def _run(self, entry: Entry) -> IgnoreReturnCallbackType:
-        return partial(self.app.run_action, entry.active.binding.action, default_namespace=entry.active.node)
+        return partial(self.app.run_action, entry.action, default_namespace=entry.node)

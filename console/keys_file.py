@@ -19,7 +19,7 @@ from textual.dom import DOMNode
 from textual.keys import KEY_NAME_REPLACEMENTS, Keys, key_to_character
 
 from console.bound import Bound
-from console.words import nearest
+from console.words import nearest, spaced
 
 _MODIFIERS = frozenset({"ctrl", "shift", "alt", "super", "hyper", "meta"})
 _NAMED = frozenset({key.value for key in Keys} | set(KEY_NAME_REPLACEMENTS.values()))
@@ -99,7 +99,7 @@ def sample(bound: Iterable[Bound]) -> str:
         if each.id in seen:
             continue
         seen.add(each.id)
-        if (where := "Everywhere" if each.owner is None else _spaced(each.owner.__name__)) != place:
+        if (where := "Everywhere" if each.owner is None else spaced(each.owner.__name__)) != place:
             place = where
             lines += ["", f"# --- {place} " + "-" * max(3, 60 - len(place))]
         keys = ", ".join(map(_quoted, each.keys))
@@ -145,9 +145,3 @@ def _long(key: str) -> str:
 
 def _quoted(word: str) -> str:
     return f'"{word}"'
-
-
-def _spaced(name: str) -> str:
-    """ "ModelTable" -> "Model table"."""
-    words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name.lstrip("_")).strip()
-    return words[0].upper() + words[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -10,13 +11,18 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.dom import DOMNode
 from textual.screen import ModalScreen, Screen
+from textual.style import Style
 from textual.widgets import Static
 
-from console.commands import Entry, entries
+from console.commands import entries
+from console.widgets.glyphs import fitted
+from console.words import spaced
 
 _TERM = 14
 _MEANING = 52
+PALETTE_KEY = "^p"
 NUMBERS: tuple[tuple[str, str], ...] = (
     ("tok/s", "tokens generated per second, all workers together"),
     ("TTFT", "time to first token: from a request's arrival to its first word"),
@@ -48,26 +54,37 @@ class HelpScreen(ModalScreen[None]):
 
     def __init__(self, behind: Screen[Any]) -> None:
         super().__init__()
-        self._entries = list(entries(behind))
+        self._behind = behind
+        self._entries = list(entries(behind, moving=True))
 
     def compose(self) -> ComposeResult:
         """Keys first, numbers below."""
         with VerticalScroll(classes="dialog help") as page:
             page.border_title = "Keys and numbers"
-            page.border_subtitle = "esc closes"
-            yield Static(Content("\n").join([*_keys(self._entries), Content(""), *_numbers()]))
+            page.border_subtitle = "a click does it, esc closes"
+            lines = [*self._keys(), Content(""), *_numbers()]
+            yield Static(fitted(self.app, Content("\n").join(lines)))
 
+    def action_take(self, at: int) -> None:
+        """Close, and do what was clicked."""
+        chosen = self._entries[at]
+        self.dismiss()
+        self.app.call_later(self.app.run_action, chosen.action, chosen.node)
 
-def _keys(found: list[Entry]) -> Iterator[Content]:
-    here = [entry for entry in found if not entry.active.binding.action.startswith("app.")]
-    everywhere = [entry for entry in found if entry not in here]
-    for title, group in (("On this screen", here), ("Everywhere", everywhere)):
-        if group:
+    def _keys(self) -> Iterator[Content]:
+        """Those of what has the focus, then the screen's, then the console's."""
+        for title, group in itertools.groupby(enumerate(self._entries), lambda each: self._place(each[1].node)):
             yield Content.styled(title, "bold $primary")
-            yield from (_line(entry.keys, entry.title) for entry in group)
+            for at, entry in group:
+                yield _line(entry.keys, entry.title, Style.from_meta({"@click": f"screen.take({at})"}))
             yield Content("")
-    yield _line("↑ ↓ or j k", "Move in a table, enter opens a row; tab goes to the next panel")
-    yield _line("^p", "The palette: every command by name")
+        yield _line("tab", "Go to the next panel")
+        yield _line(PALETTE_KEY, "The palette: every command by name")
+
+    def _place(self, node: DOMNode) -> str:
+        if node is self.app:
+            return "Everywhere"
+        return "On this screen" if node is self._behind else f"Here, in the {spaced(type(node).__name__).lower()}"
 
 
 def _numbers() -> Iterator[Content]:
@@ -75,7 +92,8 @@ def _numbers() -> Iterator[Content]:
     yield from (_line(name, meaning) for name, meaning in NUMBERS)
 
 
-def _line(term: str, meaning: str) -> Content:
+def _line(term: str, meaning: str, link: Style | None = None) -> Content:
     first, *rest = textwrap.wrap(meaning, _MEANING)
     lines = "".join(f"\n{' ' * (_TERM + 2)}{more}" for more in rest)
-    return Content.assemble((f"  {term:<{_TERM}}", "bold $accent"), first, lines)
+    told = Content(f"{first}{lines}")
+    return Content.assemble((f"  {term:<{_TERM}}", "bold $accent"), told if link is None else told.stylize(link))

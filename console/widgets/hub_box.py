@@ -14,7 +14,7 @@ class HubBox(Input):
     """Enter loads what was typed, ctrl+t only fetches it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+t", "fetch", "Fetch only", id="models.fetch", tooltip="Fetch a hub id and load nothing"),
+        Binding("ctrl+t,ctrl+l", "fetch", "Fetch only", id="models.fetch", tooltip="Fetch a hub id and load nothing"),
     ]
 
     @dataclass

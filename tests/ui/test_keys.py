@@ -1,75 +1,167 @@
-"""Keys as data: ids, tooltips, and no key that means two things in one place."""
+"""Keys as data: ids, tooltips, a palette entry and something to click for each, and no key that means two things."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 
 import pytest
-from textual.binding import Binding
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, Screen
 
-from console import keymap, modes
+from console import modes
 from console.app import EricApp
-from console.screens.adapters import AdaptersScreen
-from console.screens.confirm import ConfirmScreen
+from console.bound import Bound, all_bound, meet, owners
+from console.commands import BindingCommands, entries
 from console.screens.help import HelpScreen
-from console.screens.worker import WorkerScreen
-from console.widgets.model_table import ModelTable
-from console.widgets.table import Table
+from console.widgets.key_row import KeyRow
+from tests.fakes import scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows
+from tests.ui.seen import rows, until
+
+BOUND = all_bound()
+EATEN = {
+    *(f"ctrl+{letter}" for letter in "abcgopqstz"),  # tmux, screen, Zellij; flow control, job control, interrupt
+    *("ctrl+n", "ctrl+h", "ctrl+y", "ctrl+v", "ctrl+w", "ctrl+j", "ctrl+i", "ctrl+m", "ctrl+@", "ctrl+backslash"),
+    *("ctrl+enter", "shift+enter", "ctrl+space", "ctrl+tab", "ctrl+shift+tab", "shift+pageup", "shift+pagedown"),
+    *("ctrl+pageup", "ctrl+pagedown", "ctrl+plus", "ctrl+minus", "ctrl+equals_sign", "ctrl+0", "alt+enter"),
+    *("ctrl+up", "ctrl+down", "ctrl+left", "ctrl+right"),
+    *(f"alt+{digit}" for digit in range(10)),
+    *(f"f{number}" for number in range(1, 13)),  # desktops and terminals: help, menu, full screen, brightness
+}
+"""Keys that many terminals, multiplexers or desktops keep for themselves."""
 
 
-def _own(bindings: object) -> Iterator[Binding]:
-    yield from Binding.make_bindings(bindings)  # type: ignore[arg-type]
+def place(bound: Bound) -> str:
+    return "everywhere" if bound.owner is None else bound.owner.__name__
 
 
-DIALOGS = [HelpScreen, ConfirmScreen, WorkerScreen, AdaptersScreen]
-OWNERS = [*DIALOGS, Table, ModelTable, *(type(mode.factory()) for mode in modes.MODES)]
+def is_dialog(bound: Bound) -> bool:
+    return bound.owner is not None and issubclass(bound.owner, ModalScreen)
 
 
-def test_every_binding_has_an_id_and_a_tooltip() -> None:
-    for binding in (*_own(keymap.BINDINGS), *(b for owner in OWNERS for b in _own(owner.__dict__.get("BINDINGS", [])))):
-        assert binding.id, binding
-        assert binding.tooltip, binding
+@pytest.mark.parametrize("bound", BOUND, ids=lambda bound: f"{place(bound)}-{bound.id}")
+def test_every_binding_has_an_id_and_a_tooltip(bound: Bound) -> None:
+    assert bound.id
+    assert bound.tooltip
 
 
 def test_no_key_is_bound_twice_in_one_place() -> None:
-    for owner, bindings in (("app", keymap.BINDINGS), *((o.__name__, o.__dict__.get("BINDINGS", [])) for o in OWNERS)):
-        keys = Counter(binding.key for binding in _own(bindings))
-        assert [key for key, times in keys.items() if times > 1] == [], owner
+    keys = Counter((place(bound), key) for bound in BOUND for key in bound.keys)
+    assert [each for each, times in keys.items() if times > 1] == []
 
 
 def test_no_screen_takes_a_key_of_the_whole_console() -> None:
-    everywhere = {binding.key for binding in _own(keymap.BINDINGS)}
-    for owner in OWNERS:
-        if issubclass(owner, ModalScreen):
-            continue  # they cover the console: its keys sleep beneath them
-        assert not everywhere & {binding.key for binding in _own(owner.__dict__.get("BINDINGS", []))}, owner
+    everywhere = {key for bound in BOUND if bound.owner is None for key in bound.keys}
+    screens = [bound for bound in BOUND if bound.owner is not None and issubclass(bound.owner, Screen)]
+    taken = {
+        (place(bound), key) for bound in screens if not is_dialog(bound) for key in bound.keys if key in everywhere
+    }
+    assert taken == set()
 
 
 def test_no_binding_id_is_used_for_two_actions() -> None:
-    actions: dict[str, set[str]] = {}
-    for binding in (*_own(keymap.BINDINGS), *(b for owner in OWNERS for b in _own(owner.__dict__.get("BINDINGS", [])))):
-        actions.setdefault(binding.id or "", set()).add(binding.action)
-    assert {identity: found for identity, found in actions.items() if len(found) > 1} == {}
+    actions: dict[str, set[str]] = defaultdict(set)
+    for bound in BOUND:
+        actions[bound.id].add(bound.action)
+    assert {name: found for name, found in actions.items() if len(found) > 1} == {}
 
 
-async def test_keys_can_be_remapped_by_id() -> None:
+def test_no_action_rests_only_on_a_key_that_terminals_or_multiplexers_eat() -> None:
+    keys: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for bound in BOUND:
+        keys[place(bound), bound.action] |= set(bound.keys)
+    lost = {each: found for each, found in keys.items() if found <= EATEN}
+    lost.pop(
+        ("everywhere", "app.help_quit"), None
+    )  # says how to quit to who expects ctrl+c to; q and the palette do it
+    assert lost == {}
+
+
+def focusable(app: EricApp) -> list[str]:
+    return [widget.css_identifier for widget in app.screen.focus_chain if type(widget) in owners()]
+
+
+@pytest.mark.parametrize("mode", [mode.name for mode in modes.MODES])
+async def test_every_action_of_a_screen_and_of_what_is_on_it_is_in_the_palette(mode: str) -> None:
+    app = EricApp(FakeLink(scenes.busy()), start=mode)
+    async with app.run_test(size=(140, 50)) as pilot:
+        await pilot.pause()
+        places: list[type | None] = [None, *type(app.screen).__mro__]
+        for focused in (None, *app.screen.focus_chain):
+            app.screen.set_focus(focused)
+            await pilot.pause()
+            meant = [*places, *(type(focused).__mro__ if focused is not None else ())]
+            wanted = {bound.tooltip for bound in BOUND if bound.owner in meant and not bound.system}
+            titles = {entry.title for entry in entries(app.screen)}
+            missing = wanted - titles
+            assert missing <= {title for title in missing if not _can_now(app, title, meant)}, (mode, focused)
+
+
+def _can_now(app: EricApp, title: str, meant: list[type | None]) -> bool:
+    """Whether the screen says that an action does something now; next_model, say, does not with one model."""
+    bound = next(bound for bound in BOUND if bound.tooltip == title and bound.owner in meant)
+    name = bound.action.rpartition(".")[2].partition("(")[0]
+    node = app if bound.action.startswith("app.") else app.screen
+    return node.check_action(name, ()) is True
+
+
+async def test_the_palette_knows_keys_that_are_text_to_the_box_with_the_focus() -> None:
+    app = EricApp(FakeLink(), start="chat")
+    async with app.run_test() as pilot:
+        await pilot.pause()
+        hits = [hit async for hit in BindingCommands(app.screen).search("switch the http api")]
+        assert len(hits) == 1
+
+
+async def test_a_click_in_the_help_does_what_the_line_says() -> None:
     link = FakeLink()
     app = EricApp(link)
-    async with app.run_test() as pilot:
-        app.set_keymap({"workers.more": "w"})
-        await pilot.press("w")
-        await app.workers.wait_for_complete()
-    assert link.commands == [("reconfigure", {"workers": 3})]
+    async with app.run_test(size=(100, 60)) as pilot:
+        await pilot.press("question_mark")
+        await pilot.pause()
+        y, line = next((y, line) for y, line in enumerate(rows(app)) if "Add a worker" in line)
+        await pilot.click(offset=(line.index("Add a worker") + 2, y))
+        await until(pilot, lambda: ("reconfigure", {"workers": 3}) in link.commands)
+        assert not isinstance(app.screen, HelpScreen)
 
 
-@pytest.mark.parametrize("mode", ["dashboard", "models", "logs"])
-async def test_the_footer_shows_help_and_quit_in_80_columns(mode: str) -> None:
+async def test_help_begins_with_the_keys_of_what_has_the_focus() -> None:
+    app = EricApp(FakeLink(), start="models")
+    async with app.run_test(size=(120, 80)) as pilot:
+        await pilot.pause()
+        await pilot.press("question_mark")
+        await pilot.pause()
+        seen = "\n".join(rows(app))
+        order = [seen.index(words) for words in ("Here, in the model table", "On this screen", "Everywhere")]
+        assert order == sorted(order)
+
+
+async def test_a_click_on_the_key_row_does_what_it_says() -> None:
+    app = EricApp(FakeLink(), start="settings")
+    async with app.run_test(size=(120, 30)) as pilot:
+        await pilot.pause()
+        await pilot.click(KeyRow, offset=(rows(app)[-1].index("Help"), 0))
+        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
+
+
+@pytest.mark.parametrize("mode", [mode.name for mode in modes.MODES if mode.name != "chat"])
+async def test_the_key_row_shows_help_and_quit_in_80_columns(mode: str) -> None:
     app = EricApp(FakeLink(), start=mode)
     async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
-        assert "? Help" in rows(app)[-1]
+        await until(pilot, lambda: "? Help" in rows(app)[-1])
         assert "q Quit" in rows(app)[-1]
+        assert "^p palette" in rows(app)[-1]
+
+
+async def test_keys_that_would_be_typed_are_not_offered_while_typing() -> None:
+    app = EricApp(FakeLink(), start="chat")
+    async with app.run_test(size=(120, 30)) as pilot:
+        await until(pilot, lambda: "Stop" in rows(app)[-1])
+        assert "Prompts" not in rows(app)[-1]
+        assert "Quit" not in rows(app)[-1]
+
+
+def test_every_owner_is_found_and_dialogs_cover_the_keys_of_the_console() -> None:
+    found = set(owners())
+    assert HelpScreen in found
+    assert not meet(None, HelpScreen)
+    assert all(meet(None, type(mode.factory())) for mode in modes.MODES)
