@@ -1,14 +1,16 @@
-"""The CPU and the RAM, through psutil."""
+"""The CPU and the RAM, through psutil; what the CPU draws, where the system lets one read it."""
 
 from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
+from engine.devices.rapl import PackagePower
 from engine.ram import read_ram
 from engine.snapshot import DeviceReading
 
@@ -18,6 +20,7 @@ class HostProbe:
 
     def __init__(self) -> None:
         self._name = cpu_name()
+        self._power = PackagePower()
         psutil.cpu_percent(None)
 
     def read(self, pids: Collection[int] = ()) -> Sequence[DeviceReading]:
@@ -35,6 +38,7 @@ class HostProbe:
                 work_bytes=ours,
                 others_bytes=used - ours,
                 free_bytes=ram.free_bytes,
+                power_w=self._power.watts(time.monotonic()),
             ),
         )
 
