@@ -53,7 +53,9 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
     AUTO_FOCUS = "#system"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+s,ctrl+l", "save", "Save", id="chat.settings.save", tooltip="Use these settings"),
-        Binding("ctrl+t,ctrl+r", "presets", "Presets", id="chat.settings.presets", tooltip="Fill the form from a preset"),
+        Binding(
+            "ctrl+t,ctrl+r", "presets", "Presets", id="chat.settings.presets", tooltip="Fill the form from a preset"
+        ),
         Binding("escape", "leave", "Leave", id="chat.settings.leave", tooltip="Leave the settings as they were"),
     ]
 
