@@ -171,6 +171,18 @@ async def test_knobs_are_turned_at_once_and_others_wait_for_the_next_start(confi
     assert (waiting.value, waiting.saved, waiting.waits, waiting.when) == ("8000", "9000", True, "start")
 
 
+async def test_an_slo_and_the_price_of_energy_are_used_at_once(config: Path) -> None:
+    runtime = running(config)
+    saved = await runtime.saved.save("slo_ttft", "500ms")
+    assert (saved.value, saved.when, saved.waits) == ("0.5", "now", False)
+    await runtime.saved.save("energy_rate", "0.3")
+    await runtime.engine.start()
+    await runtime.engine.reset_session()
+    insight = runtime.engine.snapshot().insight
+    assert (insight.goodput.slo_ttft_s, insight.energy.rate_per_kwh) == (0.5, 0.3)
+    await runtime.engine.close(drain_s=0.0)
+
+
 async def test_a_setting_of_loads_is_used_by_the_next_one(config: Path) -> None:
     runtime = running(config)
     assert (await runtime.saved.save("cache_bits", "8")).when == "load"
