@@ -84,9 +84,11 @@ class LoadForm:
         return self._with(name, numbers[at]) if 0 <= at < len(numbers) else self
 
     def typed(self, name: FieldName, number: int) -> LoadForm:
-        """A number as it was typed, held to what can be."""
+        """A number as it was typed, held to what can be; one that is no choice changes nothing."""
         most = next(field.most for field in self.fields if field.name == name)
-        return self._with(name, min(max(1, number), most)) if most else self
+        if most:
+            return self._with(name, min(max(1, number), most))
+        return self._with(name, number) if number in self._choices(name) else self
 
     def cleared(self, name: FieldName) -> LoadForm:
         """Without a value of its own."""

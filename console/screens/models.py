@@ -101,17 +101,13 @@ class ModelsScreen(ConsoleScreen):
         self.run_worker(self._scan(), group="scan", exclusive=True, exit_on_error=False)
 
     async def _scan(self) -> None:
-        table = self.query_one(ModelTable)
-        table.loading = not table.rows
         try:
             entries = await self.link.list_models()
         except EngineError as error:
             self.notify(error.message, severity="error", markup=False)
             return
-        finally:
-            table.loading = False
         self._scans += 1
-        table.fill(entries)
+        self.query_one(ModelTable).fill(entries)
         self._describe(self.console.snapshot())
 
     # -- the selected model ------------------------------------------------------------------------------------------

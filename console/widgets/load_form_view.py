@@ -65,9 +65,9 @@ class LoadFormView(Static, can_focus=True):
         return self._form
 
     def show(self, form: LoadForm) -> None:
-        """Draw it, staying on the line that was chosen; digits of an unfinished number stay too."""
+        """Draw it; of the same model, staying on the line that was chosen and at a number that is being typed."""
         if self._form is None or form.entry != self._form.entry:
-            self._digits = ""
+            self._digits, self._row = "", 0
         self._form = form
         self._row = min(self._row, len(form.fields) - 1)
         self._draw()
@@ -82,9 +82,9 @@ class LoadFormView(Static, can_focus=True):
         self._draw()
 
     def on_key(self, event: events.Key) -> None:
-        """Digits set a number, one after the other."""
+        """Digits set a number, one after the other; none of them opens a screen from here."""
         form = self._form
-        if form is None or not (event.character or "").isdecimal() or not self._field(form).most:
+        if form is None or not (event.character or "").isdecimal():
             return
         event.stop()
         event.prevent_default()

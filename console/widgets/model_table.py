@@ -25,6 +25,7 @@ _COLUMNS = (
     Column("Template", 9, drop=7),
     Column("From", 10, grow=24, drop=8),
 )
+_LOOKING = "Looking for models …"
 _NONE = "No models yet: o takes a folder or a hub id; --models-dir names a folder to look in."
 _NO_MATCH = "No model has that in its name, architecture or quantisation. esc shows all."
 
@@ -60,7 +61,7 @@ class ModelTable(Table):
     """
 
     def __init__(self) -> None:
-        super().__init__(_COLUMNS, empty=_NONE)
+        super().__init__(_COLUMNS, empty=_LOOKING)
         self.add_class("panel")
         self.border_title = "Models"
         self._entries: Sequence[ModelEntry] = ()

@@ -63,6 +63,8 @@ async def test_a_number_is_typed_digit_by_digit_and_taken_back() -> None:
         assert form.form.own == LoadSettings(max_prompts=3)
         await pilot.press("backspace")
         assert form.form.own == NOTHING
+        await pilot.press("down", "down", "8", "down", "5")
+        assert form.form.own == LoadSettings(cache_bits=8)
         assert app.current_mode == "models"  # digits open screens elsewhere
 
 

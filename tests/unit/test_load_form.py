@@ -75,7 +75,8 @@ def test_a_value_between_two_steps_goes_to_the_next() -> None:
 def test_typed_numbers_are_held_to_what_can_be() -> None:
     assert form().typed("num_workers", 900).value("num_workers") == 64
     assert form().typed("max_model_len", 0).value("max_model_len") == 1
-    assert form().typed("cache_bits", 8).own == NOTHING
+    assert form().typed("cache_bits", 8).own == LoadSettings(cache_bits=8)
+    assert form().typed("cache_bits", 5).own == NOTHING
 
 
 def test_each_backend_has_the_choices_that_it_honours() -> None:
