@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from textual.content import Content
 from textual.widgets import Static
@@ -21,6 +21,7 @@ from engine.backends.base import LoadedModel, LoadProgress
 from engine.snapshot import AdapterReading, ModelReading, ModelStatus, Snapshot, WorkerReading
 
 _LABEL = 10
+_MOST_WORKERS = 8
 _CANCEL = clickable("c cancels", "screen.cancel_load")
 
 _KEYS = Content.assemble(
@@ -142,14 +143,14 @@ def _block(
     if status.state == "loading":
         workers = [worker for worker in snapshot.workers if worker.model in ("", model.name)]
         lines += phase_lines(status.progress, paces.get(model.name))
-        lines += [_worker(worker, paces.get(worker.id)) for worker in workers if len(workers) > 1]
+        lines += _workers(workers if len(workers) > 1 else [], paces)
         lines.append(_CANCEL)
     elif status.state == "failed":
         lines += [Content.styled(status.error.message, "$error")] if status.error is not None else []
     else:
         lines += _rows(model, snapshot, full=full)
         coming = [worker for worker in snapshot.workers if worker.model in ("", model.name) and worker.progress]
-        lines += [_worker(worker, paces.get(worker.id)) for worker in coming if full]
+        lines += _workers(coming if full else [], paces)
         if full and status.state in ("ready", "idle"):
             lines.append(_KEYS)
     return lines
@@ -163,6 +164,13 @@ def _shape(model: ModelReading) -> Content:
 
 def _span(time_s: float) -> str:
     return f"{time_s / 60:g} min" if time_s >= 60 else f"{time_s:g} s"
+
+
+def _workers(workers: Sequence[WorkerReading], paces: Mapping[str, Pace]) -> Iterator[Content]:
+    """A line for each of the first ones; how many more there are."""
+    yield from (_worker(worker, paces.get(worker.id)) for worker in workers[:_MOST_WORKERS])
+    if len(workers) > _MOST_WORKERS:
+        yield Content.styled(f"and {text.plural(len(workers) - _MOST_WORKERS, 'more worker')}", "$muted")
 
 
 def _worker(worker: WorkerReading, pace: Pace | None) -> Content:

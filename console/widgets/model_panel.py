@@ -92,6 +92,7 @@ class ModelPanel(Vertical):
         if entry != self._entry:
             self._fit = None
             self.query_one(ModelDetails).show(entry)
+            self._fill(entry, self._edits.get(called(entry), NOTHING))
         self._entry, self._moment = entry, moment
         self.price()
 
@@ -107,8 +108,8 @@ class ModelPanel(Vertical):
         entry = self._entry
         if entry is None:
             return
-        own = await self._own(entry)
-        self.query_one(LoadFormView).show(LoadForm(entry, own, self.models.defaults()))
+        own = self._edits.get(called(entry), await self._last(entry))
+        self._fill(entry, own)
         if entry.problem:
             return
         await asyncio.sleep(SETTLE_S)
@@ -120,11 +121,12 @@ class ModelPanel(Vertical):
         self._describe()
         self.post_message(self.Priced(entry, fit))
 
-    async def _own(self, entry: ModelEntry) -> LoadSettings:
-        """What was changed here, else what it was last loaded with."""
-        edited = self._edits.get(called(entry))
-        if edited is not None:
-            return edited
+    def _fill(self, entry: ModelEntry, own: LoadSettings) -> None:
+        """Show a form; at once for a model that was just selected, so that no key is for the one before it."""
+        self.query_one(LoadFormView).show(LoadForm(entry, own, self.models.defaults()))
+
+    async def _last(self, entry: ModelEntry) -> LoadSettings:
+        """What it was last loaded with."""
         try:
             return await self.models.remembered(called(entry))
         except EngineError:
