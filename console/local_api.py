@@ -7,7 +7,8 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from console.links.api import ApiReport, NewKey, Scope
-from console.runtime import LoopThread, Runtime
+from console.loops import LoopThread
+from console.runtime import Runtime
 
 T = TypeVar("T")
 

@@ -107,7 +107,7 @@ class LogLines:
         return True
 
     def as_text(self) -> Iterator[str]:
-        """The lines that are wanted, as the log file has them."""
+        """The lines that are wanted now, as the log file has them; each is written out when it is asked for."""
         return (line_text(line) for line in tuple(self._shown))
 
     def _drop(self) -> None:

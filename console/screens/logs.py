@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from textual.widgets import Input, Static
 from console.link import ApiStatus
 from console.log_lines import LEVEL_NAMES, LEVELS, LogLines, line_text
 from console.screens.base import ConsoleScreen
+from console.widgets import text
 from console.widgets.glyphs import fitted
 from console.widgets.log_sources import ALL, LogSources
 from console.widgets.log_view import LogView
@@ -43,6 +45,7 @@ class LogsScreen(ConsoleScreen):
     def __init__(self) -> None:
         super().__init__()
         self._seen = 0
+        self._said = Content("")
 
     def compose_body(self) -> ComposeResult:
         """Sources beside the lines; under them the word and what is shown."""
@@ -71,7 +74,9 @@ class LogsScreen(ConsoleScreen):
         view = self._view
         self.query_one(LogSources).show(view.lines.sources(), view.lines.wanted.source)
         said = state_line(view.lines, follows=view.follows, unseen=view.unseen)
-        self.query_one("#log-state", Static).update(fitted(self.app, said))
+        if not said.is_same(self._said):
+            self._said = said
+            self.query_one("#log-state", Static).update(fitted(self.app, said))
 
     def _filter(self, *, level: int | None = None, source: str | None = None, word: str | None = None) -> None:
         self._view.filter(level=level, source=source, word=word)
@@ -151,22 +156,22 @@ class LogsScreen(ConsoleScreen):
 
     def action_export(self) -> None:
         """What is shown, into a file where the console was started."""
-        lines = list(self._view.lines.as_text())
-        if lines:
-            self.run_worker(self._export(lines), group="export", exit_on_error=False)
+        lines = self._view.lines
+        if lines.shown:
+            self.run_worker(self._export(lines.as_text(), len(lines.shown)), group="export", exit_on_error=False)
         else:
             self.notify("There is no line to save.", severity="warning")
 
-    async def _export(self, lines: list[str]) -> None:
+    async def _export(self, lines: Iterator[str], count: int) -> None:
         try:
             path = await asyncio.to_thread(save, lines, Path.cwd())
         except OSError as error:
             self.notify(f"The lines cannot be saved: {error.strerror}", severity="error", markup=False)
         else:
-            self.notify(f"Saved {len(lines):,} lines to {path}", markup=False, timeout=8)
+            self.notify(f"Saved {text.plural(count, 'line')} to {path}", markup=False, timeout=8)
 
 
-def save(lines: list[str], folder: Path) -> Path:
+def save(lines: Iterable[str], folder: Path) -> Path:
     """Write lines to a new file in `folder`; raises OSError. Blocking."""
     stem = time.strftime("ericllm-log-%Y%m%d-%H%M%S")
     for number in range(1, 1000):
