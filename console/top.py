@@ -109,7 +109,7 @@ def as_text(line: TopLine) -> str:
         f"{time.strftime('%H:%M:%S', time.localtime(line.at))} {line.instance}",
         f"{line.model}{more} {line.state}".strip(),
         workers,
-        f"out {text.rate(line.output_tokens_per_s)} in {text.rate(line.prompt_tokens_per_s)}",
+        f"out {text.rate(line.output_tokens_per_s)} in {text.rate(line.prompt_tokens_per_s)} tok/s",
         f"TTFT p95 {text.seconds(line.ttft_p95_s)}",
         f"ITL p95 {text.seconds(line.itl_p95_s)}",
         f"{line.running} running {line.queued} queued",

@@ -86,7 +86,7 @@ def _left(snapshot: Snapshot, api: ApiStatus, standing: Standing, brevity: int, 
         parts.append(_shape(snapshot, brevity))
     parts += told
     if standing.reach != "recording" and (status.state != "failed" or brevity == 0):
-        parts.append(_api(api, brevity))
+        parts.append(_api(api, brevity, named=standing.name.endswith(f":{api.port}")))
     return _DOT.join(parts)
 
 
@@ -163,13 +163,15 @@ def _shape(snapshot: Snapshot, brevity: int) -> Content:
     return Content.styled(f"{text.plural(workers, 'worker')} × {text.plural(prompts, 'prompt')}", "$foreground")
 
 
-def _api(api: ApiStatus, brevity: int) -> Content:
+def _api(api: ApiStatus, brevity: int, *, named: bool) -> Content:
+    """named: the address stands on the line already."""
     if api.error is not None:
         return Content.styled("✖ API failed", "$worker-failed")
     if not api.running:
         return Content.styled("○ API off", _MUTED)
     address = f":{api.port}" if brevity > 1 else api.url.removeprefix("http://")
     if brevity > 3:
-        return Content.styled(f"API {address}", "$foreground")
+        return Content.styled("API on" if named else f"API {address}", "$foreground")
     clients = f", {api.clients}" if brevity > 1 else f", {text.plural(api.clients, 'client')}"
-    return Content.assemble((f"API {address} on", "$foreground"), (clients, _MUTED))
+    head = "API on" if named else f"API {address} on"
+    return Content.assemble((head, "$foreground"), (clients, _MUTED))
