@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _estimate(argv[1:])
         if argv[:1] and argv[0] in _ELSEWHERE:
             return _elsewhere(argv[0], argv[1:])
-        return _run(Sources.read(_parse(argv, _parser(APP_NAME, ABOUT))))
+        return _run(sources_of(argv))
     except EngineError as error:
         print(f"{APP_NAME}: {error.message}", file=sys.stderr)
         return USAGE_ERROR if error.http_status < 500 else FAILURE
@@ -62,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has gone, `head` say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
+
+
+def sources_of(argv: Sequence[str]) -> Sources:
+    """All settings, where these flags are given; a wrong flag ends the program. Raises InvalidRequest."""
+    return Sources.read(_parse(argv, _parser(APP_NAME, ABOUT)))
 
 
 def _config(argv: Sequence[str]) -> int:

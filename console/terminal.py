@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from console.called import as_link
 from console.loading import ModelChoice
@@ -16,14 +18,20 @@ from console.settings import APP_NAME, Settings, data_dir, log_dir, state_dir
 from console.sources import Sources
 from engine.errors import EngineError
 
+if TYPE_CHECKING:
+    from console.app import EricApp
+
 QUIT_PATIENCE_S = 0.4
 """What a worker gets to end by itself: whoever quits does not wait for one that hangs."""
 
 
-def run_console(settings: Settings, choice: ModelChoice, sources: Sources) -> int:
+def run_console(
+    settings: Settings, choice: ModelChoice, sources: Sources, make_app: Callable[..., EricApp] | None = None
+) -> int:
     """Open the console and load `choice` behind it; returns the exit code when the operator leaves.
 
     sources: what the settings were made from, for the screen that shows and saves them.
+    make_app: what makes the app, with EricApp's arguments, where that is not EricApp itself.
     """
     from console.app import EricApp
 
@@ -42,7 +50,7 @@ def run_console(settings: Settings, choice: ModelChoice, sources: Sources) -> in
             local = LocalLink(runtime, loop)
             link = as_link(ReadOnlyLink(local)) if settings.read_only else local
             loop.submit(_open(runtime, choice))
-            app = EricApp(
+            app = (make_app or EricApp)(
                 link,
                 theme=settings.theme,
                 chats=data_dir() / "chats.db",

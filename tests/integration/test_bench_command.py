@@ -150,3 +150,16 @@ def test_columns_line_up() -> None:
 
 def test_a_spread_is_the_middle_and_the_ends() -> None:
     assert Spread.of([3, 1, 2, 10]) == Spread(2.5, 1, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_screen_reports_every_promise_of_the_screen_with_its_goal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "screen", "--seconds", "2", "--concurrent", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    goals = {goal["name"]: goal for goal in report["goals"]}
+    assert {"first frame", "quit", "quit with a worker that hangs", "CPU of the screen, idle"} < goals.keys()
+    for when in ("", ", much before"):
+        for name in ("gap of the loop, p99", "key shown, p99", "another screen shown, p99", "CPU of the screen"):
+            assert goals[name + when]["value"] > 0
+    assert (report["clients"], report["keys"] > 4, report["tokens_per_s"] > 0) == (2, True, True)
