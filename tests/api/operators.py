@@ -57,8 +57,8 @@ class FolderOperator:
         raise NotImplementedError
 
     async def admit(self, kind: str, name: str) -> str:
-        """Names of models alone."""
-        if "/" in name:
+        """Names alone."""
+        if name.startswith("/"):
             raise ModelNotFound(f"{name} lies in none of the folders that models are taken from")
         return name
 

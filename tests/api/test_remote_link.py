@@ -1,0 +1,274 @@
+"""RemoteLink over HTTP on a server that shows a fake: what goes in and what comes out is what the fake itself gives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from console.api.chat import ChatBody
+from console.api.server import ApiServer, ApiSettings
+from console.called import as_link
+from console.calls import CALLS
+from console.links.conversation import ChatMessage
+from console.links.models import LoadSettings
+from console.loops import LoopThread
+from console.readonly import ReadOnly, ReadOnlyLink
+from console.remote.address import address_of
+from console.remote.chat import chat_body
+from console.remote.errors import NotAllowed, OutOfReach
+from console.remote.link import RemoteLink
+from console.remote.polled import Polled
+from engine.config import EngineConfig, SamplingParams
+from engine.engine import Engine
+from engine.errors import InvalidRequest, ModelLoadFailed
+from tests.api.operators import FolderOperator
+from tests.fakes import scenes
+from tests.fakes.link import MODELS, FakeLink
+
+HI = [ChatMessage(role="user", content="hi")]
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "engine.load": {"model": "demo"},
+    "engine.reconfigure": {"workers": 3, "max_prompts": 5},
+    "engine.restart_worker": {"worker_id": "w0"},
+    "engine.drain_worker": {"worker_id": "w0"},
+    "engine.estimate": {"model": "demo", "workers": 2},
+    "engine.attach": {"name": "poet", "path": "poet"},
+    "engine.detach": {"name": "poet"},
+    "engine.cancel_request": {"request_id": "req-00000000"},
+    "conversation.count_tokens": {"messages": HI, "draft": "and then?"},
+    "models.load": {"model": "demo", "changes": LoadSettings(max_model_len=4096)},
+    "models.download": {"model": "org/name"},
+    "models.estimate": {"model": "demo", "changes": LoadSettings(cache_bits=8)},
+    "models.remembered": {"model": "demo"},
+    "models.forget": {"model": "demo"},
+    "requests.detail": {"request_id": "req-00000000"},
+    "api.listen": {"host": "127.0.0.1", "port": 8001},
+    "api.make_key": {"name": "prometheus", "scopes": ("watch",)},
+    "api.revoke_key": {"name": "grafana"},
+    "api.switch_dialect": {"name": "generate", "on": False},
+    "settings.save": {"name": "theme", "value": "ericllm-light"},
+}
+"""What a call is made with; nothing where it is not here."""
+
+
+class Served:
+    """A fake behind a real server, and a link to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.fake = FakeLink(scenes.busy())
+        self.engine = Engine(EngineConfig(worker_host="thread"))
+        self.server = ApiServer(self.engine, ApiSettings(port=0), FolderOperator(folder, "demo"), lambda: self.fake)
+        self.loop = LoopThread("remote")
+        self.link: RemoteLink | None = None
+
+    async def start(self) -> RemoteLink:
+        await self.engine.start()
+        await self.server.start()
+        self.link = RemoteLink(address_of(self.server.status().url), loop=self.loop, hz=10)
+        await until(lambda: self.standing == "live")
+        return self.link
+
+    @property
+    def standing(self) -> str:
+        assert self.link is not None
+        return self.link.standing().reach
+
+    async def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+        self.loop.stop()
+        await self.server.stop(drain_s=0.0)
+        await self.engine.close(drain_s=0.0)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    made = Served(tmp_path)
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def until(met: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not met():  # noqa: ASYNC110 - another thread does it
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+async def test_every_call_gives_elsewhere_what_it_gives_here(served: Served, tmp_path: Path, name: str) -> None:
+    call, arguments = CALLS[name], ARGUMENTS.get(name, {})
+    assert served.link is not None
+    here = FakeLink(scenes.busy())
+    answer = call.on(as_link(served.link))(**arguments)
+    expected = call.on(here)(**arguments)
+    if not call.at_once:
+        got, wanted = await answer, await expected
+        assert _normal(got) == _normal(wanted)
+        return
+    await until(lambda: _normal(call.on(as_link(served.link))(**arguments)) == _normal(expected))
+
+
+def _normal(value: Any) -> Any:
+    """Lists and tuples are the same to a screen."""
+    return [_normal(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+async def test_what_is_shown_is_what_there_is_and_follows_it(served: Served) -> None:
+    assert served.link is not None
+    assert served.link.snapshot() == served.fake.current
+    assert served.link.api_status() == served.fake.api_status()
+    served.fake.show(scenes.failed())
+    served.fake.log("a new line")
+    await until(lambda: served.link is not None and served.link.snapshot() == scenes.failed())
+
+
+async def test_why_a_command_failed_comes_back_as_its_own_error(served: Served) -> None:
+    served.fake.failures["load"] = ModelLoadFailed("the weights are cut off")
+    with pytest.raises(ModelLoadFailed, match="the weights are cut off"):
+        await as_link(served.link).load("demo")  # type: ignore[arg-type]
+
+
+async def test_a_command_that_takes_long_is_waited_for(served: Served) -> None:
+    served.fake.hold("load")
+    loading = asyncio.create_task(as_link(served.link).load("demo"))  # type: ignore[arg-type]
+    await until(lambda: served.link is not None and served.link.snapshot().status.state == "loading")
+    assert not loading.done()
+    served.fake.release("load")
+    await loading
+
+
+async def test_a_server_that_stops_is_lost_and_found_again(served: Served) -> None:
+    link = as_link(served.link)  # type: ignore[arg-type]
+    port = served.server.status().port
+    await served.server.stop(drain_s=0.0)
+    await until(lambda: served.standing == "lost")
+    with pytest.raises(OutOfReach, match="is lost"):
+        await link.reconfigure(workers=2)
+    with pytest.raises(OutOfReach):
+        async for _ in link.conversation.chat(HI, SamplingParams()):
+            pass
+    assert link.snapshot() == served.fake.current
+    again = ApiServer(served.engine, ApiSettings(port=port), FolderOperator(Path()), lambda: served.fake)
+    await again.start()
+    await until(lambda: served.standing == "live")
+    await link.reconfigure(workers=2)
+    await again.stop(drain_s=0.0)
+
+
+async def test_read_only_forwards_what_changes_nothing_alone(served: Served) -> None:
+    link = as_link(ReadOnlyLink(as_link(served.link)))  # type: ignore[arg-type]
+    assert [entry.name for entry in await link.list_models()] == [entry.name for entry in MODELS]
+    assert (await link.estimate("demo")) == served.fake.expected
+    for name, call in CALLS.items():
+        if call.changes:
+            with pytest.raises(ReadOnly, match="read-only"):
+                await call.on(link)(**ARGUMENTS.get(name, {}))
+    assert set(served.fake.names()) <= {"list_models", "estimate"}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "said"),
+    [
+        (200, b"<html>\n", OutOfReach, "ended the connection"),
+        (404, b"not here", OutOfReach, "no ericllm"),
+        (401, b'{"error": {"message": "This server needs a key"}}', NotAllowed, "needs a key"),
+        (200, b"data: {}\n\n", OutOfReach, "another version"),
+        (200, b"data: <html>\n\n", OutOfReach, "no ericllm"),
+    ],
+)
+async def test_what_answers_but_is_no_instance_of_ours_is_said(
+    status: int, body: bytes, error: type[Exception], said: str
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status, body=body)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    loop = LoopThread("remote")
+    link = RemoteLink(address_of(f"127.0.0.1:{site.port}"), loop=loop)
+    await until(lambda: link.standing().reach in ("lost", "refused"))
+    assert said in link.standing().reason
+    with pytest.raises(error):
+        await as_link(link).unload()
+    link.close()
+    loop.stop()
+    await runner.cleanup()
+
+
+# -- parts ----
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "name"),
+    [
+        ("gpu1", "http://gpu1:8000", "gpu1:8000"),
+        ("gpu1:9000", "http://gpu1:9000", "gpu1:9000"),
+        ("http://gpu1:8000/", "http://gpu1:8000", "gpu1:8000"),
+        ("https://llm.example.org/east/", "https://llm.example.org:443/east", "llm.example.org:443/east"),
+        ("http://[::1]:8000", "http://[::1]:8000", "[::1]:8000"),
+    ],
+)
+def test_an_address_is_what_people_write(text: str, url: str, name: str) -> None:
+    address = address_of(text)
+    assert (address.url, address.name) == (url, name)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ftp://x", "http://", "gpu1:port", "http://u:p@x", "http://x?y=1", "http://x:99999"]
+)
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        address_of(text)
+
+
+def test_every_sampling_parameter_is_sent_as_the_api_calls_it_or_refused() -> None:
+    for name in SamplingParams().__struct_fields__:
+        value = {"logit_bias": {5: 1.0}, "stop": ("x",), "banned_strings": ("y",), "stop_token_ids": (3,)}.get(name)
+        default = getattr(SamplingParams(), name)
+        if value is None:
+            value = (1,) if isinstance(default, tuple) else (not default) if isinstance(default, bool) else 2
+        params = SamplingParams(**{name: value})
+        try:
+            body = chat_body(HI, params, "m", continue_answer=True)
+        except InvalidRequest as error:
+            assert name in ("dry_breaker_ids", "negative_prompt_ids", "logprobs")
+            assert name in error.message
+            continue
+        ChatBody.parse(json.dumps(body).encode())
+
+
+def test_what_screens_poll_is_fetched_once_at_a_time_and_only_when_it_is_old() -> None:
+    now, asked = [0.0], []
+    polled = Polled(asked.append, lambda: now[0])
+
+    async def fetch() -> object:
+        return "an answer"
+
+    def get() -> object:
+        return polled.get("question", fetch, "nothing yet")
+
+    assert get() == "nothing yet"
+    now[0] = 10.0
+    assert get() == "nothing yet"
+    assert len(asked) == 1
+    asyncio.run(asked[0])
+    assert get() == "an answer"
+    assert len(asked) == 2
+    asyncio.run(asked[1])
+    assert get() == "an answer"
+    assert len(asked) == 2
+    polled.forget()
+    assert get() == "an answer"
+    assert len(asked) == 3
+    asked[2].close()
