@@ -137,7 +137,7 @@ _TABLE = (
     _call("models.remembered", "watch"),
     _call("models.forget", "admin"),
     _call("requests.finished", "watch", blank=lambda after=0: (after, ())),
-    _call("requests.detail", "watch"),
+    _call("requests.detail", "admin", looks=True),  # it may hold what was asked and answered
     _call("requests.cancel_queued", "admin"),
     _call("api.report", "watch", blank=lambda **_: ApiReport()),
     _call("api.listen", "admin"),
