@@ -12,8 +12,9 @@ from textual.screen import Screen
 
 from console import in_view, keymap, modes
 from console.commands import BindingCommands
+from console.effects import Effects
 from console.habits import Habits
-from console.knobs import KnobName, Knobs
+from console.knobs import KnobName, Knobs, turned
 from console.link import EngineLink
 from console.pace import is_news
 from console.screens.base import ConsoleRow, Live
@@ -64,6 +65,7 @@ class EricApp(App[None], inherit_bindings=False):
         self.chats = chats
         self._refresh_hz = refresh_hz
         self._knobs = Knobs()
+        self.effects = Effects()
         self.viewed_key = ""
         self._several = False
         self._drawn: Snapshot | None = None
@@ -105,6 +107,7 @@ class EricApp(App[None], inherit_bindings=False):
         self._drawn, self._stood = self.link.snapshot(), self.standing
         self.set_class(self._stood.stale, "-stale")
         self._knobs.settled(snapshot)
+        self.effects.look(snapshot)
         if (several := len(snapshot.models) > 1) != self._several:
             self._several = several
             self.screen.refresh_bindings()
@@ -161,13 +164,15 @@ class EricApp(App[None], inherit_bindings=False):
 
     def action_step(self, knob: KnobName, by: int) -> None:
         """Turn a knob by `by`."""
-        target = self._knobs.step(self.snapshot(), knob, by)
-        self.run_worker(self._turn(knob, target), group="commands", exit_on_error=False)
+        self.turn(knob, self._knobs.step(self.snapshot(), knob, by), self.viewed_model)
 
-    async def _turn(self, knob: KnobName, target: int) -> None:
-        workers, max_prompts = (target, None) if knob == "workers" else (None, target)
-        model, knobs = self.viewed_model, self._knobs
-        if not await self._perform(self.link.reconfigure(workers=workers, max_prompts=max_prompts, model=model), ""):
+    def turn(self, knob: str, target: float, model: str) -> None:
+        """Set a knob of a model, by the name that its marks have; "" is the only model, or the first."""
+        self.run_worker(self._turn(knob, target, model), group="commands", exit_on_error=False)
+
+    async def _turn(self, knob: str, target: float, model: str) -> None:
+        knobs = self._knobs
+        if not await self._perform(turned(self.link, knob, target, model), ""):
             knobs.refused(knob)
 
     def action_toggle_api(self) -> None:

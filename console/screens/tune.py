@@ -1,11 +1,180 @@
-"""Tune: the knobs and what each change did."""
+"""Tune: the knobs, and what turning each of them did to throughput and latency."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.widgets import Static
+
+from console import in_view
+from console.effects import Setting, settings_seen
+from console.knobs import knob_words, next_idle_unload
+from console.link import ApiStatus
 from console.screens.base import ConsoleScreen
+from console.widgets import text
+from console.widgets.effect_table import EffectTable, told
+from console.widgets.glyphs import fitted
+from console.widgets.graph import Curve, Graph, Scale, Span
+from console.widgets.knob_panel import KnobPanel
+from console.widgets.scatter import Point, Scatter
+from console.widgets.table import Table
+from console.widgets.throughput import ZOOMS
+from engine.snapshot import ModelReading, Snapshot
+
+IDLE = Binding.Group("Idle unload", compact=True)
+_ZOOM = 2
+NO_POINTS = "Needs 10 s of load."
 
 
 class TuneScreen(ConsoleScreen):
-    """Tune: the knobs and what each change did."""
+    """Knobs above, curves between, changes below."""
 
     MODE = "tune"
+    AUTO_FOCUS = "#changes"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "u", "undo", "Undo", id="tune.undo", tooltip="Set a knob back to what it was before the selected change"
+        ),
+        Binding(
+            "comma",
+            "idle(-1)",
+            "Idle unload −",
+            id="idle.shorter",
+            tooltip="Unload the model after less time without a request",
+            key_display=",",
+            group=IDLE,
+        ),
+        Binding(
+            "full_stop",
+            "idle(1)",
+            "Idle unload +",
+            id="idle.longer",
+            tooltip="Unload the model after more time without a request",
+            key_display=".",
+            group=IDLE,
+        ),
+        Binding("l", "latency", "Latency", id="tune.latency", tooltip="Plot throughput against TTFT or against ITL"),
+        Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._zoom = _ZOOM
+        self._ttft = False
+
+    def compose_body(self) -> ComposeResult:
+        """Top to bottom."""
+        with Vertical(id="tune-knobs", classes="panel") as knobs:
+            knobs.border_title = "Knobs"
+            yield KnobPanel()
+        with Horizontal(id="tune-plots", classes="panel") as plots:
+            plots.border_title = "Throughput"
+            yield Graph(
+                Scale(text.count, least=10), Curve(lambda at: at.output_tokens, "$graph-tokens"), id="tune-tokens"
+            )
+            yield Scatter(id="tune-settings")
+        with Vertical(id="tune-changes", classes="panel") as changes:
+            changes.border_title = "What each change did"
+            yield EffectTable(id="changes")
+            yield Static(id="change", markup=False)
+
+    @property
+    def model(self) -> ModelReading | None:
+        """The one in view."""
+        return in_view.viewed(self.link.snapshot(), self.console.viewed_key)
+
+    # -- what is shown ------------------------------------------------------------------------------------------------
+
+    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+        """Hand the snapshot on."""
+        self.query_one(KnobPanel).show(snapshot, self.model)
+        span = Span(snapshot.history, snapshot.marks, ZOOMS[self._zoom])
+        self.query_one(Graph).show(_tokens_title(snapshot, span.seconds_per_column), span)
+        self._show_settings(snapshot)
+        self.query_one(EffectTable).show_effects(self.console.effects.found, named=len(snapshot.models) > 1)
+        self._show_change()
+
+    def _show_settings(self, snapshot: Snapshot) -> None:
+        spec = snapshot.status.spec
+        name, now = spec.name if spec is not None else "", (snapshot.target_workers, snapshot.max_prompts)
+        seen = settings_seen(snapshot.history, snapshot.marks, name, *now)
+        latency = "TTFT" if self._ttft else "ITL"
+        title = Content.styled(f"tok/s by {latency} p95", "$muted")
+        self.query_one(Scatter).show(title, _points(seen, ttft=self._ttft), text.seconds, NO_POINTS)
+
+    def _show_change(self) -> None:
+        effect = self.query_one(EffectTable).chosen(self.console.effects.found)
+        several = len(self.link.snapshot().models) > 1
+        said = told(effect, named=several) if effect is not None else Content("")
+        self.query_one("#change", Static).update(fitted(self.app, said))
+
+    def on_table_moved(self, event: Table.Moved) -> None:
+        """Say more of another change."""
+        self._show_change()
+
+    def action_zoom(self) -> None:
+        """Another span in the graph."""
+        self._zoom = (self._zoom + 1) % len(ZOOMS)
+        self.refresh_view()
+
+    def action_latency(self) -> None:
+        """The other latency."""
+        self._ttft = not self._ttft
+        self.refresh_view()
+
+    # -- what can be done ---------------------------------------------------------------------------------------------
+
+    def action_undo(self) -> None:
+        """Set the knob of the change under the cursor back."""
+        effect = self.query_one(EffectTable).chosen(self.console.effects.found)
+        if effect is None:
+            self.notify("No knob was turned yet.")
+            return
+        change, models = effect.change, self.link.snapshot().models
+        name = change.knob.replace("_", " ")
+        back = knob_words(change.knob, change.before)
+        if self._value(change.knob, change.model) == change.before:
+            self.notify(f"{name} is {back} already.", markup=False)
+            return
+        self.console.turn(change.knob, change.before, change.model if len(models) > 1 else "")
+        self.notify(f"{name} goes back to {back}.", markup=False)
+
+    def _value(self, knob: str, name: str) -> float | None:
+        """A knob's value now, of the model of that name."""
+        snapshot = self.link.snapshot()
+        model = next((model for model in snapshot.models if model.name == name), self.model)
+        if knob == "idle_unload":
+            return model.idle_unload_s if model is not None else None
+        target = snapshot if model is None else model
+        return target.target_workers if knob == "workers" else target.max_prompts
+
+    def action_idle(self, by: int) -> None:
+        """Sooner or later, or never."""
+        if (model := self.model) is None:
+            self.notify("There is no model yet. Press 2 to load one.", severity="warning")
+            return
+        target = next_idle_unload(model.idle_unload_s, by)
+        if target != model.idle_unload_s:
+            self.console.turn("idle_unload", target, self.console.viewed_model)
+
+
+def _points(seen: list[Setting], *, ttft: bool) -> list[Point]:
+    """Those whose latency is known."""
+    return [
+        Point(latency, each.tokens_per_s, f"{each.workers}×{each.max_prompts}", each.now)
+        for each in seen
+        if (latency := each.ttft_s if ttft else each.itl_s) is not None
+    ]
+
+
+def _tokens_title(snapshot: Snapshot, step: int) -> Content:
+    return Content.assemble(
+        ("■ ", "$graph-tokens"),
+        ("out tok/s ", "$muted"),
+        (text.rate(snapshot.output_tokens_per_s), "bold"),
+        (f"  a column is {step} s", "$muted"),
+    )

@@ -35,6 +35,9 @@ _TO_ASCII = str.maketrans(
         "−": "-",
         "–": "-",
         "→": ">",
+        "↑": "^",
+        "↓": "v",
+        "≈": "=",
         "…": "~",
         "▏": "|",
         "°": " ",
@@ -58,6 +61,11 @@ def wants_ascii(environ: Mapping[str, str] = os.environ, encoding: str | None = 
 def is_ascii(app: App[object]) -> bool:
     """Whether this app draws in ASCII."""
     return app.has_class("-ascii")
+
+
+def is_lettered(app: App[object]) -> bool:
+    """Whether the parts of a bar are told by letters: block characters or colours are lacking."""
+    return is_ascii(app) or app.no_color
 
 
 def to_ascii(text: str) -> str:

@@ -79,7 +79,7 @@ class RequestTable(Table):
 
 def columns(requests: RequestList) -> tuple[Column, ...]:
     """The columns, the one sorted by with its direction."""
-    glyph = "▼" if requests.descending else "▲"
+    glyph = "↓" if requests.descending else "↑"
     return tuple(
         replace(column, title=f"{column.title}{glyph}") if column.title == requests.column else column
         for column in _COLUMNS

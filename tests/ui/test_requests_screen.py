@@ -51,7 +51,7 @@ async def test_live_and_ended_requests_are_seen_with_who_asked_and_how_they_ende
     async with app.run_test(size=(140, 48)) as pilot:
         await _ready(pilot)
         seen = screen_text(app)
-        for words in ("when▼", "alice", "● decode", "◔ prefill", "◌ queued", "✓ done", "✖ error", "14:02:09"):
+        for words in ("when↓", "alice", "● decode", "◔ prefill", "◌ queued", "✓ done", "✖ error", "14:02:09"):
             assert words in seen, words
         assert "14 running · 3 queued · 40 ended" in seen
 
@@ -83,11 +83,11 @@ async def test_s_sorts_by_the_next_column_that_is_seen_and_shift_s_turns_it_roun
     async with app.run_test(size=(80, 24)) as pilot:
         await _ready(pilot)
         await pilot.press("s")
-        assert "id▼" in rows(app)[3]
+        assert "id↓" in rows(app)[3]
         await pilot.press("s")
-        assert "state▼" in rows(app)[3]
+        assert "state↓" in rows(app)[3]
         await pilot.press("s", "S")
-        assert "in▲" in rows(app)[3]
+        assert "in↑" in rows(app)[3]
         assert _first(app, 1) == ["req-00000000"]
 
 
@@ -97,10 +97,10 @@ async def test_a_click_on_a_title_sorts_by_it_and_another_turns_it_round() -> No
         await _ready(pilot)
         line = rows(app)[3]
         assert await pilot.click(offset=(line.index("TTFT") + 1, 3))
-        await until(pilot, lambda: "TTFT▼" in rows(app)[3])
+        await until(pilot, lambda: "TTFT↓" in rows(app)[3])
         slowest = _first(app, 1)
         assert await pilot.click(offset=(line.index("TTFT") + 1, 3))
-        await until(pilot, lambda: "TTFT▲" in rows(app)[3])
+        await until(pilot, lambda: "TTFT↑" in rows(app)[3])
         assert slowest == ["req-000cb44c"] and _first(app, 1) == ["req-00000000"]
 
 
