@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from console.api.failing import CALL
+from console.api.failing import call_of
 from console.api.generation import Generation
 from console.api.operator import Operator
 from console.api.prompts import Prompt
@@ -87,7 +87,7 @@ class ApiContext:
                 yield generation
             finally:
                 self._running.discard(generation)
-                used, call = generation.tokens, request[CALL]
+                used, call = generation.tokens, call_of(request)
                 call.prompt_tokens, call.output_tokens = used.prompt, used.output
 
     def cut(self) -> None:
@@ -105,7 +105,7 @@ def client_of(request: web.Request) -> str:
     The key of the settings tells no clients apart, for all of them have it; and what a client says of itself (a key
     that nobody asked for, `user`) it could say differently each time, to be taken for many.
     """
-    key = request[CALL].key
+    key = call_of(request).key
     return key if key and key != SETTINGS_KEY else request.remote or ""
 
 

@@ -9,10 +9,21 @@ from console.api.scopes import LOOKING
 from console.api.traffic import Call, Ending
 from engine.errors import EngineError
 
-CALL = web.RequestKey("call", Call)
-"""Where a request has its call."""
+_CALL = "ericllm.call"
 
 _LEFT = Ending(499, "client_left", "The client left before the answer was complete")
+
+
+def call_of(request: web.Request) -> Call:
+    """What counts the request."""
+    call: Call = request[_CALL]
+    return call
+
+
+def begin(request: web.Request, call: Call) -> Call:
+    """From now on `call` counts the request."""
+    request[_CALL] = call
+    return call
 
 
 def failed(request: web.Request, error: EngineError) -> web.Response:
@@ -23,11 +34,11 @@ def failed(request: web.Request, error: EngineError) -> web.Response:
 
 def note(request: web.Request, error: EngineError) -> None:
     """Count a failure, also of a stream that began well."""
-    request[CALL].failure = Ending(error.http_status, error.code, error.message)
+    call_of(request).failure = Ending(error.http_status, error.code, error.message)
 
 
 def note_left(request: web.Request) -> None:
     """Count a client that left before its answer was complete; one that only watched may leave at any time."""
-    call = request[CALL]
+    call = call_of(request)
     if call.failure is None and request.method not in LOOKING:
         call.failure = _LEFT

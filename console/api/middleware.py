@@ -22,7 +22,7 @@ from console.api.errors import (
     NotAuthorized,
     NotFound,
 )
-from console.api.failing import CALL, failed, note_left
+from console.api.failing import begin, call_of, failed, note_left
 from console.api.keys import Key, Keys
 from console.api.scopes import ADMIN, LOOKING, OPEN_PATHS, allows, in_words, scope_needed
 from console.api.traffic import Traffic
@@ -46,7 +46,7 @@ def counting(traffic: Traffic) -> Middleware:
         clock = asyncio.get_running_loop().time
         began = clock()
         agent = request.headers.get("User-Agent", "")
-        call = request[CALL] = traffic.enter(request.remote or "", agent, request.method, request.path)
+        call = begin(request, traffic.enter(request.remote or "", agent, request.method, request.path))
         status: int | None = None
         try:
             if traffic.closing and request.method not in LOOKING:
@@ -98,7 +98,7 @@ def authorizing(traffic: Traffic, keys: Keys) -> Middleware:
                 key = _allowed(request, keys)
             elif request.path.startswith(ADMIN) and not _is_local(request):
                 raise Forbidden("Without an API key, admin requests are taken from this machine alone: set --api-key")
-        call = request[CALL]
+        call = call_of(request)
         traffic.admit(call, "" if key is None else key.name)
         if key is None:
             return await handler(request)
@@ -132,7 +132,7 @@ def speaking(dialects: Dialects) -> Middleware:
     @web.middleware
     async def speak(request: web.Request, handler: Handler) -> web.StreamResponse:
         if (dialect := dialects.of(request)) is not None:
-            request[CALL].dialect = dialect.name
+            call_of(request).dialect = dialect.name
             if not dialects.is_on(dialect):
                 raise DialectOff(
                     f"{request.path} is switched off: this server does not answer the {dialect.title} dialect now",

@@ -42,8 +42,8 @@ FAILURE_COLUMNS = (
     Column("status", 6, "right"),
     Column("code", 16, grow=10, drop=1),
     Column("what", 32, grow=120),
-    Column("client", 15, drop=3),
-    Column("path", 12, grow=14, drop=2),
+    Column("client", 15, drop=2),
+    Column("path", 12, grow=14, drop=3),
 )
 
 
