@@ -16,7 +16,7 @@ from textual.widgets import Static
 from console.load_pace import LoadPaces
 from console.screens.confirm import ConfirmScreen
 from console.widgets import text
-from console.widgets.glyphs import fitted, is_ascii
+from console.widgets.glyphs import fitted, is_lettered
 from console.widgets.worker_card import card
 from engine.snapshot import LogEntry, WorkerReading
 
@@ -86,7 +86,7 @@ class WorkerScreen(ModalScreen[None]):
         paces = self._paces.observe(snapshot.at, {worker.id: worker.progress} if worker.progress else {})
         self._read_log()
         shown = card(
-            worker, snapshot, width, pace=paces.get(worker.id), log=tuple(self._log), ascii_only=is_ascii(self.app)
+            worker, snapshot, width, pace=paces.get(worker.id), log=tuple(self._log), ascii_only=is_lettered(self.app)
         )
         if self._shown is None or not shown.is_same(self._shown):
             self._shown = shown

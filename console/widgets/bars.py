@@ -22,11 +22,11 @@ class Part(NamedTuple):
 
 
 def meter(fraction: float | None, width: int, style: str) -> Content:
-    """A level against 100% as a thin line in half cells; bare where it is not known."""
+    """A level against 100% as a line in half cells, what is left a thinner one; bare where it is not known."""
     halves = round(min(1.0, max(0.0, fraction or 0.0)) * width * 2)
     whole, half = divmod(halves, 2)
     line = "━" * whole + "╸" * half
-    return Content.assemble((line, style), ("━" * (width - len(line)), "$gpu-free"))
+    return Content.assemble((line, style), ("─" * (width - len(line)), "$gpu-free"))
 
 
 def spark(shares: Sequence[float | None], style: str, *, ascii_only: bool = False) -> Content:

@@ -11,6 +11,7 @@ from textual.content import Content
 from console.adviser.thresholds import HOT_C
 from console.widgets import text
 from console.widgets.bars import Part, meter, spark, stack
+from console.widgets.device_legend import KINDS, folded, legend, numbered
 from console.widgets.names import reading_name
 from console.widgets.plot import columns
 from engine.snapshot import DeviceReading, ProcessMemory, Second
@@ -23,40 +24,17 @@ _LEAST_BARS = 14
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What may hold memory. style: a CSS variable; letter: what fills the bar in ASCII; width: of its numbers."""
-
-    label: str
-    field: str
-    style: str
-    mark: str
-    letter: str
-    width: int
-
-    def size(self, device: DeviceReading) -> int:
-        """Bytes of it."""
-        size: int = getattr(device, self.field)
-        return size
-
-
-KINDS = (
-    Kind("weights", "weights_bytes", "$gpu-weights", "■", "w", 8),
-    Kind("KV", "kv_bytes", "$gpu-kv", "■", "k", 5),
-    Kind("work", "work_bytes", "$gpu-work", "■", "o", 5),
-    Kind("others", "others_bytes", "$gpu-others", "■", "x", 7),
-    Kind("free", "free_bytes", "$gpu-free", "□", ".", 5),
-)
-NUMBERS = sum(kind.width + 1 for kind in KINDS)
-
-
-@dataclass(frozen=True, slots=True)
 class Panel:
-    """What is drawn and how. history: shares of utilisation and memory, in the order of the devices."""
+    """What is drawn and how. history: shares of utilisation and memory, in the order of the devices.
+
+    letters: tell what holds memory by letters, where colours cannot.
+    """
 
     devices: Sequence[DeviceReading]
     width: int
     history: Sequence[Second] = ()
     ascii_only: bool = False
+    letters: bool = False
 
     @property
     def names(self) -> int:
@@ -83,7 +61,7 @@ class Panel:
     def bar(self, device: DeviceReading, width: int) -> Content:
         """What holds its memory, side by side."""
         parts = [Part(float(kind.size(device)), kind.style, kind.letter) for kind in KINDS]
-        return stack(parts, width, ascii_only=self.ascii_only)
+        return stack(parts, width, ascii_only=self.letters)
 
 
 def _utilisation(second: Second) -> Sequence[float | None]:
@@ -102,7 +80,7 @@ def detailed(panel: Panel) -> list[Content]:
     there are cards to look at."""
     cards = [at for at, device in enumerate(panel.devices) if device.kind != "cpu"]
     shown = cards or range(len(panel.devices))
-    legends = {at: _legend(panel.devices[at], panel.width) for at in shown}
+    legends = {at: numbered(panel.devices[at], panel.width, letters=panel.letters) for at in shown}
     indent = max(0, min(_LABEL, panel.width - max((legend.cell_length for legend in legends.values()), default=0)))
     label = max(_LABEL, panel.names + 2)
     lines: list[Content] = []
@@ -120,10 +98,10 @@ def brief(panel: Panel, *, numbers: bool = False) -> list[Content]:
     """One row each, and the legend. numbers: a legend with its numbers below each, where it has room in one row; one
     device alone always has its own."""
     rows = [_row(panel, device, panel.width) for device in panel.devices]
-    legends = [_own_legend(device, panel.names + 1, panel.width) for device in panel.devices]
+    legends = [folded(device, panel.names + 1, panel.width, letters=panel.letters) for device in panel.devices]
     if len(panel.devices) == 1 or (numbers and all(len(lines) == 1 for lines in legends)):
         return [line for row, lines in zip(rows, legends, strict=True) for line in (row, *lines)]
-    colours = legend(panel.width)
+    colours = legend(panel.width, letters=panel.letters)
     return [*rows, colours.pad_left(max(0, min(panel.names + 1, panel.width - colours.cell_length)))] if rows else []
 
 
@@ -143,7 +121,10 @@ def table(panel: Panel, *, numbers: bool = False) -> list[Content]:
     beside = max((each.cell_length for each in readings), default=0)
     held = max((len(_held(device)) for device in panel.devices), default=0)
     fixed = panel.names + 1 + len(" 100%") + _GAP + 1 + held + len(" GiB") + (beside + _GAP if beside else 0)
-    room = max(_LEAST_SPARK + 8, panel.width - fixed - (NUMBERS + _GAP - 1 if numbers else 0))
+    room = max(
+        _LEAST_SPARK + 8,
+        panel.width - fixed - (_GAP - 1 + sum(1 + kind.cells(panel.letters) for kind in KINDS) if numbers else 0),
+    )
     past = max(_LEAST_SPARK, min(2 * _LEAST_SPARK + 4, room * 2 // 5))
     lines = [_head(panel, past, room - past, held)] if numbers else []
     for at, (device, reading) in enumerate(zip(panel.devices, readings, strict=True)):
@@ -156,18 +137,12 @@ def table(panel: Panel, *, numbers: bool = False) -> list[Content]:
                 panel.bar(device, room - past),
                 (f" {_held(device):>{held}}", "bold $foreground"),
                 (" GiB", "$muted"),
-                _numbers(device) if numbers else "",
+                _numbers(device, panel.letters) if numbers else "",
                 " " * (_GAP + beside - reading.cell_length) if beside else "",
                 reading,
             )
         )
     return lines
-
-
-def legend(width: int) -> Content:
-    """What the colours of the bars mean."""
-    parts = [Content.assemble((f"{kind.mark} ", kind.style), (kind.label, "$muted")) for kind in KINDS]
-    return _joined(parts, width)
 
 
 def strangers(devices: Sequence[DeviceReading], width: int) -> list[Content]:
@@ -238,15 +213,14 @@ def _row(panel: Panel, device: DeviceReading, width: int) -> Content:
 def _head(panel: Panel, past: int, bar: int, held: int) -> Content:
     before = panel.names + 1
     title = f"{'':<{before}}{'busy, 2 min':<{past + len(' 100%') + _GAP}}{'memory':<{bar + 1 + held + len(' GiB')}}"
-    kinds = [Content.assemble((kind.mark, kind.style), (kind.label, "$muted")) for kind in KINDS]
-    placed = [
-        Content.assemble(" " * (1 + kind.width - one.cell_length), one) for kind, one in zip(KINDS, kinds, strict=True)
-    ]
+    letters = panel.letters
+    kinds = [Content.assemble((kind.sign(letters, ""), kind.style), (kind.label, "$muted")) for kind in KINDS]
+    placed = [one.pad_left(1 + kind.cells(letters) - one.cell_length) for kind, one in zip(KINDS, kinds, strict=True)]
     return Content.assemble((title, "$muted"), " " * (_GAP - 1), *placed)
 
 
-def _numbers(device: DeviceReading) -> Content:
-    cells = [f" {text.gib(kind.size(device)):>{kind.width}}" for kind in KINDS]
+def _numbers(device: DeviceReading, letters: bool) -> Content:
+    cells = [f" {text.gib(kind.size(device)):>{kind.cells(letters)}}" for kind in KINDS]
     return Content(" " * (_GAP - 1) + "".join(cells))
 
 
@@ -265,39 +239,6 @@ def _readings(device: DeviceReading, *, brief: bool = False) -> list[Content]:
         limit = f"/{device.power_limit_w:.0f}" if device.power_limit_w is not None and not brief else ""
         found.append(Content(f"{device.power_w:.0f}{limit} W"))
     return found
-
-
-# -- legends ----------------------------------------------------------------------------------------------------------
-
-
-def _legend_parts(device: DeviceReading, gap: str = " ") -> list[Content]:
-    """Nobody else can hold memory of a simulated device."""
-    return [
-        Content.assemble((f"{kind.mark}{gap}", kind.style), (f"{kind.label} ", "$muted"), text.gib(kind.size(device)))
-        for kind in KINDS
-        if device.kind != "simulated" or kind.label != "others"
-    ]
-
-
-def _legend(device: DeviceReading, width: int) -> Content:
-    line = _joined(_legend_parts(device), width)
-    return line if line.cell_length <= width else Content(" ").join(_legend_parts(device, gap=""))
-
-
-def _own_legend(device: DeviceReading, indent: int, width: int) -> list[Content]:
-    """In one row, or in two where it is too long for one."""
-    room, left = width - indent, " " * indent
-    parts = _legend_parts(device)
-    for whole in (Content("  ").join(parts), Content(" ").join(_legend_parts(device, gap=""))):
-        if whole.cell_length <= room:
-            return [Content.assemble(left, whole)]
-    return [Content.assemble(left, Content("  ").join(half)) for half in (parts[:3], parts[3:])]
-
-
-def _joined(parts: Sequence[Content], width: int) -> Content:
-    """Side by side, closer where there is less room."""
-    wide = Content("  ").join(parts)
-    return wide if wide.cell_length <= width else Content(" ").join(parts)
 
 
 def _stranger(device: str, process: ProcessMemory) -> Content:

@@ -8,8 +8,9 @@ from textual.content import Content
 from textual.geometry import Size
 from textual.widget import Widget
 
-from console.widgets.device_lines import Panel, brief, detailed, legend, paired, strangers, table
-from console.widgets.glyphs import fitted, is_ascii
+from console.widgets.device_legend import legend
+from console.widgets.device_lines import Panel, brief, detailed, paired, strangers, table
+from console.widgets.glyphs import fitted, is_ascii, is_lettered
 from engine.snapshot import DeviceReading, Second, Snapshot
 
 FEW = 2
@@ -60,7 +61,7 @@ class DevicesPanel(Widget):
         name = Content(title(self._devices))
         if not self._is_headed(self.size.width):
             return name
-        return fitted(self.app, Content.assemble(name, "  ", legend(self.size.width)))
+        return fitted(self.app, Content.assemble(name, "  ", legend(self.size.width, letters=is_lettered(self.app))))
 
     def _is_headed(self, width: int) -> bool:
         if width >= _TABLE_WIDTH:
@@ -72,7 +73,8 @@ class DevicesPanel(Widget):
 
     def _lines(self, width: int) -> list[Content]:
         short = self.screen.has_class("-short")
-        lines = self._form(Panel(self._devices, width, self._history, is_ascii(self.app)), short=short)
+        panel = Panel(self._devices, width, self._history, is_ascii(self.app), is_lettered(self.app))
+        lines = self._form(panel, short=short)
         if not short:
             lines += strangers(self._devices, width)
         return [fitted(self.app, line) for line in lines]

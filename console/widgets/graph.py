@@ -11,7 +11,7 @@ from textual.strip import Strip
 from textual.visual import Visual
 from textual.widget import Widget
 
-from console.widgets.glyphs import fitted, is_ascii
+from console.widgets.glyphs import fitted, is_ascii, is_lettered
 from console.widgets.plot import Cell, Ink, column_of, columns, draw, nice_bound
 from engine.snapshot import Mark, Second
 
@@ -95,7 +95,7 @@ class Graph(Widget):
         front = columns(span.history, width, step, self._front.value)
         behind = columns(span.history, width, step, self._behind.value) if self._behind else []
         top = self._scale.top([*front, *behind])
-        plot = draw(front, behind, top, rows, ascii_only=is_ascii(self.app))
+        plot = draw(front, behind, top, rows, ascii_only=is_ascii(self.app), shaded=is_lettered(self.app))
         if span.history and plot:
             newest = span.history[-1].at
             marks = [(max(0, column_of(mark.at, newest, step)), mark.text) for mark in span.marks]

@@ -53,18 +53,26 @@ def columns(
     return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
 
 
-def draw(front: Values, behind: Values, top: float, rows: int, *, ascii_only: bool = False) -> list[list[Cell]]:
+def draw(
+    front: Values, behind: Values, top: float, rows: int, *, ascii_only: bool = False, shaded: bool = False
+) -> list[list[Cell]]:
     """Rows of cells, uppermost first, of the curve `front` filled to the ground and of `behind` rising above it.
 
     A value above `top` fills its column; a value above zero shows at least an eighth.
+    shaded: fill what is behind with a shade, where colours cannot tell it from the front.
     """
     blocks = ASCII_COLUMNS if ascii_only else COLUMNS
     low = [_eighths(value, top, rows) for value in front]
     high = [_eighths(value, top, rows) for value in behind] if behind else low
-    return [
+    cells = [
         [_cell(near - row * _EIGHTHS, far - row * _EIGHTHS, blocks) for near, far in zip(low, high, strict=True)]
         for row in reversed(range(rows))
     ]
+    return [[_shade(cell) for cell in row] for row in cells] if shaded else cells
+
+
+def _shade(cell: Cell) -> Cell:
+    return Cell("░", cell.ink) if cell.ink == "behind" else cell
 
 
 def _eighths(value: float | None, top: float, rows: int) -> int:

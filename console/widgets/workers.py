@@ -16,7 +16,8 @@ from console.widgets.table import Cell, Column, Row, Table, cell
 from console.widgets.worker_words import left, places, trouble
 from engine.snapshot import Snapshot, WorkerReading
 
-_MODEL = Column("model", 8, grow=16)
+_MODEL_CELLS = 8
+_OTHER_CELLS = 40
 
 
 class WorkersPanel(Vertical):
@@ -57,7 +58,8 @@ class WorkersPanel(Vertical):
             )
             for worker in workers
         ]
-        self.table.show(rows, empty=_empty(snapshot), columns=columns(workers, model=several))
+        shown = columns(workers, room=self.size.width - _OTHER_CELLS if several else None)
+        self.table.show(rows, empty=_empty(snapshot), columns=shown)
         ready = sum(worker.state == "ready" for worker in workers)
         wanted = sum(model.target_workers for model in snapshot.models) or snapshot.target_workers
         self.border_subtitle = f"{ready} of {wanted} ready" if workers else ""
@@ -68,18 +70,24 @@ class WorkersPanel(Vertical):
         self.post_message(self.Opened(event.key))
 
 
-def columns(workers: tuple[WorkerReading, ...], *, model: bool = False) -> tuple[Column, ...]:
-    """Wide enough for the names of where `workers` are. model: whether one says which model each has."""
+def columns(workers: tuple[WorkerReading, ...], *, room: int | None = None) -> tuple[Column, ...]:
+    """Wide enough for the names of where `workers` are. room: cells that there are for the names of their models, None
+    where these are not shown."""
     device = max((len(devices_name(worker.devices)) for worker in workers), default=0)
     return (
         Column("id", max((len(worker.id) for worker in workers), default=2)),
         Column("device", min(15, max(6, device))),
-        *((_MODEL,) if model else ()),
+        *((_model_column(workers, room),) if room is not None else ()),
         Column("state", 9, grow=60),
         Column("active", 6, "right"),
         Column("tok/s", 5, "right"),
         Column("KV", 4, "right", drop=1),
     )
+
+
+def _model_column(workers: tuple[WorkerReading, ...], room: int) -> Column:
+    longest = max((len(worker.model) for worker in workers), default=0)
+    return Column("model", max(_MODEL_CELLS, min(longest, room)), grow=16)
 
 
 def worker_row(worker: WorkerReading, *, brief: bool = False, model: bool = False, pace: Pace | None = None) -> Row:

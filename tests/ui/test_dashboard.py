@@ -202,6 +202,23 @@ async def test_an_ascii_terminal_gets_ascii(
     assert "* ready" in drawn[0]
 
 
+@pytest.mark.parametrize("scene", [scenes.busy, scenes.eight_gpus])
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40)])
+async def test_without_colours_bars_are_told_by_letters_and_curves_by_shades(
+    monkeypatch: pytest.MonkeyPatch, scene: Callable[[], Snapshot], size: tuple[int, int]
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = EricApp(FakeLink(scene()))
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        seen, curves = screen_text(app), app.screen.query_one("#ttft").size.height > 0
+    assert "wwwkk" in seen
+    assert "o work" in seen
+    assert "x others" in seen
+    assert "free" in seen
+    assert ("░" in seen) == curves
+
+
 def test_the_busy_dashboard_looks_right(snap_compare: object) -> None:
     assert snap_compare(EricApp(FakeLink(scenes.busy())), terminal_size=(140, 40))  # type: ignore[operator]
 

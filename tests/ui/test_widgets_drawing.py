@@ -75,9 +75,16 @@ def test_a_stack_in_ascii_uses_a_letter_for_each_part() -> None:
 
 def test_a_meter_is_full_at_a_hundred_per_cent_and_bare_where_nothing_is_known() -> None:
     assert str(meter(1.4, 4, "$a").spans[0].style) == "$a"
-    assert meter(0.5, 4, "$a").plain == "━━━━"
+    assert meter(0.5, 4, "$a").plain == "━━──", "told without colours too"
     assert meter(None, 4, "$a").cell_length == 4
     assert "╸" in meter(0.4, 4, "$a").plain
+
+
+def test_a_curve_behind_is_shaded_where_colours_cannot_tell_it() -> None:
+    rows = draw([0.5], [1.0], 1.0, 2, shaded=True)
+    assert [cell.char for row in rows for cell in row] == ["░", "█"]
+    rows = draw([0.5], [1.0], 1.0, 2)
+    assert [cell.char for row in rows for cell in row] == ["█", "█"]
 
 
 def test_columns_go_in_the_order_they_say_and_the_last_ones_never() -> None:
