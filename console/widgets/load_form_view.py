@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from textual import events
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.message import Message
@@ -33,6 +32,18 @@ class LoadFormView(Static, can_focus=True):
             "As set",
             id="load.clear",
             tooltip="Leave the value to the program's knobs and settings",
+        ),
+        *(
+            Binding(
+                str(digit),
+                f"digit({digit})",
+                str(digit),
+                id=f"load.digit.{digit}",
+                tooltip=f"Type {digit}",
+                show=False,
+                system=True,
+            )
+            for digit in range(10)
         ),
         Binding("enter", "screen.load_model(False)", "Load", id="models.load", tooltip="Load the model with these"),
         Binding(
@@ -81,15 +92,11 @@ class LoadFormView(Static, can_focus=True):
         self._digits = ""
         self._draw()
 
-    def on_key(self, event: events.Key) -> None:
-        """Digits set a number, one after the other; none of them opens a screen from here."""
-        form = self._form
-        if form is None or not (event.character or "").isdecimal():
-            return
-        event.stop()
-        event.prevent_default()
-        self._digits = (self._digits + str(event.character))[-8:]
-        self._change(form.typed(self._field(form).name, int(self._digits)))
+    def action_digit(self, digit: int) -> None:
+        """Digits set a number, one after the other."""
+        if self._form is not None:
+            self._digits = f"{self._digits}{digit}"[-8:]
+            self._change(self._form.typed(self._field(self._form).name, int(self._digits)))
 
     def action_row(self, by: int) -> None:
         """Another value."""
