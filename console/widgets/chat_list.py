@@ -75,7 +75,7 @@ class ChatShelf(Vertical):
 
     DEFAULT_CSS = """
     ChatShelf { width: 30; height: 1fr; }
-    ChatShelf > Input { margin: 0 1; background: $boost; }
+    ChatShelf > Input { padding: 0 1; background: $boost; }
     ChatShelf > Input.-hidden { display: none; }
     """
 

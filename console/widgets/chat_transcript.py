@@ -16,12 +16,12 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from console.chats import Turn
+from console.widgets import chat_window
 from console.widgets.chat_turn import Answer, Place, Question, TurnWidget
-from console.widgets.chat_window import Window, beginning, ending
+from console.widgets.chat_window import SPARE_TURNS, Window
 from console.widgets.glyphs import fitted
 from console.widgets.text import plural
 
-SPARE_TURNS = 2
 PlaceOf = Callable[[Turn], Place]
 
 
@@ -94,7 +94,7 @@ class ChatTranscript(VerticalScroll, can_focus=True):
         self._path, self._place_of = path, place_of
         if all(turn.id != self.selected for turn in path):
             self.selected = None
-        await self._mount_window(ending(self._lengths, len(path)), hint)
+        await self._mount_window(self._ending(len(path)), hint)
         self.follow()
 
     def remark(self) -> None:
@@ -121,6 +121,13 @@ class ChatTranscript(VerticalScroll, can_focus=True):
     @property
     def _lengths(self) -> list[int]:
         return [len(turn.content) for turn in self._path]
+
+    @property
+    def _limits(self) -> chat_window.Limits:
+        return chat_window.limits_for(*self.size)
+
+    def _ending(self, last: int) -> Window:
+        return chat_window.ending(self._lengths, last, self._limits)
 
     async def _mount_window(self, window: Window, hint: str = "") -> None:
         """Mount the turns of a window, and unmount what is not in it."""
@@ -206,17 +213,18 @@ class ChatTranscript(VerticalScroll, can_focus=True):
 
     async def _slide(self, *, earlier: bool) -> None:
         """Move the window so that what is in sight stays in it, and where it is."""
-        seen = [widget for widget in self.turn_widgets() if widget.is_on_screen]
+        top, bottom = self.scroll_y, self.scroll_y + self.scrollable_content_region.height
+        turns = self.turn_widgets()
+        seen = [each for each in turns if each.virtual_region.y < bottom and each.virtual_region.bottom > top]
         if self._sliding or not seen:
             return
         self._sliding = True
         at = {turn.id: index for index, turn in enumerate(self._path)}
         fixed = seen[0] if earlier else seen[-1]
         height = fixed.virtual_region.y - self.scroll_y
-        if earlier:
-            window = ending(self._lengths, at[seen[-1].turn.id] + 1 + SPARE_TURNS)
-        else:
-            window = beginning(self._lengths, at[seen[0].turn.id] - SPARE_TURNS)
+        in_sight = Window(at[seen[0].turn.id], at[seen[-1].turn.id] + 1)
+        towards = chat_window.earlier if earlier else chat_window.later
+        window = towards(self._lengths, in_sight, self._limits)
         self.release_anchor()
         await self._mount_window(window)
 
@@ -229,14 +237,14 @@ class ChatTranscript(VerticalScroll, can_focus=True):
     async def action_top(self) -> None:
         """The first turn of all."""
         if self._window.first > 0:
-            await self._jump(beginning(self._lengths, 0))
+            await self._jump(chat_window.beginning(self._lengths, 0, self._limits))
         self.release_anchor()
         self.scroll_home(animate=False)
 
     async def action_bottom(self) -> None:
         """The last turn of all."""
         if self._window.last < len(self._path):
-            await self._jump(ending(self._lengths, len(self._path)))
+            await self._jump(self._ending(len(self._path)))
         self.follow()
         self.scroll_end(animate=False)
 
@@ -260,7 +268,7 @@ class ChatTranscript(VerticalScroll, can_focus=True):
         at = ids.index(self.selected) + by if self.selected in ids else len(ids) - 1
         at = min(max(0, at), len(ids) - 1)
         if not self._window.first <= at < self._window.last:
-            await self._jump(ending(self._lengths, at + 1 + SPARE_TURNS))
+            await self._jump(self._ending(at + 1 + SPARE_TURNS))
         self.select(ids[at])
         chosen = next(widget for widget in self.turn_widgets() if widget.turn.id == ids[at])
         self.release_anchor()

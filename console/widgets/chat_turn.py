@@ -84,16 +84,13 @@ class Foot(Static):
         if shown == self._shown:
             return
         self._shown = shown
-        parts = [Content(words)] if words else []
+        below = [_link(f"[{label}]", action) for action, label in actions]
         if place.of > 1:
-            parts.append(
-                Content.assemble(_link("‹", "back"), f" {place.number}/{place.of} ", _link("›", "on")),
-            )
-        if actions:
-            parts.append(Content(" ").join(_link(f"[{label}]", action) for action, label in actions))
+            below.insert(0, Content.assemble(_link("‹", "back"), f" {place.number}/{place.of} ", _link("›", "on")))
+        lines = [line for line in (Content(words), Content("  ").join(below)) if line.plain]
         self.set_class(failed, "-failed")
-        self.set_class(not parts, "-empty")
-        self.update(fitted(self.app, Content("  ").join(parts)))
+        self.set_class(not lines, "-empty")
+        self.update(fitted(self.app, Content("\n").join(lines)))
 
     def action_press(self, action: str) -> None:
         """A click on one of them."""

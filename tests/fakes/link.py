@@ -114,7 +114,6 @@ class FakeLink:
         self.closed_chats = 0
         self.settings = FakeSettings()
         self._gates: dict[str, asyncio.Event] = {}
-        self._let_through: dict[str, int] = {}
         self._load_cancelled = False
 
     # -- the script -------------------------------------------------------------------------------------------------
@@ -131,10 +130,11 @@ class FakeLink:
         """Make `command` wait until release(command)."""
         self._gates[command] = asyncio.Event()
 
-    def hold_after(self, command: str, times: int) -> None:
-        """Let `command` go on that many times (a chat: words), then make it wait."""
-        self._let_through[command] = times
+    def step(self, command: str) -> None:
+        """Let what waits at a held command go on once (a chat: by a word), and then wait again."""
+        waiting = self._gates[command]
         self.hold(command)
+        waiting.set()
 
     def release(self, command: str) -> None:
         """Let a held command go on, now and later."""
@@ -157,9 +157,7 @@ class FakeLink:
 
     async def gate(self, name: str) -> None:
         """Wait where `name` is held."""
-        if self._let_through.get(name, 0):
-            self._let_through[name] -= 1
-        elif name in self._gates:
+        if name in self._gates:
             await self._gates[name].wait()
 
     def _change(self, **changes: Any) -> None:

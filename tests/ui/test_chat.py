@@ -75,9 +75,12 @@ async def test_escape_stops_the_answer_and_keeps_what_came(tmp_path: Path) -> No
     chats = tmp_path / "chats.db"
     async with console(link, chats).run_test() as pilot:
         await opened(pilot)
-        link.hold_after("chat", 2)
+        link.hold("chat")
         await ask(pilot, "Count")
-        await until(pilot, lambda: answers(pilot) == ["one two"])
+        for said in ("", "one", "one two"):
+            await until(pilot, lambda said=said: bool(link.chats) and answers(pilot) == [said])  # type: ignore[misc]
+            if said != "one two":
+                link.step("chat")
         await pilot.press("escape")
         await until(pilot, lambda: link.closed_chats == 1)
         await until(pilot, lambda: "stopped" in foot(pilot))

@@ -131,7 +131,9 @@ async def deltas(
 async def test_an_answer_is_shown_as_it_comes_and_kept_whole(store: ChatStore, chat: OpenChat) -> None:
     chat.ask("Q")
     shown: list[str] = []
-    answering = Answering(chat.begin_answer(chat.branches[0], "demo"), chat.keep, lambda turn: shown.append(turn.content))
+    answering = Answering(
+        chat.begin_answer(chat.branches[0], "demo"), chat.keep, lambda turn: shown.append(turn.content)
+    )
     await answering.run(deltas("one", " two"))
     kept = chat.path(chat.branches[0])[-1]
     assert shown == ["one", "one two"]

@@ -1,0 +1,149 @@
+"""Branches: another answer, an edited question, a longer answer; what was there stays and can be walked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.widgets import Markdown
+
+from console.widgets.chat_input import ChatInput
+from console.widgets.chat_turn import Foot
+from engine.errors import QueueFull
+from tests.fakes import scenes
+from tests.fakes.link import FakeLink
+from tests.ui.chatting import answers, ask, asked, console, ended, fill, foot, kept, opened, panes, questions
+from tests.ui.seen import rows, screen_text, until
+
+
+async def test_an_edited_question_is_asked_beside_the_old_one(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.db"
+    fill(chats, "first", "A", "second", "B")
+    link = FakeLink(answer="C")
+    async with console(link, chats).run_test(size=(100, 40)) as pilot:
+        await opened(pilot)
+        await pilot.press("escape", "k", "k", "k", "k", "e")
+        box = pilot.app.screen.query_one(ChatInput)
+        await until(pilot, lambda: box.has_focus and box.text == "first")
+        await pilot.press(*" again", "enter")
+        await until(pilot, lambda: answers(pilot) == ["C"] and ended(pilot))
+        assert questions(pilot) == ["first again"]
+        assert [message.content for message in link.chats[0][0]] == ["first again"]
+        await pilot.press("escape", "k", "k", "left")
+        await until(pilot, lambda: questions(pilot) == ["first", "second"])
+        assert answers(pilot) == ["A", "B"]
+    assert [turn.content for turn in kept(chats).all()] == ["first", "A", "second", "B", "first again", "C"]
+
+
+async def test_escape_leaves_the_editing_of_a_question(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.db"
+    fill(chats, "first", "A")
+    async with console(FakeLink(), chats).run_test(size=(100, 40)) as pilot:
+        await opened(pilot)
+        await pilot.press("escape", "e")
+        await until(pilot, lambda: "Edit the question" in screen_text(pilot.app))
+        await pilot.press("escape")
+        box = pilot.app.screen.query_one(ChatInput)
+        assert (box.text, box.editing) == ("", None)
+        assert "Edit the question" not in screen_text(pilot.app)
+
+
+async def test_branches_can_be_walked_by_clicking(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.db"
+    fill(chats, "Q", "one | two | three")
+    async with console(FakeLink(), chats).run_test(size=(100, 30)) as pilot:
+        await opened(pilot)
+        for glyph, shown, place in (("‹", "two", "2/3"), ("‹", "one", "1/3"), ("›", "two", "2/3")):
+            line = next(at for at, row in enumerate(rows(pilot.app)) if "/3 ›" in row)
+            await pilot.click(offset=(rows(pilot.app)[line].index(glyph), line))
+            await until(pilot, lambda shown=shown: answers(pilot) == [shown])  # type: ignore[misc]
+            assert f"‹ {place} ›" in foot(pilot)
+    assert len(kept(chats)) == 4
+
+
+async def test_at_the_last_branch_the_next_one_is_refused_with_how_to_make_one(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.db"
+    fill(chats, "Q", "one | two")
+    app = console(FakeLink(), chats)
+    async with app.run_test(notifications=True) as pilot:
+        await opened(pilot)
+        await pilot.press("escape", "greater_than_sign")
+        assert "no other branch that way" in next(iter(app._notifications)).message
+        assert answers(pilot) == ["two"]
+
+
+async def test_the_model_goes_on_with_its_own_answer(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.db"
+    fill(chats, "Q", "It is \n")
+    link = FakeLink(answer="fast indeed")
+    async with console(link, chats).run_test() as pilot:
+        await opened(pilot)
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: answers(pilot) == ["It is fast indeed"] and ended(pilot))
+        await until(pilot, lambda: pilot.app.screen.query_one(Markdown).source == "It is fast indeed")
+    assert [[(turn.role, turn.content) for turn in chat] for chat in link.conversation.continued] == [
+        [("user", "Q"), ("assistant", "It is")]
+    ]
+    assert [turn.content for turn in kept(chats).all()] == ["Q", "It is fast indeed"]
+
+
+@pytest.mark.parametrize(("key", "words"), [("ctrl+t", "no answer to go on with"), ("ctrl+r", "no question to ask")])
+async def test_with_nothing_said_there_is_nothing_to_repeat_or_continue(key: str, words: str) -> None:
+    app = console(FakeLink())
+    async with app.run_test(notifications=True) as pilot:
+        await opened(pilot)
+        await pilot.press(key)
+        assert words in next(iter(app._notifications)).message
+
+
+@pytest.mark.parametrize("key", ["ctrl+t", "ctrl+r"])
+async def test_without_a_model_nothing_is_repeated_or_continued(key: str, tmp_path: Path) -> None:
+    fill(tmp_path / "chats.db", "Q", "A")
+    app = console(FakeLink(scenes.empty()), tmp_path / "chats.db")
+    async with app.run_test(notifications=True) as pilot:
+        await opened(pilot)
+        await pilot.press(key)
+        assert "No model is loaded" in next(iter(app._notifications)).message
+        assert answers(pilot) == ["A"]
+
+
+async def test_the_answer_in_the_middle_can_be_asked_again(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.db"
+    fill(chats, "first", "A", "second", "B")
+    link = FakeLink(answer="other")
+    async with console(link, chats).run_test(size=(100, 40)) as pilot:
+        await opened(pilot)
+        await pilot.press("escape", "k", "k", "k", "r")
+        await until(pilot, lambda: answers(pilot) == ["other"] and ended(pilot))
+        assert [message.content for message in link.chats[0][0]] == ["first"]
+        await pilot.press("left")
+        await until(pilot, lambda: answers(pilot) == ["A", "B"])
+
+
+async def test_an_answer_that_failed_before_its_first_word_leaves_no_branch(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.db"
+    link = FakeLink(answer="now")
+    link.failures["chat"] = QueueFull("The queue is full: 64 of 64", queued=64)
+    async with console(link, chats).run_test() as pilot:
+        await opened(pilot)
+        await ask(pilot, "Q")
+        await until(pilot, lambda: "queue is full" in foot(pilot))
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: answers(pilot) == ["now"] and ended(pilot))
+    assert [turn.content for turn in kept(chats).all()] == ["Q", "now"]
+
+
+async def test_actions_are_offered_beneath_the_last_turn_and_the_selected_one() -> None:
+    link = FakeLink(answer="A")
+    async with console(link).run_test(size=(100, 40)) as pilot:
+        await opened(pilot)
+        await asked(pilot, "one")
+        await asked(pilot, "two")
+        feet = [str(each.content) for each in pilot.app.screen.query(Foot)]
+        assert ["[continue]" in each for each in feet] == [False, False, False, True]
+        await pilot.click(panes(pilot)[0].turn_widgets()[0])
+        feet = [str(each.content) for each in pilot.app.screen.query(Foot)]
+        assert feet[0] == "[edit]  [copy]"
+        row = next(at for at, line in enumerate(rows(pilot.app)) if "[edit]" in line)
+        await pilot.click(offset=(rows(pilot.app)[row].index("edit"), row))
+        await until(pilot, lambda: pilot.app.screen.query_one(ChatInput).text == "one")
