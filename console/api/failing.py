@@ -9,15 +9,14 @@ from console.api.scopes import LOOKING
 from console.api.traffic import Call, Ending
 from engine.errors import EngineError
 
-_CALL = "ericllm.call"
+_CALL = web.RequestKey("call", Call)
 
 _LEFT = Ending(499, "client_left", "The client left before the answer was complete")
 
 
 def call_of(request: web.Request) -> Call:
     """What counts the request."""
-    call: Call = request[_CALL]
-    return call
+    return request[_CALL]
 
 
 def begin(request: web.Request, call: Call) -> Call:
