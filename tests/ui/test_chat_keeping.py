@@ -1,0 +1,270 @@
+"""Conversations are found, named, exported, copied; settings have names; the draft is counted."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input, OptionList
+
+from console import clipboard
+from console.app import EricApp
+from console.chats import ChatSettings, ChatStore
+from console.chats.export import from_json
+from console.links.conversation import DraftCount
+from console.screens.chat_presets import PresetsScreen
+from console.screens.chat_settings import ChatSettingsScreen
+from console.screens.line import LineScreen
+from console.widgets.chat_input import ChatInput
+from console.widgets.chat_line import count_line
+from console.widgets.chat_list import ChatList
+from tests.fakes import scenes
+from tests.fakes.link import FakeLink
+from tests.ui.chatting import answers, ask, asked, console, fill, last_turn, opened, panes, questions
+from tests.ui.seen import rows, screen_text, until
+
+CODE = "Look:\n\n```py\nfirst()\n```\n\nand\n\n```py\nif x:\n    second()\n```\n"
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.db"
+    fill(path, "What is TTFT?", CODE, others=("Explain paged attention", "Haiku about a page"))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_native_clipboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipboard, "native_command", lambda: None)
+
+
+def said(app: EricApp) -> list[str]:
+    """The toasts."""
+    return [toast.message for toast in app._notifications]
+
+
+def count(pilot: Pilot[None]) -> str:
+    return str(pilot.app.screen.query_one("#count").content)  # type: ignore[attr-defined]
+
+
+async def test_search_finds_by_title_and_text_and_escape_shows_all_again(chats: Path) -> None:
+    async with console(FakeLink(), chats).run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        found = pilot.app.screen.query_one(ChatList)
+        await pilot.press("escape", "slash", *"PAGE")
+        await until(pilot, lambda: found.option_count == 2)
+        field = pilot.app.screen.query_one(Input)
+        field.value = "second()"
+        await until(pilot, lambda: found.option_count == 1)
+        await pilot.press("escape")
+        await until(pilot, lambda: found.option_count == 3)
+        assert not field.display
+
+
+async def test_a_conversation_that_was_found_can_be_opened_with_enter(chats: Path) -> None:
+    async with console(FakeLink(), chats).run_test(size=(80, 24)) as pilot:
+        await opened(pilot)
+        found = pilot.app.screen.query_one(ChatList)
+        await pilot.press("escape", "slash", *"haiku")
+        await until(pilot, lambda: found.option_count == 1)
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: questions(pilot) == ["Haiku about a page"])
+
+
+async def test_a_conversation_is_renamed(chats: Path) -> None:
+    async with console(FakeLink(), chats).run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await pilot.press("escape", "t")
+        await until(pilot, lambda: isinstance(pilot.app.screen, LineScreen))
+        field = pilot.app.screen.query_one(Input)
+        assert field.value == "What is TTFT?"
+        field.value = "Latency"
+        await pilot.press("enter")
+        await until(pilot, lambda: str(panes(pilot)[0].border_title) == "Latency")
+    assert ChatStore(chats).conversations()[0].title == "Latency"
+
+
+async def test_markdown_and_json_go_to_the_current_folder_and_json_comes_back(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = console(FakeLink(), chats)
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await opened(pilot)
+        await pilot.press("escape", "w", "W")
+        await until(pilot, lambda: len(said(app)) == 2)
+        assert (tmp_path / "what-is-ttft.md").read_text().startswith("# What is TTFT?\n\n## You\n\nWhat is TTFT?")
+        assert len(from_json((tmp_path / "what-is-ttft.json").read_bytes()).turns) == 2
+        await pilot.press("R")
+        await until(pilot, lambda: isinstance(app.screen, LineScreen))
+        await pilot.press(*"what-is-ttft.json", "enter")
+        await until(pilot, lambda: not isinstance(app.screen, LineScreen))
+        await until(pilot, lambda: app.screen.query_one(ChatList).option_count == 4)
+        assert answers(pilot) == [CODE]
+
+
+async def test_a_file_that_cannot_be_read_back_is_one_sentence(tmp_path: Path) -> None:
+    app = console(FakeLink())
+    async with app.run_test(notifications=True) as pilot:
+        await opened(pilot)
+        await pilot.press("escape", "R", *"nowhere.json", "enter")
+        await until(pilot, lambda: said(app) == ["nowhere.json cannot be read: No such file or directory"])
+        await pilot.press("w")
+        await until(pilot, lambda: "There is nothing to export yet." in said(app))
+
+
+async def test_the_last_answer_or_the_selected_turn_is_copied_from_its_source(chats: Path) -> None:
+    app = console(FakeLink(), chats)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await pilot.press("ctrl+y")
+        await until(pilot, lambda: app.clipboard == CODE)
+        await pilot.press("escape", "k", "k", "y")
+        await until(pilot, lambda: app.clipboard == "What is TTFT?")
+
+
+async def test_code_blocks_are_copied_from_the_last_one_backwards(chats: Path) -> None:
+    app = console(FakeLink(), chats)
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await opened(pilot)
+        await pilot.press("escape")
+        for block in ("if x:\n    second()\n", "first()\n", "if x:\n    second()\n"):
+            await pilot.press("b")
+            await until(pilot, lambda block=block: app.clipboard == block)  # type: ignore[misc]
+        assert "Copied code block 2 of 2, 2 lines." in said(app)
+
+
+async def test_a_preset_is_chosen_from_the_list_and_kept_with_the_conversation(chats: Path) -> None:
+    link = FakeLink(answer="A")
+    async with console(link, chats).run_test(size=(80, 24)) as pilot:
+        await opened(pilot)
+        await pilot.press("escape", "p")
+        await until(pilot, lambda: isinstance(pilot.app.screen, PresetsScreen))
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: not isinstance(pilot.app.screen, PresetsScreen))
+        await asked(pilot, "Q")
+        assert link.chats[0][1].temperature == 0.0
+    assert ChatStore(chats).conversations()[0].settings == ChatSettings(temperature=0.0)
+
+
+async def test_settings_are_kept_as_a_preset_and_the_preset_can_be_deleted(chats: Path) -> None:
+    app = console(FakeLink(), chats)
+    async with app.run_test(size=(100, 32), notifications=True) as pilot:
+        await opened(pilot)
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: isinstance(app.screen, ChatSettingsScreen))
+        await pilot.press(*"Rhyme.", "tab", *"0.9", "ctrl+t")
+        await until(pilot, lambda: isinstance(app.screen, PresetsScreen))
+        await pilot.press("n", *"Poet", "enter")
+        await until(pilot, lambda: isinstance(app.screen, PresetsScreen))
+        assert ChatStore(chats).presets()[0].settings == ChatSettings(system_prompt="Rhyme.", temperature=0.9)
+        assert "Poet" in screen_text(app)
+        await pilot.press("d")
+        await until(pilot, lambda: "Poet" not in screen_text(app))
+        await pilot.press("d")
+        await until(pilot, lambda: "Presets that come with the program stay." in said(app))
+        assert app.screen.query_one(OptionList).option_count > 3
+    assert ChatStore(chats).presets() == []
+
+
+async def test_the_draft_is_counted_once_typing_rests_against_the_context(chats: Path) -> None:
+    link = FakeLink()
+    async with console(link, chats).run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        before = len(link.conversation.counted)
+        await pilot.press(*"three words here")
+        await until(pilot, lambda: "+ 3 of 8,192 tokens" in count(pilot))
+        assert len(link.conversation.counted) - before < len("three words here")
+        link.conversation.context = 30
+        await pilot.press(*" and")
+        await until(pilot, lambda: "left for the answer" in count(pilot))
+        link.conversation.context = 28
+        await pilot.press(*" more")
+        await until(pilot, lambda: "too many" in count(pilot))
+
+
+async def test_counting_never_holds_the_keys() -> None:
+    link = FakeLink()
+    link.hold("count")
+    async with console(link).run_test() as pilot:
+        await opened(pilot)
+        await pilot.press(*"typing")
+        assert pilot.app.screen.query_one(ChatInput).text == "typing"
+        link.release("count")
+        await until(pilot, lambda: "of 8,192 tokens" in count(pilot))
+
+
+async def test_without_a_model_nothing_is_counted() -> None:
+    link = FakeLink()
+    async with console(link).run_test() as pilot:
+        await opened(pilot)
+        await until(pilot, lambda: "tokens" in count(pilot))
+        link.show(scenes.empty())
+        await until(pilot, lambda: count(pilot) == "")
+
+
+def test_the_count_warns_before_nothing_is_left_for_the_answer() -> None:
+    assert count_line(DraftCount(history=312, draft=48, context=8192)) == ("312 + 48 of 8,192 tokens", False)
+    near = DraftCount(history=7700, draft=48, context=8192)
+    assert count_line(near) == ("7,700 + 48 of 8,192 tokens · 444 left for the answer", True)
+    assert count_line(near, max_tokens=400) == ("7,700 + 48 of 8,192 tokens", False)
+    full = DraftCount(history=8190, draft=4, context=8192)
+    assert count_line(full) == ("8,190 + 4 of 8,192 tokens · 3 tokens too many", True)
+    assert count_line(DraftCount(history=5, draft=4, context=0)) == ("5 + 4 tokens", False)
+
+
+async def test_a_file_locked_while_chatting_is_one_sentence_and_the_chat_goes_on(chats: Path) -> None:
+    app = console(FakeLink(answer="in memory"), chats)
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await opened(pilot)
+        locking = sqlite3.connect(chats, isolation_level=None)
+        locking.execute("BEGIN IMMEDIATE")
+        await asked(pilot, "Q")
+        assert answers(pilot)[-1] == "in memory"
+        await until(pilot, lambda: any("database is locked" in message for message in said(app)))
+        assert len(said(app)) == 1
+        locking.execute("ROLLBACK")
+        locking.close()
+    assert last_turn(chats).content == CODE
+
+
+async def test_a_file_of_a_newer_version_is_one_sentence_and_the_chat_goes_on(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "chats.db") as db:
+        db.execute("PRAGMA user_version = 99")
+    app = console(FakeLink(answer="A"), tmp_path / "chats.db")
+    async with app.run_test(notifications=True) as pilot:
+        await opened(pilot)
+        await asked(pilot, "Q")
+        assert answers(pilot) == ["A"]
+        assert len(said(app)) == 1
+        assert "newer version" in said(app)[0]
+
+
+async def test_the_words_beside_the_count_can_be_clicked(chats: Path) -> None:
+    async with console(FakeLink(), chats).run_test(size=(80, 24)) as pilot:
+        await opened(pilot)
+        row = next(at for at, line in enumerate(rows(pilot.app)) if "rename" in line)
+        await pilot.click(offset=(rows(pilot.app)[row].index("rename"), row))
+        await until(pilot, lambda: isinstance(pilot.app.screen, LineScreen))
+
+
+async def test_digits_and_letters_go_into_the_box() -> None:
+    async with console(FakeLink()).run_test() as pilot:
+        await opened(pilot)
+        await pilot.press(*"1 or 2, query <a> [b] /c jkvwbWR?")
+        assert pilot.app.screen.query_one(ChatInput).text == "1 or 2, query <a> [b] /c jkvwbWR?"
+        assert isinstance(pilot.app, EricApp)
+        assert pilot.app.current_mode == "chat"
+
+
+async def test_every_action_of_the_chat_is_in_the_palette_while_typing() -> None:
+    from console.commands import entries
+    from console.screens.chat_keys import BINDINGS
+
+    async with console(FakeLink()).run_test() as pilot:
+        await opened(pilot)
+        offered = {entry.title for entry in entries(pilot.app.screen)}
+        assert {binding.tooltip for binding in BINDINGS} <= offered  # type: ignore[union-attr]
+        await ask(pilot, "Q")
