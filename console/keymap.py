@@ -11,6 +11,9 @@ from console.modes import MODES
 
 WORKERS = Binding.Group("Workers", compact=True)
 PROMPTS = Binding.Group("Prompts", compact=True)
+INSIGHT = Binding(
+    "n", "app.insight", "Insight", id="insight", tooltip="Insight: where time, tokens and energy go", show=False
+)
 
 BINDINGS: list[Binding] = [
     *(
@@ -44,14 +47,7 @@ BINDINGS: list[Binding] = [
         tooltip="Show the keys and what the numbers mean",
         key_display="?",
     ),
-    Binding(
-        "n",
-        "app.insight",
-        "Insight",
-        id="insight",
-        tooltip="Insight: where time, tokens and energy go",
-        show=False,
-    ),
+    INSIGHT,
     Binding("q", "app.quit", "Quit", id="quit", tooltip="Quit the console"),
     Binding("a", "app.toggle_api", "API", id="api.toggle", tooltip="Switch the HTTP API on or off"),
     Binding(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -9,6 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 
 from console.adviser import Adviser, Look, Open, Turn
+from console.keymap import INSIGHT
 from console.link import ApiStatus
 from console.screens.base import ConsoleScreen
 from console.screens.worker import WorkerScreen
@@ -31,6 +33,8 @@ class DashboardScreen(ConsoleScreen):
             "x,delete", "cancel", "Cancel", id="request.cancel", tooltip="Cancel the selected request", key_display="x"
         ),
         Binding("i", "inspect", "Worker", id="worker.open", tooltip="Look closely at the selected worker"),
+        replace(INSIGHT, show=True),
+        Binding("n", "app.insight", "Insight", id="insight", tooltip="Insight: where time, tokens and energy go"),
         Binding("t", "take_advice", "Advice", id="advice.take", tooltip="Take the advice: turn the knob it names"),
         Binding(
             "T",
