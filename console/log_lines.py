@@ -92,6 +92,11 @@ class LogLines:
                 added.append(line)
         return added
 
+    def clear(self) -> None:
+        """Forget them all; what is wanted stays."""
+        for lines in (self._lines, self._shown, self._counts):
+            lines.clear()
+
     def want(self, *, level: int | None = None, source: str | None = None, word: str | None = None) -> bool:
         """Change the filter; whether that changed it."""
         before = self._wanted

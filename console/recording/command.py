@@ -46,8 +46,8 @@ def record(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 def _record(given: argparse.Namespace) -> None:
     asked = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked.set())
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, lambda *_: asked.set())
     with connected([given.url], key_of(given), max(0.1, min(10.0, 1 / given.interval))) as (link,):
         _await_first(link, asked)
         _say(f"recording {link.standing().name} into {given.file}; ctrl+c ends it")

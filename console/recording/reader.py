@@ -51,18 +51,20 @@ class Recording:
         return max(0, bisect_right(self.times, at) - 1)
 
     def frame(self, index: int) -> Frame:
-        """A frame, with its history."""
+        """A frame, with its history. Its log is that of the recording."""
         with told(self.path):
             self._go_to(index)
             frame: Frame = shaped(self._tree, Frame)
             past = self._seconds_before(self._segments[index])
+            logged = self._logged(frame.snapshot.at)
         history = (*past, *frame.snapshot.history)[-HISTORY_SECONDS:]
-        return msgspec.structs.replace(frame, snapshot=msgspec.structs.replace(frame.snapshot, history=history))
+        snapshot = msgspec.structs.replace(frame.snapshot, history=history, log_total=logged)
+        return msgspec.structs.replace(frame, snapshot=snapshot)
 
     def lines(self, until: float, after: int) -> tuple[int, Sequence[LogEntry]]:
         """How many lines had been logged by `until`, and those after the first `after`, the newest of them."""
         with told(self.path):
-            total = int(self._database.execute("SELECT count(*) FROM lines WHERE at <= ?", (until,)).fetchone()[0])
+            total = self._logged(until)
             wanted = min(max(0, total - after), LOG_LINES)
             rows = self._database.execute(
                 "SELECT at, level, source, message FROM lines WHERE at <= ? ORDER BY at DESC, id DESC LIMIT ?",
@@ -74,6 +76,9 @@ class Recording:
     def close(self) -> None:
         """Close the file."""
         self._database.close()
+
+    def _logged(self, until: float) -> int:
+        return int(self._database.execute("SELECT count(*) FROM lines WHERE at <= ?", (until,)).fetchone()[0])
 
     def _go_to(self, index: int) -> None:
         """Bring the tree to a frame: on from where it is, or from its segment's whole one."""

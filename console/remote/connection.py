@@ -87,10 +87,11 @@ class Connection:
                 log.warning("%s sends what is not understood: %s", self._standing.name, error)
                 raise OutOfReach(f"{self._standing.name} is of another version than this console") from None
             await self._read_log(instance, frame.snapshot.log_total)
-            self.frame = frame
+            snapshot = msgspec.structs.replace(frame.snapshot, log_total=self.log.total)
+            self.frame = msgspec.structs.replace(frame, snapshot=snapshot)
             self._standing = msgspec.structs.replace(self._standing, reach="live", reason="")
             self._retry_at = None
-            yield frame
+            yield self.frame
 
     async def _read_log(self, instance: Instance, total: int) -> None:
         """Fetch the lines that are new. An instance that was started again counts from 0."""

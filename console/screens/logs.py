@@ -60,8 +60,11 @@ class LogsScreen(ConsoleScreen):
         """What came since the last look."""
         if snapshot.log_total == self._seen:
             return
-        self._seen, entries = self.link.logs(self._seen)
-        if entries:
+        before, (self._seen, entries) = self._seen, self.link.logs(self._seen)
+        if self._seen < before:  # a recording that was wound back
+            self._view.clear()
+            self._seen, entries = self.link.logs(0)
+        if entries or self._seen < before:
             self._view.add(entries)
             self._say()
 

@@ -97,6 +97,13 @@ class LogView(ScrollView, can_focus=True):
         self._unseen = 0 if self._follows else self._unseen + len(added)
         self._resize(gone=self._first_row - top)
 
+    def clear(self) -> None:
+        """Show no line any more."""
+        self._lines.clear()
+        self._chosen, self._unseen = None, 0
+        self._place_all()
+        self._resize()
+
     def filter(self, *, level: int | None = None, source: str | None = None, word: str | None = None) -> None:
         """Show other lines, the newest of them."""
         if self._lines.want(level=level, source=source, word=word):

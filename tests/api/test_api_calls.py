@@ -190,3 +190,8 @@ def test_every_method_of_every_protocol_is_a_call_or_kept_at_home_for_a_reason()
         if inspect.isfunction(member) and not name.startswith("_")
     }
     assert methods == CALLS.keys() | KEPT_AT_HOME
+
+
+def test_every_call_is_written_down() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "admin-api.md").read_text(encoding="utf-8")
+    assert [name for name in CALLS if f"`{name}`" not in page] == []

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -122,11 +123,24 @@ def _normal(value: Any) -> Any:
 
 async def test_what_is_shown_is_what_there_is_and_follows_it(served: Served) -> None:
     assert served.link is not None
-    assert served.link.snapshot() == served.fake.current
-    assert served.link.api_status() == served.fake.api_status()
-    served.fake.show(scenes.failed())
+    link = served.link
+    assert link.snapshot() == served.fake.current
+    assert link.api_status() == served.fake.api_status()
     served.fake.log("a new line")
-    await until(lambda: served.link is not None and served.link.snapshot() == scenes.failed())
+    served.fake.show(msgspec.structs.replace(scenes.failed(), log_total=len(served.fake.lines)))
+    await until(lambda: link.snapshot() == served.fake.current)
+    assert _normal(link.logs(0)) == _normal(served.fake.logs(0))
+
+
+async def test_the_log_goes_on_over_a_start_of_the_instance(served: Served) -> None:
+    assert served.link is not None
+    link = served.link
+    served.fake.show(msgspec.structs.replace(scenes.busy(), log_total=3))
+    await until(lambda: link.snapshot().log_total == 3)
+    served.fake.lines[:] = served.fake.lines[:1]
+    served.fake.show(msgspec.structs.replace(scenes.busy(), log_total=1))
+    await until(lambda: link.snapshot().log_total == 4)
+    assert [line.message for line in link.logs(3)[1]] == [served.fake.lines[0].message]
 
 
 async def test_why_a_command_failed_comes_back_as_its_own_error(served: Served) -> None:

@@ -110,6 +110,8 @@ async def test_the_log_is_shown_as_far_as_it_had_come(night: Path) -> None:
         assert "port 8000 is taken" not in screen_text(app)
         await pilot.press("end")
         await until(pilot, lambda: "port 8000 is taken" in screen_text(app))
+        await pilot.press("home")
+        await until(pilot, lambda: "port 8000 is taken" not in screen_text(app))
 
 
 @pytest.mark.parametrize("width", [30, 50, 80, 200])

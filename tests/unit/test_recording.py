@@ -33,7 +33,7 @@ def frame(at: float, *, history: int = 600) -> Frame:
     """The engine `at` seconds after the recording began."""
     seconds = tuple(Second(at=BEGAN + int(at) - age, output_tokens=int(at) - age) for age in range(history, -1, -1))
     rows = (RequestRow(id=f"r{int(at) // 7}", source="api", state="decode", output_tokens=int(at)),)
-    snapshot = Snapshot(at=BEGAN + at, history=seconds[-600:], requests=rows, running=1, log_total=int(at))
+    snapshot = Snapshot(at=BEGAN + at, history=seconds[-600:], requests=rows, running=1, log_total=int(at) + 1)
     return Frame(snapshot=snapshot, api=ApiStatus(running=True, requests=int(at)))
 
 
@@ -96,7 +96,7 @@ def test_two_programs_do_not_record_into_one_file(tmp_path: Path) -> None:
 
 def test_a_recording_can_be_read_while_it_is_made(tmp_path: Path) -> None:
     with RecordingWriter(tmp_path / "night.rec") as writer:
-        writer.add(frame(0))
+        writer.add(frame(0), (line(0),))
         assert Recording(tmp_path / "night.rec").frame(0) == frame(0)
 
 
@@ -305,7 +305,17 @@ def test_what_records_and_replays_loads_no_terminal_toolkit() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
 
 
+def test_winding_back_takes_back_the_log(tmp_path: Path) -> None:
+    record(tmp_path / "night.rec", range(30))
+    now = [0.0]
+    replay = ReplayLink(Recording(tmp_path / "night.rec"), lambda: now[0])
+    replay.playhead.seek(BEGAN + 20, 0.0)
+    assert (replay.snapshot().log_total, replay.logs(18)[0]) == (21, 21)
+    replay.playhead.seek(BEGAN + 3, 0.0)
+    assert (replay.snapshot().log_total, replay.logs(21)) == (4, (4, []))
+
+
 def test_a_frame_that_is_no_later_than_the_last_is_not_kept(tmp_path: Path) -> None:
     record(tmp_path / "night.rec", [0, 1, 1, 0, 2])
     assert len(Recording(tmp_path / "night.rec").times) == 3
-    assert msgspec.structs.asdict(Recording(tmp_path / "night.rec").frame(2).snapshot)["log_total"] == 2
+    assert msgspec.structs.asdict(Recording(tmp_path / "night.rec").frame(2).snapshot)["log_total"] == 3
