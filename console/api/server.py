@@ -83,7 +83,7 @@ class ApiServer:
                 self._error = error.info
                 raise
             self._traffic.closing, self._error = False, None
-            self._saving = asyncio.create_task(self._save_now_and_then())
+            self._saving = self._saving or asyncio.create_task(self._save_now_and_then())
 
     async def _open(self) -> None:
         runner = web.AppRunner(
