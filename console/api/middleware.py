@@ -34,6 +34,10 @@ LEFT_STATUS = 499
 """What is logged of a request whose client left before there was an answer."""
 
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+_POLLED = f"{ADMIN}call/"
+_UNHEARD = logging.DEBUG - 1
+"""A console elsewhere polls: a line for each time that it reads the log would have it read again."""
+
 _PROXIED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -60,9 +64,13 @@ def counting(traffic: Traffic) -> Middleware:
             if status is None:
                 note_left(request)
             traffic.leave(call)
-            level = logging.DEBUG if request.path in _QUIET_PATHS else logging.INFO
             log.log(
-                level, "%s %s %d in %.3f s", request.method, request.raw_path, status or LEFT_STATUS, clock() - began
+                _loudness(request),
+                "%s %s %d in %.3f s",
+                request.method,
+                request.raw_path,
+                status or LEFT_STATUS,
+                clock() - began,
             )
 
     return count
@@ -148,6 +156,13 @@ async def sign(request: web.Request, response: web.StreamResponse) -> None:
     """Put an id on the answer: the client's own where it is harmless, else a new one."""
     given = request.headers.get("X-Request-Id", "")
     response.headers["X-Request-Id"] = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _loudness(request: web.Request) -> int:
+    """The level of the line that a request gets in the log."""
+    if request.method in LOOKING and request.path.startswith(_POLLED):
+        return _UNHEARD
+    return logging.DEBUG if request.path in _QUIET_PATHS else logging.INFO
 
 
 def _given_key(request: web.Request) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -180,6 +181,17 @@ async def test_without_the_key_nothing_is_shown(tmp_path: Path) -> None:
         for path in ("/admin/events", "/admin/call/engine.logs"):
             async with http.get(path) as response:
                 assert response.status == 401
+
+
+async def test_reading_the_log_is_no_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "api")
+    async with shown(tmp_path, FakeLink()) as http:
+        async with http.get("/admin/call/engine.logs"):
+            pass
+        async with http.post("/admin/call/engine.unload", json={}):
+            pass
+    said = [record.getMessage() for record in caplog.records if record.name == "api"]
+    assert [line.split()[:2] for line in said if "/admin/" in line] == [["POST", "/admin/call/engine.unload"]]
 
 
 def test_every_method_of_every_protocol_is_a_call_or_kept_at_home_for_a_reason() -> None:
