@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from textual.app import App, SystemCommand
+from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 
 from console import in_view, keymap, modes
@@ -19,7 +20,7 @@ from console.link import EngineLink
 from console.pace import is_news
 from console.screens.base import ConsoleRow, Live
 from console.standing import Standing, standing_of
-from console.theme import variable_defaults
+from console.theme import AUTO_THEME, variable_defaults
 from console.widgets import text
 from console.widgets.glyphs import wants_ascii
 from engine.errors import EngineError
@@ -27,6 +28,7 @@ from engine.snapshot import Snapshot
 
 REFRESH_HZ = 4
 PALETTE_GONE_S = 0.1
+_COLOURLESS = NoColor()
 log = logging.getLogger(__name__)
 
 
@@ -73,8 +75,12 @@ class EricApp(App[None], inherit_bindings=False):
         self._start = start if start in self.MODES else None
         super().__init__()
         self.set_class(wants_ascii(), "-ascii")
-        self._habits = Habits(self, themes_folder)
-        self._habits.wear(theme)
+        self.habits = Habits(self, themes_folder)
+        self.habits.wear(theme or AUTO_THEME)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """With NO_COLOR no colour at all, where Textual would paint in shades of grey."""
+        return [_COLOURLESS if isinstance(each, Monochrome) else each for each in super().get_line_filters()]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Our own CSS variables, derived from the theme in use."""
@@ -84,7 +90,7 @@ class EricApp(App[None], inherit_bindings=False):
         """Start the clock."""
         if self._start is not None:
             self.switch_mode(self._start)
-        self._habits.settle()
+        self.habits.settle()
         self._clock = self.set_interval(1 / self._refresh_hz, self._tick)
 
     def refresh_at(self, hertz: int) -> None:

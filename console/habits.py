@@ -10,7 +10,7 @@ from textual.app import App
 
 from console import bound
 from console.keys_file import KeysFile, checked, keys_path, read_keys
-from console.theme import DEFAULT_THEME, builtin_folder, load_themes, user_folder
+from console.theme import AUTO_THEME, DEFAULT_THEME, FEW_COLOURS_THEME, builtin_folder, load_themes, user_folder
 from console.watched import Watched
 
 LOOK_S = 1.0
@@ -27,16 +27,27 @@ class Habits:
         self._theme_files = Watched(self._themes)
         self._keys_file = Watched(self._keys)
         self._problems = self._register()
+        self._asked = AUTO_THEME
 
-    def wear(self, theme: str | None) -> None:
-        """Put on a theme, the default where there is none of that name."""
-        name = theme or DEFAULT_THEME
+    @property
+    def worn(self) -> str:
+        """The theme that is on, as the setting has it: "auto" where that is what was asked for."""
+        return self._asked if self._app.theme == self._named(self._asked) else self._app.theme
+
+    def wear(self, theme: str) -> None:
+        """Put on a theme; "auto" is the default one, and one of pure colours where a terminal has but 16."""
+        self._asked, name = theme, self._named(theme)
         if name not in self._app.available_themes:
             self._problems.append(f"there is no theme called {name}")
             name = (
                 DEFAULT_THEME if DEFAULT_THEME in self._app.available_themes else next(iter(self._app.available_themes))
             )
         self._app.theme = name
+
+    def _named(self, theme: str) -> str:
+        if theme != AUTO_THEME:
+            return theme
+        return FEW_COLOURS_THEME if self._app.console.color_system in ("standard", "windows") else DEFAULT_THEME
 
     def settle(self) -> None:
         """Once the app runs: say what is wrong with the themes, use the keys, and look at the files from now on."""

@@ -268,7 +268,11 @@ class Settings(BaseModel):
     ] = None
 
     headless: Annotated[bool, Flag("Console"), Field(description="Engine and API without a screen")] = False
-    theme: Annotated[str, Flag("Console", "NAME", when="now"), Field(description="Colour theme")] = "ericllm-dark"
+    theme: Annotated[
+        str,
+        Flag("Console", "NAME", when="now"),
+        Field(min_length=1, description="Colour theme; auto: dark, or high contrast on a terminal of 16 colours"),
+    ] = "auto"
     refresh_hz: Annotated[
         int,
         Flag("Console", "N", when="now"),

@@ -21,6 +21,9 @@ from textual.theme import Theme
 from console.words import nearest
 
 DEFAULT_THEME = "ericllm-dark"
+FEW_COLOURS_THEME = "ericllm-contrast"
+AUTO_THEME = "auto"
+"""Not a theme: the default one, or the one for few colours where a terminal has no more than 16."""
 
 
 def _colour(value: str) -> str:

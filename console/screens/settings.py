@@ -14,6 +14,7 @@ from textual.widgets import Input
 from console.link import ApiStatus
 from console.links.settings import SettingRow
 from console.screens.base import ConsoleScreen
+from console.theme import AUTO_THEME
 from console.widgets.setting_panel import SettingPanel
 from console.widgets.setting_table import USED, SettingTable
 from console.widgets.table import Table
@@ -69,10 +70,12 @@ class SettingsScreen(ConsoleScreen):
         """The theme is the console's own affair: which there are, and which is worn."""
         if row.name != "theme":
             return row
-        row = msgspec.structs.replace(row, kind="choice", choices=tuple(sorted(self.app.available_themes)))
-        if self.app.theme == row.value or self.query_one(SettingPanel).editing:
+        choices = (AUTO_THEME, *sorted(self.app.available_themes))
+        row = msgspec.structs.replace(row, kind="choice", choices=choices)
+        worn = self.console.habits.worn
+        if worn == row.value or self.query_one(SettingPanel).editing:
             return row
-        return msgspec.structs.replace(row, value=self.app.theme, source="console", where="", waits=True)
+        return msgspec.structs.replace(row, value=worn, source="console", where="", waits=True)
 
     def _show(self) -> None:
         found = [row for row in self._rows if self._matches(row)]
@@ -202,8 +205,8 @@ class SettingsScreen(ConsoleScreen):
         if theme is None:
             row = next((row for row in self.link.settings.rows() if row.name == "theme"), None)
             theme = row.value if row is not None else None
-        if theme in self.app.available_themes:
-            self.app.theme = theme
+        if theme is not None:
+            self.console.habits.wear(theme)
 
 
 def _said(row: SettingRow) -> str:

@@ -98,7 +98,7 @@ def _link(text: str, style: str, action: str) -> Content:
 
 def _tab(name: str, digit: str, title: str, here: bool, *, brief: bool) -> Content:
     if here:
-        return Content.styled(f" {digit} {title} ", "bold $background on $primary")
+        return Content.styled(f" {digit} {title} ", "bold reverse $primary")
     if brief:
         return _link(f" {digit} ", "$primary", f"app.open('{name}')")
     return Content.assemble((f" {digit}", "$primary"), _link(f" {title} ", "$foreground", f"app.open('{name}')"))
