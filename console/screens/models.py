@@ -79,7 +79,7 @@ class ModelsScreen(ConsoleScreen):
                 yield ModelTable()
                 yield Input(placeholder="Name, architecture or quantisation. Enter keeps, esc ends it.", id="search")
                 yield HubBox()
-            with VerticalScroll(id="about", can_focus=False):
+            with VerticalScroll(id="about"):
                 yield ModelLoad()
                 yield ModelPanel(self._edits)
 

@@ -37,10 +37,20 @@ def phase_lines(progress: LoadProgress | None, pace: Pace | None = None) -> list
 
 
 def phase_now(progress: LoadProgress, pace: Pace | None = None) -> list[Content]:
-    """The phase under way: its bar, and below it how fast it goes, where that can be told."""
-    bar = _bar(dict(_PHASES)[progress.phase], progress)
-    said = pace_words(progress, pace)
-    return [bar, Content.styled(f"  {said}", "$muted")] if said else [bar]
+    """The phase under way: its bar, and below it how much is done and how fast that goes."""
+    label = dict(_PHASES)[progress.phase]
+    if progress.total <= 0:
+        return [Content.styled(f"◔ {label}", "$worker-loading")]
+    done = text.fraction(progress)
+    filled = round(done * _BAR_CELLS)
+    bar = Content.assemble(
+        (f"◔ {label:<18}", "$worker-loading"),
+        ("━" * filled, "$worker-loading"),
+        ("━" * (_BAR_CELLS - filled), "$gpu-free"),
+        f" {text.percent(done)}",
+    )
+    said = ", ".join(word for word in (_numbers(progress), pace_words(progress, pace)) if word)
+    return [bar, Content.styled(f"  {said}", "$muted")]
 
 
 def pace_words(progress: LoadProgress, pace: Pace | None) -> str:
@@ -53,16 +63,7 @@ def pace_words(progress: LoadProgress, pace: Pace | None) -> str:
     return f"{rate}{text.seconds(pace.left_s) if pace.left_s >= 1 else '< 1 s'} left"
 
 
-def _bar(label: str, progress: LoadProgress) -> Content:
-    if progress.total <= 0:
-        return Content.styled(f"◔ {label:<18}", "$worker-loading")
-    done = text.fraction(progress)
-    filled = round(done * _BAR_CELLS)
-    in_bytes = f"{text.size(progress.done)} of {text.size(progress.total)}"
-    numbers = in_bytes if progress.unit == "bytes" else f"{progress.done} of {progress.total}"
-    return Content.assemble(
-        (f"◔ {label:<18}", "$worker-loading"),
-        ("━" * filled, "$worker-loading"),
-        ("━" * (_BAR_CELLS - filled), "$gpu-free"),
-        f" {text.percent(done)}  {numbers}",
-    )
+def _numbers(progress: LoadProgress) -> str:
+    """ "3.1/9.4 GiB", "2/5"."""
+    words = text.progress(progress).split(" ")
+    return " ".join(words[-2:] if progress.unit == "bytes" else words[-1:])

@@ -34,6 +34,7 @@ _PARALLEL_FILES = 4
 _POLL_S = 0.1
 _WANTED = (".safetensors", ".json", ".jinja")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_CHUNK_BYTES = 2**20  # what progress moves by, and the most that a cancelled file loses
 _GIB = 2**30
 _MIB = 2**20
 
@@ -93,8 +94,9 @@ def _open_hub() -> HfApi:
     """The hub's API; quiet, for the screen belongs to someone else, and over plain HTTP, which can be stopped."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
+    constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, _CHUNK_BYTES)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name=LIBRARY)
 

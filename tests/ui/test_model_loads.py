@@ -225,8 +225,7 @@ async def test_a_download_is_shown_with_its_pace_beside_a_model_that_serves() ->
         at(3, 3)
         shown = str(app.screen.query_one(ModelLoad).content)
         assert "◔ downloading  org/big" in shown
-        assert "3.0 GiB of 8.0 GiB" in shown
-        assert "1.0 GiB/s, 5.00 s left" in shown
+        assert "3.0/8.0 GiB, 1.0 GiB/s, 5.00 s left" in shown
         assert "● ready  NeuralHermes-7B" in shown
         await pilot.press("c")
         await until(pilot, lambda: "cancel_load" in link.names())

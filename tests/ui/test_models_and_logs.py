@@ -98,7 +98,7 @@ def test_a_download_shows_its_bytes() -> None:
     progress = LoadProgress(phase="download", done=2**20, total=4 * 2**20)
     snapshot = msgspec.structs.replace(scenes.empty(), status=ModelStatus(state="loading", progress=progress))
     assert "Download" in describe(snapshot).plain
-    assert "25%  1.0 MiB of 4.0 MiB" in describe(snapshot).plain
+    assert "25%\n  1.0/4.0 MiB" in describe(snapshot).plain
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (140, 40)])

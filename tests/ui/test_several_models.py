@@ -136,7 +136,7 @@ def test_a_second_model_shows_its_phases_while_the_first_serves() -> None:
     shown = describe(fleet_scenes.second_loading()).plain
     assert "● ready  NeuralHermes-7B" in shown
     assert "◔ loading  demo" in shown
-    assert "6.0 MiB of 17.0 MiB" in shown
+    assert "6.0/17.0 MiB" in shown
 
 
 def test_an_idle_model_says_what_wakes_it() -> None:
