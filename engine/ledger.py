@@ -66,6 +66,14 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def with_resident(used: Sequence[DeviceShare], resident_bytes: int) -> tuple[DeviceShare, ...]:
+    """`used` as a worker's process shows it: on a CPU all that is resident is taken, 0 where that is not known."""
+    if len(used) != 1 or not resident_bytes or device_kind(used[0].device) != "cpu":
+        return tuple(used)
+    working = resident_bytes - used[0].weights_bytes - used[0].kv_bytes
+    return (msgspec.structs.replace(used[0], working_bytes=max(0, working)),)
+
+
 def load_of(placement: Placement, used: Sequence[DeviceShare], resident_bytes: int = 0) -> Load:
     """A load as the ledger keeps it. used: LoadedModel.shares.  resident_bytes: of the worker's process, which on a CPU
     is all that it took; 0 where that is not known."""

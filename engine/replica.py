@@ -14,6 +14,7 @@ from engine.config import AdapterSpec, DeviceShare, ModelSpec
 from engine.errors import ErrorInfo, WorkerFailed
 from engine.health import Activity, AwakeClock, describe_exit, describe_silence
 from engine.hosting import STOP_PATIENCE_S, Hosting
+from engine.ledger import with_resident
 from engine.metrics import Rate
 from engine.request import Request
 from engine.restarts import Backoff, Deaths
@@ -103,6 +104,12 @@ class Replica:
     def shares(self) -> tuple[DeviceShare, ...]:
         """What it takes of each device: as its load said, or as planned before that."""
         return (self.model.shares if self.model is not None else ()) or self.planned
+
+    @property
+    def used(self) -> tuple[DeviceShare, ...]:
+        """What it really took of each device, of a CPU with all of its process; () before its load said so."""
+        resident_bytes = self._vitals.rss_bytes if self.pid is not None else 0
+        return with_resident(self.model.shares, resident_bytes) if self.model is not None else ()
 
     @property
     def guarded(self) -> bool:
@@ -225,7 +232,7 @@ class Replica:
             retry_in_s=max(0.0, self._retry.when() - now) if self._retry is not None else None,
             log_tail=self._log_tail,
             planned=self.planned,
-            used=self.model.shares if self.model else (),
+            used=self.used,
             node=(self.shares[0].device if self.shares else self.device).rpartition("/")[0],
         )
 

@@ -115,7 +115,7 @@ def model_reading(deployment: Deployment) -> ModelReading:
         idle_unload_s=config.idle_unload_s,
         adapters=deployment.adapters.readings(replicas),
         planned=loaded.planned if loaded is not None else (),
-        used=loaded.shares if loaded is not None else (),
+        used=loaded.used if loaded is not None else (),
         longest_context_tokens=deployment.lane.longest_tokens,
     )
 

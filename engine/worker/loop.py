@@ -140,6 +140,7 @@ class WorkerLoop:
             return
         attached = [attach_adapter(self._replica, adapter) for adapter in load.adapters]
         self._failed_steps = 0
+        self._gauged_s = -math.inf  # what it took is read off the next report
         self._channel.send(protocol.Loaded(model=self._replica.model, load_s=time.monotonic() - started_s))
         for answer in attached:
             self._channel.send(answer)

@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import DeviceShare
 from engine.costs import Correction
-from engine.ledger import MAX_LOADS, MAX_MODELS, Ledger, LedgerFile, Load, load_of
+from engine.ledger import MAX_LOADS, MAX_MODELS, Ledger, LedgerFile, Load, load_of, with_resident
 from engine.placement import Placement
 
 
@@ -117,3 +117,11 @@ def test_a_load_that_nobody_planned_or_measured_is_not_noted(tmp_path: Path) -> 
     LedgerFile(tmp_path).note(Placement(shares=(), kv_tokens=1), (DeviceShare(device="cpu"),))
     LedgerFile(tmp_path).note(placed(("cpu", 1, 1)), ())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cpu_worker_took_all_that_its_process_holds() -> None:
+    share = DeviceShare(device="cpu", layers=6, weights_bytes=10, kv_bytes=20, working_bytes=5)
+    assert with_resident([share], 300)[0].working_bytes == 270
+    assert with_resident([share], 0) == (share,)
+    card = DeviceShare(device="cuda:0", layers=6, weights_bytes=10, kv_bytes=20, working_bytes=5)
+    assert with_resident([card], 300) == (card,)
