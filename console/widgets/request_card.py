@@ -15,6 +15,7 @@ from engine.records import RequestDetail
 from engine.snapshot import RequestRow
 
 _LABEL = 12
+_GLUE = "\N{NO-BREAK SPACE}"
 _VALUE = 36
 NOT_ALLOWED = (
     "Prompts and answers are not kept. Start with --show-prompts, or set show_prompts = true in config.toml, "
@@ -93,9 +94,9 @@ def _sampling(detail: RequestDetail, width: int) -> list[Content]:
         return []
     if not detail.sampling:
         return [_title("Sampling"), Content.styled("Neutral: nothing was asked for.", "$muted")]
-    said = "  ".join(f"{name}\N{NO-BREAK SPACE}{_value(value)}" for name, value in detail.sampling.items())
+    said = "  ".join(f"{name}{_GLUE}{_value(value)}" for name, value in detail.sampling.items())
     lines = textwrap.wrap(said, max(20, width), break_long_words=False)
-    return [_title("Sampling", "what is not neutral"), *map(Content, lines)]
+    return [_title("Sampling", "what is not neutral"), *(Content(line.replace(_GLUE, " ")) for line in lines)]
 
 
 def _value(value: object) -> str:

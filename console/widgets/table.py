@@ -21,6 +21,7 @@ from textual.strip import Strip
 from textual.style import Style
 
 from console.widgets.glyphs import fitted
+from console.widgets.looks import look
 
 Align = Literal["left", "right"]
 Cell = tuple[tuple[str, str], ...]
@@ -229,7 +230,7 @@ class Table(ScrollView, can_focus=True):
         if len(placed) < len(shown):
             last, room = placed[-1]
             placed[-1] = last, room + sum(widths[len(placed) :]) + gap * (len(shown) - len(placed))
-        return fitted(self.app, _joined([(cells[at], room, self._columns[at].align) for at, room in placed], gap))
+        return fitted(self.app, side_by_side([(cells[at], room, self._columns[at].align) for at, room in placed], gap))
 
     def _strip(self, content: Content, *components: str) -> Strip:
         """The line in the table's colours: its spans, which never overlap, each with its style."""
@@ -246,7 +247,7 @@ class Table(ScrollView, can_focus=True):
     def _style(self, style: str, components: tuple[str, ...]) -> RichStyle:
         """A style over that of a part of the table; worked out once, as most of drawing would be that."""
         if (found := self._styles.get((style, components))) is None:
-            base = self.get_visual_style(*components) if components else self.visual_style
+            base = look(self, *components)
             found = (base + Style.parse(style) if style else base).rich_style
             self._styles[style, components] = found
         return found
@@ -330,7 +331,7 @@ def spread(columns: Sequence[Column], width: int) -> tuple[list[int], int]:
     return widths, gap + spare // joints
 
 
-def _joined(placed: Sequence[tuple[Cell, int, Align]], gap: int) -> Content:
+def side_by_side(placed: Sequence[tuple[Cell, int, Align]], gap: int) -> Content:
     """Cells side by side, each in its room. Made in one go: tables are drawn many times a second."""
     line, spans, length = list[str](), list[Span](), 0
     for at, (pieces, room, align) in enumerate(placed):
