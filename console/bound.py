@@ -40,10 +40,11 @@ def all_bound() -> tuple[Bound, ...]:
 
 @cache
 def owners() -> tuple[type[DOMNode], ...]:
-    """Every screen and widget of ours with bindings of its own."""
+    """Every screen and widget of ours with bindings of its own, and the apps for other instances and recordings."""
+    apps = (import_module("console.attached_app"), import_module("console.replay_app"))
     return tuple(
         each
-        for module in _modules("console.screens", "console.widgets")
+        for module in (*apps, *_modules("console.screens", "console.widgets"))
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, DOMNode) and each.__module__ == module.__name__
         if each.__dict__.get("BINDINGS")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ from console.logs import logging_to
 from console.readonly import ReadOnlyLink
 from console.recording.link import ReplayLink
 from console.remote.link import RemoteLink
-from console.settings import data_dir, log_dir
+from console.settings import APP_NAME, data_dir, log_dir
 from console.sources import load_settings
+from engine.errors import InvalidRequest
 from engine.log import LogRing
 
 
@@ -33,7 +35,9 @@ def show_recording(link: ReplayLink, theme: str | None) -> int:
 
 
 def _options(theme: str | None) -> dict[str, Any]:
-    """How this person likes the console. Raises InvalidRequest for settings that cannot be read."""
+    """How this person likes the console. Raises InvalidRequest for bad settings, and where there is no terminal."""
+    if not sys.stdout.isatty():
+        raise InvalidRequest(f"There is no terminal to show it in; '{APP_NAME} top' says how an instance is in a line")
     settings = load_settings({} if theme is None else {"theme": theme})
     return {"theme": settings.theme, "refresh_hz": settings.refresh_hz}
 

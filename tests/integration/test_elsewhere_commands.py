@@ -92,6 +92,7 @@ def test_what_cannot_be_reached_is_one_sentence_and_exit_code_1(
         (("attach", "http://user@host"), "says more than where the instance is"),
         (("replay", "pyproject.toml"), "is no recording of ericllm"),
         (("replay", "nothing.rec"), "There is no file nothing.rec"),
+        (("attach", NOBODY), "There is no terminal"),
         (("--headless", "--read-only"), "--read-only is about the screens"),
     ],
 )
