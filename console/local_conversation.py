@@ -49,19 +49,23 @@ class LocalConversation:
 
 
 class _Counted:
-    """Counts drafts; what comes before a draft is counted once for all of them."""
+    """Counts drafts; what comes before a draft is counted once for all of them, in two conversations at a time."""
 
     def __init__(self) -> None:
-        self._last: tuple[Tokenizer, tuple[ChatMessage, ...], int] | None = None
+        self._histories: list[tuple[Tokenizer, tuple[ChatMessage, ...], int]] = []
 
     def count(self, tokenizer: Tokenizer, messages: tuple[ChatMessage, ...], draft: str, context: int) -> DraftCount:
         """Of a question that comes after `messages`."""
-        last = self._last
-        if last is None or last[0] is not tokenizer or last[1] != messages:
-            asked = [*messages, ChatMessage(role="user", content="")]
-            self._last = last = tokenizer, messages, len(_encoder(asked)(tokenizer))
         words = len(tokenizer.encode(draft, add_special_tokens=False))
-        return DraftCount(history=last[2], draft=words, context=context)
+        return DraftCount(history=self._history(tokenizer, messages), draft=words, context=context)
+
+    def _history(self, tokenizer: Tokenizer, messages: tuple[ChatMessage, ...]) -> int:
+        for known, said, tokens in self._histories:
+            if known is tokenizer and said == messages:
+                return tokens
+        tokens = len(_encoder([*messages, ChatMessage(role="user", content="")])(tokenizer))
+        self._histories = [(tokenizer, messages, tokens), *self._histories[:1]]
+        return tokens
 
 
 def context_of(snapshot: Snapshot, model: str) -> int:

@@ -50,7 +50,7 @@ class Answering:
         note = TurnNote(
             model=self._before.model,
             output_tokens=self._before.output_tokens + delta.output_tokens,
-            tokens_per_s=delta.tokens_per_s,
+            tokens_per_s=delta.tokens_per_s if delta.tokens_per_s is not None else self._before.tokens_per_s,
             ttft_s=delta.ttft_s,
         )
         self.turn = msgspec.structs.replace(self.turn, content=self.turn.content + delta.text, note=note)

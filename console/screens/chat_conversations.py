@@ -95,7 +95,7 @@ class ConversationsScreen(ConsoleScreen):
             await room.mount(new)
         self.query_one("#chat").set_class(len(branches) > 1, "-split")
         self._panes = [
-            Pane(self.console, self._chat, branch, transcript)
+            Pane(self.console, self._chat, branch, transcript, self._counter.ask)
             for branch, transcript in zip(branches, transcripts, strict=False)
         ]
         self._at = min(self._at, len(self._panes) - 1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from textual.content import Content
 from textual.worker import Worker
 
 from console.chats import Branch, OpenChat, Turn
@@ -15,6 +16,7 @@ from console.links.conversation import ChatMessage, DraftCount
 from console.screens.chat_settings import sampling
 from console.widgets.chat_transcript import ChatTranscript
 from console.widgets.chat_turn import Place
+from console.widgets.glyphs import fitted
 from engine.config import SamplingParams
 from engine.snapshot import Snapshot
 
@@ -26,13 +28,22 @@ HINT = "Ask the model something. Its answer streams here, with its speed beneath
 
 
 class Pane:
-    """Everything raises EngineError with one sentence."""
+    """Everything raises EngineError with one sentence. ended: called when an answer is there, or as far as it comes."""
 
-    def __init__(self, console: EricApp, chat: OpenChat, branch: Branch, transcript: ChatTranscript) -> None:
+    def __init__(
+        self,
+        console: EricApp,
+        chat: OpenChat,
+        branch: Branch,
+        transcript: ChatTranscript,
+        ended: Callable[[], None],
+    ) -> None:
         self._console = console
         self.chat = chat
         self.branch = branch
         self.transcript = transcript
+        self._ended = ended
+        self._titles = ("", "")
         self._worker: Worker[None] | None = None
 
     @property
@@ -55,12 +66,16 @@ class Pane:
         await self.transcript.show(self.path, self._place, hint=HINT)
 
     def title(self, snapshot: Snapshot, *, named: str) -> None:
-        """Say who would answer, and how. named: the conversation, or "" where another pane says that."""
+        """Say who would answer. named: the conversation; "" where it stands beside another pane, and how it asks is
+        what tells the two apart."""
         spec = snapshot.status.spec
         ready = snapshot.status.state in ANSWERING and spec is not None
         model = self.branch.settings.model or (spec.name if spec is not None and ready else "no model")
-        self.transcript.border_title = named or model
-        self.transcript.border_subtitle = model if named else described(self.branch.settings)
+        titles = (named, model) if named else (f"{model} · {described(self.branch.settings)}", "")
+        if titles != self._titles:
+            self._titles = titles
+            shown = [fitted(self.transcript.app, Content(title)) for title in titles]
+            self.transcript.border_title, self.transcript.border_subtitle = shown
 
     def turn(self, role: str) -> Turn | None:
         """The selected turn where it is of that role, else the last one that is."""
@@ -163,3 +178,4 @@ class Pane:
         if (widget := self.transcript.answer(turn.id)) is not None:
             self.transcript.call_later(widget.finish, turn, answering.problem)
             self.transcript.call_later(self.transcript.remark)
+        self._ended()

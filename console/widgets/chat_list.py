@@ -75,7 +75,7 @@ class ChatShelf(Vertical):
 
     DEFAULT_CSS = """
     ChatShelf { width: 30; height: 1fr; }
-    ChatShelf > Input { padding: 0 1; background: $boost; }
+    ChatShelf > Input.-textual-compact { padding: 0 2; background: $boost; }
     ChatShelf > Input.-hidden { display: none; }
     """
 

@@ -104,7 +104,7 @@ async def test_two_panes_are_there_when_the_console_opens_again(tmp_path: Path) 
     async with console(FakeLink(), chats).run_test(size=(120, 40)) as pilot:
         await opened(pilot)
         assert (answers(pilot, 0), answers(pilot, 1)) == (["A"], ["A"])
-        assert "temperature 0.1" in str(panes(pilot)[1].border_subtitle)
+        assert "temperature 0.1" in str(panes(pilot)[1].border_title)
 
 
 async def test_the_list_gives_its_room_to_two_panes_and_comes_back_when_asked(tmp_path: Path) -> None:

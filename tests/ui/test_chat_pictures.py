@@ -1,0 +1,100 @@
+"""The chat as a person sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import TextArea
+
+from console.chats import ChatSettings
+from console.screens.chat_settings import ChatSettingsScreen
+from tests.fakes import fleet_scenes
+from tests.fakes.link import FakeLink
+from tests.ui.chatting import answers, asked, console, ended, fill, opened
+from tests.ui.seen import screen_text, until
+
+ANSWER = """A worker computes its requests **in one batch**. More prompts in it means more tokens per second, \
+because the weights are read once for all of them.
+
+* `max_prompts` is how many requests a worker takes at a time
+* each waits a little longer for its next token
+
+```python
+def step(batch: list[Sequence]) -> None:
+    logits = model(batch)
+    for sequence in batch:
+        sequence.append(sample(logits))
+```
+"""
+OTHERS = ("Which GPU has room for a 13B model?", "Explain paged attention", "Haiku about a KV cache that ran over")
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.db"
+    question = "Why does a bigger batch give more tokens per second?"
+    fill(path, question, f"Because. | {ANSWER}", others=OTHERS, settings=ChatSettings(temperature=0.3))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TextArea, "cursor_blink", False)
+
+
+async def drafting(pilot: Pilot[None]) -> None:
+    await opened(pilot)
+    await until(pilot, lambda: bool(answers(pilot)))
+    await pilot.press(*"And what does it cost?")
+    await until(pilot, lambda: "+ 5 of 8,192" in screen_text(pilot.app))
+
+
+async def side_by_side(pilot: Pilot[None]) -> None:
+    await opened(pilot)
+    await pilot.press("escape", "N", "escape", "v")
+    await until(pilot, lambda: isinstance(pilot.app.screen, ChatSettingsScreen))
+    await pilot.press("ctrl+s")
+    await until(pilot, lambda: not isinstance(pilot.app.screen, ChatSettingsScreen))
+    await asked(pilot, "Why does a bigger batch give more tokens per second?")
+    await until(pilot, lambda: ended(pilot) and len(answers(pilot, 1)) == 1)
+    await until(pilot, lambda: screen_text(pilot.app).count("sequence.append") == 2)
+    await until(pilot, lambda: "+ 0 of 8,192" in screen_text(pilot.app))
+    await pilot.pause()
+
+
+async def settings(pilot: Pilot[None]) -> None:
+    await opened(pilot)
+    await until(pilot, lambda: "+ 0 of" in screen_text(pilot.app))
+    await pilot.press("ctrl+s")
+    await until(pilot, lambda: isinstance(pilot.app.screen, ChatSettingsScreen))
+
+
+async def presets(pilot: Pilot[None]) -> None:
+    await opened(pilot)
+    await until(pilot, lambda: "+ 0 of" in screen_text(pilot.app))
+    await pilot.press("escape", "p")
+    await until(pilot, lambda: "Inventive" in screen_text(pilot.app))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+def test_a_conversation_looks_right(snap_compare: Any, chats: Path, size: tuple[int, int]) -> None:
+    assert snap_compare(console(FakeLink(), chats), terminal_size=size, run_before=drafting)
+
+
+def test_a_conversation_looks_right_in_the_light_theme(snap_compare: Any, chats: Path) -> None:
+    assert snap_compare(console(FakeLink(), chats, "ericllm-light"), terminal_size=(100, 30), run_before=drafting)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+def test_two_answers_side_by_side_look_right(snap_compare: Any, chats: Path, size: tuple[int, int]) -> None:
+    app = console(FakeLink(answer=ANSWER), chats)
+    assert snap_compare(app, terminal_size=size, run_before=side_by_side)
+
+
+@pytest.mark.parametrize("before", [settings, presets])
+def test_how_a_chat_asks_looks_right(snap_compare: Any, chats: Path, before: Any) -> None:
+    app = console(FakeLink(fleet_scenes.two_models()), chats)
+    assert snap_compare(app, terminal_size=(80, 24), run_before=before)
