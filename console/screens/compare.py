@@ -10,10 +10,10 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
 
-from console.comparison import Line, Side, compare
 from console.links.models import NOTHING, ModelsLink
 from console.load_form import LoadForm
 from console.widgets import text
+from console.widgets.model_comparison import Line, Side, compare
 from console.widgets.model_panel import Edits, called
 from console.widgets.table import Column, Row, Table, cell
 from engine.errors import EngineError

@@ -12,7 +12,7 @@ from console.widgets.fit import fit_lines, verdict
 from console.widgets.glyphs import fitted, is_ascii
 from console.widgets.model_table import family, parameters, quantised
 from engine.estimate import Estimate
-from engine.models.catalog import ModelEntry
+from engine.models.catalog import HUB_CACHE, ModelEntry
 
 _LABEL_CELLS = 9
 
@@ -25,7 +25,6 @@ class ModelDetails(Static):
 
     DEFAULT_CSS = """
     ModelDetails { height: auto; }
-    .-medium ModelDetails { text-wrap: nowrap; text-overflow: ellipsis; }
     """
 
     def __init__(self) -> None:
@@ -106,6 +105,9 @@ def _about(entry: ModelEntry) -> Iterator[Content]:
 
 
 def _folder(entry: ModelEntry) -> str:
+    """Where it lies; of the hub cache no more than which commit it is of."""
+    if entry.origin == HUB_CACHE:
+        return f"{HUB_CACHE}, commit {entry.path.name[:8]}"
     return str(entry.path) if entry.origin in str(entry.path) else f"{entry.path} ({entry.origin})"
 
 

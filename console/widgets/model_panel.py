@@ -60,6 +60,7 @@ class ModelPanel(Vertical):
         self._edits = edits
         self._entry: ModelEntry | None = None
         self._moment: object = None
+        self._hint = Content("")
         self._fit: Fit = None
         self._stale = False
 
@@ -86,7 +87,9 @@ class ModelPanel(Vertical):
 
     def show(self, entry: ModelEntry, hint: Content, moment: object) -> None:
         """Show a model. moment: what the answer depends on besides; where it has changed, it is asked for anew."""
-        self.query_one("#hint", Static).update(fitted(self.app, hint))
+        if not hint.is_same(self._hint):
+            self._hint = hint
+            self.query_one("#hint", Static).update(fitted(self.app, hint))
         if (entry, moment) == (self._entry, self._moment):
             return
         if entry != self._entry:

@@ -8,6 +8,9 @@ import msgspec
 
 from engine.config import BackendKind
 
+HUB_CACHE = "hub cache"
+"""The origin of models that were downloaded from the hub."""
+
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One model folder. backend: what would compute it.  problem: why that cannot load it, "" when it can.

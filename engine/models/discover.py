@@ -8,13 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from engine.models.catalog import ModelEntry
+from engine.models.catalog import HUB_CACHE, ModelEntry
 from engine.models.files import home_expanded
 from engine.models.hub_cache import hub_cache_folder, is_complete, kept_bytes, repo_of, snapshot_of
 from engine.models.inspect import ChooseBackend, inspect
 
 DEMO = "demo"
-HUB_CACHE = "hub cache"
 _CONFIG = "config.json"
 _LEVELS = 2
 

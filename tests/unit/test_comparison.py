@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from console.comparison import Line, Side, compare
 from console.links.models import NOTHING, LoadSettings
 from console.load_form import LoadForm
+from console.widgets.model_comparison import Line, Side, compare
 from engine.estimate import Estimate
 from engine.models.catalog import ModelEntry
 from tests.fakes import estimates
