@@ -34,7 +34,6 @@ class DashboardScreen(ConsoleScreen):
         ),
         Binding("i", "inspect", "Worker", id="worker.open", tooltip="Look closely at the selected worker"),
         replace(INSIGHT, show=True),
-        Binding("n", "app.insight", "Insight", id="insight", tooltip="Insight: where time, tokens and energy go"),
         Binding("t", "take_advice", "Advice", id="advice.take", tooltip="Take the advice: turn the knob it names"),
         Binding(
             "T",

@@ -8,6 +8,7 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.containers import Grid, Horizontal, Vertical
 from textual.content import Content
+from textual.style import Style
 from textual.widgets import Digits, Static
 
 from console.widgets import text
@@ -48,7 +49,8 @@ class Stat(Vertical):
 
 
 class ThroughputPanel(Vertical):
-    """Big numbers where there is room, a bold line where there is not; graphs below in either case."""
+    """Big numbers where there is room, a bold line where there is not; graphs below in either case. The title leads to
+    insight."""
 
     DEFAULT_CSS = """
     ThroughputPanel { height: 1fr; width: 1fr; }
@@ -62,7 +64,8 @@ class ThroughputPanel(Vertical):
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id, classes="panel")
-        self.border_title = "Throughput"
+        more = Content.assemble(("n", "bold $primary"), (" insight", "$muted"))
+        self.border_title = Content.assemble("Throughput  ", more.stylize(Style.from_meta({"@click": "app.insight"})))
         self._zoom = 0
 
     def compose(self) -> ComposeResult:
