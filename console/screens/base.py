@@ -6,10 +6,12 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from textual.app import ComposeResult
+from textual.binding import ActiveBinding
 from textual.screen import Screen
 from textual.widget import Widget
 
 from console.link import ApiStatus, EngineLink
+from console.ordering import without_orders
 from console.widgets.key_row import KeyRow
 from console.widgets.status_line import StatusLine
 from console.widgets.tabs import TabRow
@@ -69,6 +71,12 @@ class ConsoleScreen(Screen[None]):
         if self._link is None:
             self._link = self.console.link
         return self._link
+
+    @property
+    def active_bindings(self) -> dict[str, ActiveBinding]:
+        """What keys mean now; orders are dimmed where none are taken."""
+        active = super().active_bindings
+        return without_orders(active) if self.console.standing.read_only else active
 
     def perform(self, command: Coroutine[Any, Any, object], *, done: str = "") -> None:
         """Run an engine command in the background; toast `done` afterwards, or why it failed."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from textual.widgets._footer import FooterKey
 
 from console.app import EricApp
 from console.attached_app import AttachedApp
+from console.bound import all_bound
 from console.called import as_link
+from console.ordering import ORDERS
 from console.readonly import ReadOnlyLink
 from console.screens.instances import InstancesScreen
 from console.standing import Standing
@@ -121,6 +124,21 @@ async def test_read_only_shows_all_and_refuses_every_command_with_one_sentence()
         said = "This console is read-only: it shows everything and changes nothing"
         await until(pilot, lambda: said in [toast.message for toast in app._notifications])
         assert link.commands == []
+
+
+async def test_read_only_dims_every_key_that_orders_something() -> None:
+    app = EricApp(as_link(ReadOnlyLink(FakeLink())))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: bool(app.screen.query(FooterKey)))
+        dim = {key.action for key in app.screen.query(FooterKey) if key.has_class("-disabled")}
+        bright = {key.action for key in app.screen.query(FooterKey)} - dim
+        assert "app.toggle_api" in dim
+        assert any("cancel" in action for action in dim)
+        assert "app.quit" in bright
+
+
+def test_what_orders_something_is_a_binding() -> None:
+    assert ORDERS - {bound.id for bound in all_bound()} == set()
 
 
 def test_an_attached_console_looks_right(snap_compare: object) -> None:
