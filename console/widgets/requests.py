@@ -38,6 +38,7 @@ class RequestsPanel(Vertical):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id, classes="panel")
         self.border_title = "Requests"
+        self._rows: dict[str, RequestRow] = {}
 
     def compose(self) -> ComposeResult:
         """The table alone."""
@@ -51,8 +52,17 @@ class RequestsPanel(Vertical):
     def show(self, snapshot: Snapshot) -> None:
         """The requests now."""
         ordered = sorted(snapshot.requests, key=lambda row: _ORDER[row.state])
+        self._rows = {row.id: row for row in ordered}
         self.table.show([request_row(row) for row in ordered], empty=_empty(snapshot))
         self.border_subtitle = f"{snapshot.running} running, {snapshot.queued} queued"
+
+    def on_table_chosen(self, event: Table.Chosen) -> None:
+        """Look at one closely."""
+        from console.screens.request import RequestScreen
+
+        event.stop()
+        if (row := self._rows.get(event.key)) is not None:
+            self.app.push_screen(RequestScreen(row))
 
 
 def request_row(row: RequestRow) -> Row:

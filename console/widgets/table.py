@@ -6,45 +6,24 @@ import textwrap
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
 from rich.style import Style as RichStyle
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.content import Content, Span
+from textual.content import Content
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.style import Style
 
+from console.widgets.columns import Cell, Column, cell, fitting, side_by_side, spread
 from console.widgets.glyphs import fitted
 from console.widgets.looks import look
 
-Align = Literal["left", "right"]
-Cell = tuple[tuple[str, str], ...]
-"""Pieces of (text, style); a style is Textual's, with the theme's variables: "bold $primary"."""
-
-
-def cell(text: str, style: str = "") -> Cell:
-    """A cell of one piece."""
-    return ((text, style),)
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """width: cells it has at least; grow: how many more it may take where there is room.
-
-    drop: columns with the highest number are the first to go where there is not; 0 never goes.
-    """
-
-    title: str
-    width: int
-    align: Align = "left"
-    grow: int = 0
-    drop: int = 0
+__all__ = ["Cell", "Column", "Listing", "Row", "Table", "cell"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,62 +283,3 @@ class Table(ScrollView, can_focus=True):
             if x < right:
                 self.post_message(self.HeaderClicked(self, column))
                 return
-
-
-def fitting(columns: Sequence[Column], width: int) -> list[int]:
-    """Which columns there is room for with one cell between them; those with the highest `drop` go first."""
-    shown = list(range(len(columns)))
-    while len(shown) > 1 and sum(columns[at].width + 1 for at in shown) - 1 > width:
-        weakest = max(shown, key=lambda at: columns[at].drop)
-        if columns[weakest].drop == 0:
-            break
-        shown.remove(weakest)
-    return shown
-
-
-def spread(columns: Sequence[Column], width: int) -> tuple[list[int], int]:
-    """Widths of the columns in `width`, and the cells between two: two where they fit; columns grow, then gaps."""
-    least, joints = sum(column.width for column in columns), max(1, len(columns) - 1)
-    gap = 2 if least + 2 * joints <= width else 1
-    spare = max(0, width - least - gap * joints)
-    widths = [column.width for column in columns]
-    growing = sorted((at for at, column in enumerate(columns) if column.grow), key=lambda at: columns[at].grow)
-    for turn, at in enumerate(growing):
-        more = min(columns[at].grow, spare // (len(growing) - turn))
-        widths[at] += more
-        spare -= more
-    return widths, gap + spare // joints
-
-
-def side_by_side(placed: Sequence[tuple[Cell, int, Align]], gap: int) -> Content:
-    """Cells side by side, each in its room. Made in one go: tables are drawn many times a second."""
-    line, spans, length = list[str](), list[Span](), 0
-    for at, (pieces, room, align) in enumerate(placed):
-        missing = room - sum(cell_len(text) for text, _ in pieces)
-        if missing < 0:
-            pieces, missing = _cut(pieces, room), 0
-        before = (gap if at else 0) + (missing if align == "right" else 0)
-        line.append(" " * before)
-        length += before
-        for text, style in pieces:
-            line.append(text)
-            if style:
-                spans.append(Span(length, length + len(text), style))
-            length += len(text)
-        if align == "left":
-            line.append(" " * missing)
-            length += missing
-    return Content("".join(line), spans=spans)
-
-
-def _cut(pieces: Cell, room: int) -> Cell:
-    """What fits in `room`, with an ellipsis at its end."""
-    cut = list[tuple[str, str]]()
-    for text, style in pieces:
-        width = cell_len(text)
-        if width >= room:
-            kept = set_cell_size(text, room - 1) + "…" if room > 0 else ""
-            return (*cut, (kept, style))
-        cut.append((text, style))
-        room -= width
-    return tuple(cut)

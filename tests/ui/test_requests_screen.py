@@ -13,6 +13,7 @@ from console.screens.confirm import ConfirmScreen
 from console.screens.request import RequestScreen
 from console.widgets.request_card import NOT_ALLOWED
 from console.widgets.request_table import RequestTable
+from console.widgets.requests import RequestsPanel
 from engine.snapshot import Snapshot
 from tests.fakes import request_scenes, scenes
 from tests.fakes.link import FakeLink
@@ -297,3 +298,13 @@ def test_a_request_looks_right(snap_compare: Any) -> None:
 
 def test_a_request_looks_right_on_a_small_terminal_in_the_light_theme(snap_compare: Any) -> None:
     assert snap_compare(_app(theme="ericllm-light"), terminal_size=(80, 24), run_before=_opened)
+
+
+async def test_a_request_can_be_opened_from_the_dashboard_too() -> None:
+    app = EricApp(FakeLink(request_scenes.busy()))
+    async with app.run_test(size=(120, 48)) as pilot:
+        await until(pilot, lambda: bool(app.screen.query(RequestsPanel)))
+        table = app.screen.query_one(RequestsPanel).table
+        table.focus()
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: "Request req-00000000" in screen_text(app))

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from console.app import EricApp
+from console.widgets.columns import side_by_side
 from console.widgets.request_table import RequestTable
-from console.widgets.table import Table, side_by_side
+from console.widgets.table import Table
 from tests.fakes import request_scenes, tune_scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import screen_text, until

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from console.widgets import text
 from console.widgets.bars import Part, meter, stack
+from console.widgets.columns import Column, fitting, spread
 from console.widgets.glyphs import wants_ascii
 from console.widgets.plot import column_of, columns, draw, nice_bound
-from console.widgets.table import Column, fitting, spread
 from engine.backends.base import LoadProgress
 from engine.snapshot import Second
 
