@@ -1,4 +1,4 @@
-"""Which bindings order something of the engine: where a console takes no orders, the footer shows them dimmed."""
+"""Which bindings order something of the engine: where a console takes no orders, the footer leaves them out."""
 
 from __future__ import annotations
 

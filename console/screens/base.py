@@ -74,7 +74,7 @@ class ConsoleScreen(Screen[None]):
 
     @property
     def active_bindings(self) -> dict[str, ActiveBinding]:
-        """What keys mean now; orders are dimmed where none are taken."""
+        """What keys mean now; orders mean nothing where none are taken."""
         active = super().active_bindings
         return without_orders(active) if self.console.standing.read_only else active
 
