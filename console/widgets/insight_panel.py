@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from textual.content import Content
 from textual.widgets import Static
 
-from console.widgets.glyphs import fitted, is_ascii
+from console.widgets.glyphs import fitted, is_ascii, is_lettered
 from console.widgets.insight_words import Room
 from engine.snapshot import Snapshot
 
@@ -31,7 +31,7 @@ class InsightPanel(Static):
     def show(self, snapshot: Snapshot) -> None:
         """Say it anew, where anything changed."""
         self._snapshot = snapshot
-        room = Room(max(_LEAST_CELLS, self.content_size.width), is_ascii(self.app))
+        room = Room(max(_LEAST_CELLS, self.content_size.width), is_ascii(self.app), is_lettered(self.app))
         said = fitted(self.app, Content("\n").join(self._words(snapshot, room)))
         if not said.is_same(self._said):
             higher = said.plain.count("\n") != self._said.plain.count("\n")

@@ -27,10 +27,11 @@ _ENDINGS = {
 
 
 class Room(NamedTuple):
-    """What a panel has to draw in."""
+    """What a panel has to draw in. lettered: parts of a bar are told by letters, for want of blocks or colours."""
 
     width: int
     ascii_only: bool = False
+    lettered: bool = False
 
 
 Lines = Iterator[Content]
@@ -62,12 +63,12 @@ def time_spent(snapshot: Snapshot, room: Room) -> Lines:
     total = sum(spent.values())
     header = "".join(f"{name:>{_COLUMN}}" for name in ("p50", "p90", "p99", "mean", "share"))
     yield Content.styled(f"{'':<{_NAME}}{header}", "$muted")
-    for name, style, _ in _PHASES:
+    for name, style, letter in _PHASES:
         share = percent(spent[name] / total) if total else "–"
-        yield _phase(name, style, spreads[name], share)
+        yield _phase(letter if room.lettered else "■", name, style, spreads[name], share)
     if total:
         parts = [Part(spent[name], style, letter) for name, style, letter in _PHASES]
-        yield stack(parts, room.width, ascii_only=room.ascii_only)
+        yield stack(parts, room.width, ascii_only=room.lettered)
 
 
 def goodput(snapshot: Snapshot, room: Room) -> Lines:
@@ -183,10 +184,10 @@ def _line(name: str, value: str, style: str = "") -> Content:
     return Content.assemble((f"{name:<{_NAME}}", "$muted"), (value, style))
 
 
-def _phase(name: str, style: str, spread: Spread, share: str) -> Content:
+def _phase(mark: str, name: str, style: str, spread: Spread, share: str) -> Content:
     numbers = (text.seconds(value) for value in (spread.p50, spread.p90, spread.p99, spread.mean))
     cells = "".join(f"{number:>{_COLUMN}}" for number in (*numbers, share))
-    return Content.assemble(("■ ", style), (f"{name:<{_NAME - 2}}", "$muted"), cells)
+    return Content.assemble((f"{mark} ", style), (f"{name:<{_NAME - 2}}", "$muted"), cells)
 
 
 def _asked(seen: Goodput) -> Iterator[str]:

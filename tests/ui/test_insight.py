@@ -160,6 +160,16 @@ async def test_a_terminal_without_blocks_gets_ascii() -> None:
         assert screen_text(app).isascii()
 
 
+async def test_without_colours_the_phases_are_told_by_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    app, _ = an_app()
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot)
+        seen = screen_text(app)
+        assert "d decode" in seen
+        assert "qqpddddd" in seen
+
+
 # --- counting anew ----------------------------------------------------------------------------------------------------
 
 
