@@ -6,15 +6,15 @@ import logging
 import os
 import shutil
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from engine.backends.base import LoadProgress
-from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, ModelNotFound, UnsafeWeights, UnsupportedModel
+from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, ModelNotFound
 from engine.models.hub_cache import (
     DEFAULT_REVISION,
     hub_cache_folder,
@@ -26,31 +26,16 @@ from engine.models.hub_cache import (
 )
 from engine.models.hub_errors import explain
 from engine.models.hub_files import LIBRARY, fetch_blob
+from engine.models.hub_plan import Plan, kept, kept_bytes, plan_of, present
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 _PARALLEL_FILES = 4
 _POLL_S = 0.1
-_WANTED = (".safetensors", ".json", ".jinja")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_PATIENCE_S = 0.5
 _CHUNK_BYTES = 2**20  # what progress moves by, and the most that a cancelled file loses
 _GIB = 2**30
-_MIB = 2**20
-
-
-class _Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to fetch: sizes in bytes by file name. small: to be there before any weights are."""
-
-    repo_id: str
-    commit: str
-    small: Mapping[str, int]
-    weights: Mapping[str, int]
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all files, those in the cache included."""
-        return sum(self.small.values()) + sum(self.weights.values())
 
 
 def download(
@@ -74,14 +59,14 @@ def download(
     report(LoadProgress(phase="download", done=0, total=0))
     api = _open_hub()
     try:
-        plan = _plan(api, repo_id, revision)
+        plan = plan_of(api, repo_id, revision)
         transfer = _Transfer(api, plan)
         _require_space(plan, transfer.done_bytes)
         try:
             for files in (plan.small, plan.weights):
                 transfer.fetch(files, report, cancelled)
         except LoadCancelled:
-            raise _cancelled(repo_id, _kept(plan)) from None
+            raise _cancelled(repo_id, kept(plan)) from None
         _write_reference(plan, revision or DEFAULT_REVISION)
     except EngineError:
         raise
@@ -101,60 +86,54 @@ def _open_hub() -> HfApi:
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name=LIBRARY)
 
 
-def _plan(api: HfApi, repo_id: str, revision: str | None) -> _Plan:
-    info = api.model_info(repo_id, revision=revision, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    small, weights = choose_files(sizes, repo_id)
-    return _Plan(repo_id=repo_id, commit=str(info.sha), small=small, weights=weights)
-
-
-def choose_files(sizes: Mapping[str, int], repo_id: str) -> tuple[dict[str, int], dict[str, int]]:
-    """(small files, weights) that a model needs of its repository's files, given and returned as sizes by name.
-
-    Files in subfolders are left out (other formats, other precisions), chat templates excepted, and so are
-    weights that are there twice as "consolidated". Raises UnsafeWeights or UnsupportedModel for no model.
-    """
-    top = {name: size for name, size in sizes.items() if "/" not in name}
-    if "config.json" not in top:
-        raise UnsupportedModel(f"{repo_id} is no model that can be loaded: it has no config.json")
-    weights = {name: size for name, size in top.items() if name.endswith(".safetensors")}
-    if not weights:
-        if pickles := [name for name in top if name.endswith(_PICKLES)]:
-            raise UnsafeWeights(
-                f"{repo_id} has only pickles ({pickles[0]}), which can run code when read; choose one with safetensors",
-                file=pickles[0],
-            )
-        raise UnsupportedModel(f"{repo_id} has no safetensors weights")
-    plain = {name: size for name, size in weights.items() if not name.startswith("consolidated")}
-    small = {name: size for name, size in top.items() if name.endswith(_WANTED) and name not in weights}
-    small |= {name: size for name, size in sizes.items() if name.startswith("additional_chat_templates/")}
-    return small, plain or weights
-
-
 class _Transfer:
     """Fetches files side by side; the calling thread reports and asks whether to go on, the others only count."""
 
-    def __init__(self, api: HfApi, plan: _Plan) -> None:
+    def __init__(self, api: HfApi, plan: Plan) -> None:
         self._api, self._plan = api, plan
         self._cache = hub_cache_folder()
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._present = _present(plan)
-        self.done_bytes = _kept_bytes(plan)
+        self._present = present(plan)
+        self.done_bytes = kept_bytes(plan)
 
     def fetch(
         self, files: Mapping[str, int], report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]
     ) -> None:
-        """Fetch those of `files` that the cache lacks; raises LoadCancelled, or the first file's error."""
-        missing = {name: size for name, size in files.items() if name not in self._present}
-        with ThreadPoolExecutor(_PARALLEL_FILES, thread_name_prefix="hub") as pool:
+        """Fetch those of `files` that the cache lacks; raises LoadCancelled, or the first file's error.
+
+        Who still fetches then ends with the next chunk. A hub that sends none is not waited for.
+        """
+        missing = deque((name, size, Future[None]()) for name, size in files.items() if name not in self._present)
+        futures = [future for _, _, future in missing]
+        threads = [
+            threading.Thread(target=self._work, args=(missing,), name=f"hub {number}", daemon=True)
+            for number in range(min(_PARALLEL_FILES, len(missing)))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._watch(futures, report, cancelled)
+        except BaseException:
+            self._stop.set()
+            until = time.monotonic() + _PATIENCE_S
+            for thread in threads:
+                thread.join(max(0.0, until - time.monotonic()))
+            raise
+
+    def _work(self, missing: deque[tuple[str, int, Future[None]]]) -> None:
+        """Fetch one file after the other until there is none, or everybody is to stop."""
+        while not self._stop.is_set():
             try:
-                futures = [pool.submit(self._fetch_one, name, size) for name, size in missing.items()]
-                self._watch(futures, report, cancelled)
-            finally:
-                self._stop.set()  # after an error, whoever still runs ends with its next chunk
-                pool.shutdown(cancel_futures=True)
-        self._stop.clear()
+                name, size, future = missing.popleft()
+            except IndexError:
+                return
+            try:
+                self._fetch_one(name, size)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
     def _count(self, size: int) -> None:
         with self._lock:
@@ -227,28 +206,7 @@ def _bar_class(count: Callable[[int], None], begin: Callable[[int], None]) -> ty
     return Bar
 
 
-def _present(plan: _Plan) -> set[str]:
-    """Files that the cache has whole."""
-    snapshot = repo_folder(plan.repo_id) / "snapshots" / plan.commit
-    return {name for name in (*plan.small, *plan.weights) if (snapshot / name).is_file()}
-
-
-def _kept_bytes(plan: _Plan) -> int:
-    """Of what is to be fetched, what the cache has: whole files, and the beginnings of weights."""
-    whole = _present(plan)
-    sizes = {**plan.small, **plan.weights}
-    parts = sum(part_bytes(plan.repo_id, plan.commit, name) for name in plan.weights if name not in whole)
-    return parts + sum(sizes[name] for name in whole)
-
-
-def _kept(plan: _Plan) -> str:
-    """ "3.1 of 9.4 GiB are kept, ..." """
-    kept, total = _kept_bytes(plan), plan.total_bytes
-    unit, name = (_GIB, "GiB") if total >= _GIB else (_MIB, "MiB")
-    return f"{kept / unit:.1f} of {total / unit:.1f} {name} are kept, and the next download goes on from there"
-
-
-def _require_space(plan: _Plan, present_bytes: int) -> None:
+def _require_space(plan: Plan, present_bytes: int) -> None:
     """Raise ModelLoadFailed with the numbers where the disk cannot take what is still to come."""
     folder = hub_cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -261,7 +219,7 @@ def _require_space(plan: _Plan, present_bytes: int) -> None:
         )
 
 
-def _write_reference(plan: _Plan, revision: str) -> None:
+def _write_reference(plan: Plan, revision: str) -> None:
     """Let the cache know which commit a branch or tag stands for."""
     if not is_commit(revision):
         reference = repo_folder(plan.repo_id) / "refs" / revision

@@ -52,7 +52,7 @@ def _hold(stream: BinaryIO, name: str) -> None:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ModelLoadFailed(f"{name} is being downloaded by another program") from None
+        raise ModelLoadFailed(f"{name} is being downloaded already; try again when that has ended") from None
 
 
 def _append(stream: BinaryIO, url: str, headers: dict[str, Any], size: int, bar: type) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,6 +40,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1024)
         monkeypatch.setattr("engine.models.hub._POLL_S", 0.005)
+        monkeypatch.setattr("engine.models.hub._PATIENCE_S", 0.05)
         yield hub
 
 
@@ -137,27 +137,30 @@ def test_a_download_goes_on_with_the_files_that_are_missing(hub: FakeHub, repo: 
 
 
 @pytest.fixture
-def stopped_half_way(hub: FakeHub, repo: FakeRepo, model_files: dict, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stopped_half_way(hub: FakeHub, repo: FakeRepo, model_files: dict) -> Path:
     """The part of the weights that a cancelled download of org/name left behind."""
     hub.hold = "model.safetensors"
     small = sum(map(len, model_files.values())) - len(model_files[hub.hold])
     halves: list[int] = []
-    shut_down = ThreadPoolExecutor.shutdown
-
-    def let_go(pool: ThreadPoolExecutor, *args: Any, **settings: Any) -> None:
-        if halves:  # those who fetch have been told to stop
-            hub.release.set()
-        shut_down(pool, *args, **settings)
 
     def report(progress: LoadProgress) -> None:
         if progress.done > small:
             halves.append(progress.done)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(ThreadPoolExecutor, "shutdown", let_go)
-        with pytest.raises(LoadCancelled):
-            resolve("org/name", [], report=report, cancelled=lambda: bool(halves))
+    with pytest.raises(LoadCancelled):
+        resolve("org/name", [], report=report, cancelled=lambda: bool(halves))
+    hub.release.set()  # who still waits for the hub has been told to stop
+    for thread in threading.enumerate():
+        if thread.name.startswith("hub "):
+            thread.join()
     return part_file("org/name", repo.commit, hub.hold)
+
+
+def test_a_cancelled_download_does_not_wait_for_a_hub_that_sends_nothing(hub: FakeHub, repo: FakeRepo) -> None:
+    hub.hold = "model.safetensors"
+    with pytest.raises(LoadCancelled):
+        resolve("org/name", [], cancelled=hub.half_sent.is_set)
+    assert not hub.release.is_set()
 
 
 def test_a_download_goes_on_within_a_file_from_where_it_stopped(
@@ -210,7 +213,7 @@ def test_a_download_that_stopped_is_listed_with_what_is_there(stopped_half_way: 
 def test_a_file_that_somebody_else_fetches_is_left_to_them(stopped_half_way: Path) -> None:
     with stopped_half_way.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ModelLoadFailed, match=r"model\.safetensors is being downloaded by another program"):
+        with pytest.raises(ModelLoadFailed, match=r"model\.safetensors is being downloaded already"):
             resolve("org/name", [])
 
 
