@@ -69,9 +69,10 @@ async def test_eight_gpus_are_all_seen(size: tuple[int, int]) -> None:
 
 
 async def test_eight_gpus_fit_100x30_with_eight_workers_and_requests_to_work_with() -> None:
-    seen = await _seen(scenes.eight_gpus(), (100, 30))
+    crowd = scenes.eight_gpus()
+    seen = await _seen(scenes.changed(crowd, devices=(*crowd.devices, scenes.cpu())), (100, 30))
     devices = [line for line in seen.splitlines() if "GiB" in line]
-    assert len(devices) == 8
+    assert [line.split()[0] for line in devices] == [*(f"GPU{index}" for index in range(8)), "CPU"]
     assert all(f" w{index} " in seen for index in range(8))
     assert seen.count("● decode") >= 5
     assert "out tok/s" in seen
