@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from textual.app import App, SystemCommand
+from textual.binding import Binding
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 
@@ -22,7 +23,7 @@ from console.screens.base import ConsoleRow, Live
 from console.standing import Standing, standing_of
 from console.theme import AUTO_THEME, variable_defaults
 from console.widgets import text
-from console.widgets.glyphs import wants_ascii
+from console.widgets.glyphs import key_name, wants_ascii
 from engine.errors import EngineError
 from engine.snapshot import Snapshot
 
@@ -77,6 +78,10 @@ class EricApp(App[None], inherit_bindings=False):
         self.set_class(wants_ascii(), "-ascii")
         self.habits = Habits(self, themes_folder)
         self.habits.wear(theme or AUTO_THEME)
+
+    def get_key_display(self, binding: Binding) -> str:
+        """The key in characters that the terminal has."""
+        return key_name(self, super().get_key_display(binding))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """With NO_COLOR no colour at all, where Textual would paint in shades of grey."""

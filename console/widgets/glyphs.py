@@ -41,6 +41,8 @@ _TO_ASCII = str.maketrans(
         "↓": "v",
         "≈": "=",
         "…": "~",
+        "⏎": "<",
+        "▼": "v",
         "▏": "|",
         "°": " ",
         "█": "#",
@@ -52,6 +54,14 @@ _TO_ASCII = str.maketrans(
         "─": "-",
     }
 )
+
+
+_KEY_NAMES = {"⏎": "enter", "⌫": "bksp", "⇥": "tab", "←": "left", "→": "right", "↑": "up", "↓": "down"}
+
+
+def key_name(app: App[object], shown: str) -> str:
+    """What a key is called: a glyph where the terminal has it, else a word."""
+    return _KEY_NAMES.get(shown, shown) if is_ascii(app) else shown
 
 
 def wants_ascii(environ: Mapping[str, str] = os.environ, encoding: str | None = None) -> bool:

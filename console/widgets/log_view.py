@@ -20,6 +20,7 @@ from textual.visual import Visual
 from console.log_lines import LEVEL_NAMES, Line, LogLines, level_of
 from console.widgets import text
 from console.widgets.glyphs import fitted
+from console.widgets.looks import look
 from engine.snapshot import LogEntry
 
 SOURCE_CELLS = 8
@@ -196,9 +197,10 @@ class LogView(ScrollView, can_focus=True):
         return self._strip(row_content(line, part), *(("log--cursor",) if line is self._chosen else ()))
 
     def _strip(self, content: Content, *components: str) -> Strip:
-        style = self.get_visual_style(*components) if components else self.visual_style
         content = fitted(self.app, content)
-        return Visual.to_strips(self, content, self.size.width, 1, style, pad=True, apply_selection=False)[0]
+        return Visual.to_strips(
+            self, content, self.size.width, 1, look(self, *components), pad=True, apply_selection=False
+        )[0]
 
     # -- choosing a line --------------------------------------------------------------------------------------------
 
