@@ -151,6 +151,18 @@ class OpenChat:
         self._show()
         return True
 
+    def find(self, text: str) -> Turn | None:
+        """The first turn with `text` in it: of the branch shown, else of any."""
+        wanted = text.casefold()
+        turns = (*self.path(self.branches[0]), *self.tree.all())
+        return next((turn for turn in turns if wanted in turn.content.casefold()), None)
+
+    def reveal(self, branch: Branch, turn: Turn) -> None:
+        """Show a branch that a turn is in."""
+        if all(each.id != turn.id for each in self.path(branch)):
+            branch.leaf = self.tree.tip(turn.id)
+            self._show()
+
     def set_settings(self, branch: Branch, settings: ChatSettings) -> None:
         """Let a branch ask differently from now on."""
         branch.settings = settings

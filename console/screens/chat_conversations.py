@@ -117,8 +117,10 @@ class ConversationsScreen(ConsoleScreen):
         self._counter.ask()
 
     async def on_chat_list_opened(self, event: ChatList.Opened) -> None:
-        """Go to another conversation; an answer under way is stopped and kept as far as it came."""
+        """Go to another conversation, to what was looked for in it; an answer under way is stopped and kept."""
         await self._open(event.id)
+        if search := self.query_one(ChatShelf).search:
+            await self.pane.reveal(search)
         self.action_write()
 
     def on_chat_list_delete_asked(self, event: ChatList.DeleteAsked) -> None:

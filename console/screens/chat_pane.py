@@ -131,9 +131,20 @@ class Pane:
             return False
         selected = self.transcript.selected is not None
         siblings = self.chat.tree.siblings(at)
+        shown = siblings[siblings.index(at) + by]
         await self.show()
-        self.transcript.select(siblings[siblings.index(at) + by] if selected else None)
+        self.transcript.select(shown if selected else None)
+        await self.transcript.go_to(shown)
         return True
+
+    async def reveal(self, text: str) -> None:
+        """Show the first turn with `text` in it, whatever branch it is in."""
+        found = self.chat.find(text)
+        if found is not None:
+            self.chat.reveal(self.branch, found)
+            await self.show()
+            self.transcript.select(found.id)
+            await self.transcript.go_to(found.id)
 
     async def halt(self) -> None:
         """Stop the answer under way and wait until it is kept."""
@@ -166,6 +177,7 @@ class Pane:
         self._worker = self.transcript.run_worker(run(), group="answer", exclusive=True, exit_on_error=False)
 
     def _grow(self, turn: Turn) -> None:
+        self.chat.tree.put(turn)
         if (widget := self.transcript.answer(turn.id)) is not None:
             widget.grow(turn)
 

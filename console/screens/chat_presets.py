@@ -14,6 +14,7 @@ from textual.widgets.option_list import Option
 
 from console.chats import ChatSettings, ChatStore, Preset
 from console.chats.presets import all_presets, described
+from console.screens.confirm import ConfirmScreen
 from console.screens.line import LineScreen
 from console.widgets.glyphs import fitted
 
@@ -79,8 +80,14 @@ class PresetsScreen(ModalScreen[Preset | None]):
         if self._presets[at].builtin:
             self.notify("Presets that come with the program stay.", severity="warning")
             return
-        self._store.delete_preset(self._presets[at].name)
-        self._show()
+        name = self._presets[at].name
+
+        def delete(yes: bool | None) -> None:
+            if yes:
+                self._store.delete_preset(name)
+                self._show()
+
+        self.app.push_screen(ConfirmScreen("Delete this preset?", name, yes="Delete", no="Keep"), delete)
 
     def _show(self, name: str = "") -> None:
         self._presets = all_presets(self._store.presets())

@@ -266,13 +266,22 @@ class ChatTranscript(VerticalScroll, can_focus=True):
         if not ids:
             return
         at = ids.index(self.selected) + by if self.selected in ids else len(ids) - 1
-        at = min(max(0, at), len(ids) - 1)
+        chosen = ids[min(max(0, at), len(ids) - 1)]
+        self.select(chosen)
+        await self.go_to(chosen)
+
+    async def go_to(self, turn_id: int) -> None:
+        """Bring a turn of the path into sight; its beginning, where not all of it fits."""
+        at = next(index for index, turn in enumerate(self._path) if turn.id == turn_id)
         if not self._window.first <= at < self._window.last:
             await self._jump(self._ending(at + 1 + SPARE_TURNS))
-        self.select(ids[at])
-        chosen = next(widget for widget in self.turn_widgets() if widget.turn.id == ids[at])
-        self.release_anchor()
-        self.scroll_to_widget(chosen, animate=False, top=chosen.size.height > self.size.height)
+        widget = next(each for each in self.turn_widgets() if each.turn.id == turn_id)
+
+        def scroll() -> None:
+            self.release_anchor()
+            self.scroll_to_widget(widget, animate=False, top=widget.size.height > self.size.height)
+
+        self.call_after_refresh(scroll)
 
     def on_click(self, event: events.Click) -> None:
         """A click selects a turn."""

@@ -73,6 +73,19 @@ async def test_a_conversation_that_was_found_can_be_opened_with_enter(chats: Pat
         await until(pilot, lambda: questions(pilot) == ["Haiku about a page"])
 
 
+async def test_what_was_looked_for_is_shown_even_in_another_branch(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.db"
+    fill(chats, "Name a fruit", "An apple. | A pear.", "Why?", "It is green.")
+    async with console(FakeLink(), chats).run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        assert answers(pilot) == ["A pear.", "It is green."]
+        await pilot.press("escape", "slash", *"APPLE")
+        await until(pilot, lambda: pilot.app.screen.query_one(ChatList).option_count == 1)
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: answers(pilot) == ["An apple."])
+        assert panes(pilot)[0].turn_widgets()[1].has_class("-selected")
+
+
 async def test_a_conversation_is_renamed(chats: Path) -> None:
     async with console(FakeLink(), chats).run_test(size=(120, 40)) as pilot:
         await opened(pilot)
@@ -161,7 +174,7 @@ async def test_settings_are_kept_as_a_preset_and_the_preset_can_be_deleted(chats
         await until(pilot, lambda: isinstance(app.screen, PresetsScreen))
         assert ChatStore(chats).presets()[0].settings == ChatSettings(system_prompt="Rhyme.", temperature=0.9)
         assert "Poet" in screen_text(app)
-        await pilot.press("d")
+        await pilot.press("d", "y")
         await until(pilot, lambda: "Poet" not in screen_text(app))
         await pilot.press("d")
         await until(pilot, lambda: "Presets that come with the program stay." in said(app))
