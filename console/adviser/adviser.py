@@ -17,6 +17,7 @@ Key = tuple[Code, str]
 
 _SAMPLE_S = 1.0
 _LAPSE_S = 2.5
+_DRIFT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +58,22 @@ class _Finding:
 class Adviser:
     """Keeps what one snapshot does not tell: counters a minute ago, and since when something holds.
 
-    Time is the snapshots' own, so that it works on a replay too; where that goes back, everything begins anew.
+    Time is the snapshots' own, so that it works on a replay too; where that goes back, or the snapshots are of another
+    engine or model from now on, everything begins anew.
     """
 
     def __init__(self) -> None:
         self._at = 0.0
+        self._began = 0.0
+        self._model = ""
         self._counts: deque[tuple[float, Counts]] = deque()
         self._found: dict[Key, _Finding] = {}
         self._quiet_until: dict[Key, float] = {}
 
     def listen(self, snapshot: Snapshot) -> tuple[Advice, ...]:
         """What there is to say now. Looks at a snapshot where the last one it looked at is a second old."""
-        if snapshot.at < self._at:
-            self._counts.clear()
-            self._found.clear()
-        elif self._counts and snapshot.at - self._at < _SAMPLE_S:
+        self._follow(snapshot)
+        if self._counts and snapshot.at - self._at < _SAMPLE_S:
             return self.said
         self._at = snapshot.at
         evidence = Evidence(snapshot, self._recent(snapshot))
@@ -101,8 +103,20 @@ class Adviser:
         self._quiet_until[advice.key] = self._at + HUSH_S
 
     def dismiss(self, advice: Advice) -> None:
-        """Say it no more, as long as this adviser lives."""
+        """Say it no more, as long as it is this engine that is listened to."""
         self._quiet_until[advice.key] = math.inf
+
+    def _follow(self, snapshot: Snapshot) -> None:
+        """Forget what does not hold for the engine and the model that these snapshots are of."""
+        began, spec = snapshot.at - snapshot.uptime_s, snapshot.status.spec
+        model = spec.name if spec is not None else ""
+        another = abs(began - self._began) > _DRIFT_S
+        if another:
+            self._quiet_until.clear()
+        if another or model != self._model or snapshot.at < self._at:
+            self._counts.clear()
+            self._found.clear()
+        self._began, self._model = began, model
 
     def _note(self, rank: int, rule: Rule, advice: Advice) -> None:
         before = self._found.get(advice.key)

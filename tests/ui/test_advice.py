@@ -96,7 +96,8 @@ async def test_advice_is_dismissed_for_good_by_key_and_by_click() -> None:
         assert "8,192 tokens, not" not in screen_text(app)
         at = next(at for at, row in enumerate(rows(app)) if QUEUE in row)
         await pilot.click(offset=(rows(app)[at].rindex("×"), at))
-        link.show(msgspec.structs.replace(link.current, at=link.current.at + 3600))
+        later = link.current.at + 3600
+        link.show(msgspec.structs.replace(link.current, at=later, uptime_s=link.current.uptime_s + 3600))
         app.refresh_screen()
         await pilot.pause()
         assert QUEUE not in screen_text(app)
@@ -118,7 +119,7 @@ async def test_advice_about_a_worker_opens_it() -> None:
     app = EricApp(link)
     async with app.run_test(size=(120, 40)) as pilot:
         for second in range(12):
-            link.show(scenes.busy(workers=slow, at=scenes.NOW + second))
+            link.show(scenes.busy(workers=slow, at=scenes.NOW + second, uptime_s=8120.0 + second))
             app.refresh_screen()
         await pilot.pause()
         assert "look at w1" in screen_text(app)

@@ -240,7 +240,7 @@ def test_a_worker_with_more_requests_or_on_another_kind_of_device_is_rightly_slo
 
 def at(second: float, **changes: Any) -> Snapshot:
     """A healthy snapshot so many seconds after the first."""
-    return healthy(at=NOW + second, **changes)
+    return healthy(at=NOW + second, uptime_s=8120.0 + second, **changes)
 
 
 def hot(second: float) -> Snapshot:
@@ -332,6 +332,21 @@ def test_time_that_goes_back_begins_anew() -> None:
         adviser.listen(hot(second))
     assert codes(adviser.said) == ["device_hot"]
     assert adviser.listen(hot(3)) == ()
+
+
+def test_what_was_found_of_one_model_is_not_said_of_another() -> None:
+    adviser = Adviser()
+    queue = {"queued": 20, "history": steady(queued=20)}
+    assert codes(adviser.listen(at(0, **queue))) == ["queue"]
+    assert adviser.listen(at(0.5, status=scenes.ready_status("another"))) == ()
+
+
+def test_another_engine_is_listened_to_with_fresh_ears() -> None:
+    adviser = Adviser()
+    (advice,) = adviser.listen(at(0, queued=20, history=steady(queued=20), totals=Totals(preemptions=1)))
+    adviser.dismiss(advice)
+    other = {"uptime_s": 60.0, "queued": 20, "history": steady(queued=20), "totals": Totals(preemptions=900)}
+    assert codes(adviser.listen(healthy(at=NOW + 1, **other))) == ["queue"]
 
 
 def snapshots() -> st.SearchStrategy[Snapshot]:
