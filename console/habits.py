@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,11 @@ from console.watched import Watched
 
 LOOK_S = 1.0
 """How often the files are looked at: one stat each."""
+
+
+def is_far(environ: Mapping[str, str]) -> bool:
+    """Whether the terminal is at the other end of a network and nobody said what should move there."""
+    return "SSH_CONNECTION" in environ and "TEXTUAL_ANIMATIONS" not in environ
 
 
 class Habits:
@@ -50,7 +57,12 @@ class Habits:
         return FEW_COLOURS_THEME if self._app.console.color_system in ("standard", "windows") else DEFAULT_THEME
 
     def settle(self) -> None:
-        """Once the app runs: say what is wrong with the themes, use the keys, and look at the files from now on."""
+        """Once the app runs: say what is wrong with the themes, use the keys, and look at the files from now on.
+
+        Over ssh nothing glides: every frame of it would be sent.
+        """
+        if is_far(os.environ):
+            self._app.animation_level = "none"
         self._tell("Themes", self._problems)
         self._use_keys()
         self._app.set_interval(LOOK_S, self.look)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from textual.app import App
 from textual.content import Content
@@ -59,7 +60,7 @@ _TO_ASCII = str.maketrans(
 _KEY_NAMES = {"⏎": "enter", "⌫": "bksp", "⇥": "tab", "←": "left", "→": "right", "↑": "up", "↓": "down"}
 
 
-def key_name(app: App[object], shown: str) -> str:
+def key_name(app: App[Any], shown: str) -> str:
     """What a key is called: a glyph where the terminal has it, else a word."""
     return _KEY_NAMES.get(shown, shown) if is_ascii(app) else shown
 

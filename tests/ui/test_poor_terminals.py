@@ -131,6 +131,37 @@ def _in_sixteen(colour: str) -> int | None:
     return Color.parse(colour).rich_color.downgrade(ColorSystem.STANDARD).number
 
 
+# -- far away ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "level"),
+    [
+        ({}, "full"),
+        ({"SSH_CONNECTION": "10.0.0.2 50122 10.0.0.1 22"}, "none"),
+        ({"SSH_CONNECTION": "10.0.0.2 50122 10.0.0.1 22", "TEXTUAL_ANIMATIONS": "full"}, "full"),
+    ],
+)
+async def test_nothing_glides_over_ssh_unless_it_is_asked_for(
+    environ: dict[str, str], level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TEXTUAL_ANIMATIONS", raising=False)
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("textual.constants.TEXTUAL_ANIMATIONS", "full")
+    app = EricApp(FakeLink())
+    async with app.run_test():
+        assert app.animation_level == level
+
+
+async def test_textual_animations_none_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("textual.constants.TEXTUAL_ANIMATIONS", "none")
+    app = EricApp(FakeLink())
+    async with app.run_test():
+        assert app.animation_level == "none"
+
+
 # -- no UTF-8 --------------------------------------------------------------------------------------------------------
 
 
