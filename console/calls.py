@@ -35,8 +35,9 @@ GROUPS: Mapping[str, type] = {
 }
 
 Scope = Literal["watch", "admin"]
-Names = Literal["model", "adapter"]
-"""What an argument names that is looked for on the engine's machine, and may be a folder there."""
+Names = Literal["model", "adapter", "setting"]
+"""What an argument names on the engine's machine: what may be a folder there must be one of those that are open to
+others, and a setting one that names no folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Call:
 def _call(
     name: str,
     scope: Scope,
+    /,
     *,
     looks: bool = False,
     blank: Callable[..., object] = lambda **_: None,
@@ -148,7 +150,7 @@ _TABLE = (
     _call("insight.measure", "admin"),
     _call("settings.rows", "watch", blank=lambda **_: ()),
     _call("settings.path", "watch", blank=lambda **_: ""),
-    _call("settings.save", "admin"),
+    _call("settings.save", "admin", name="setting"),
 )
 CALLS: Mapping[str, Call] = {call.name: call for call in _TABLE}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from console.api.operator import LoadOrder
+from console.settings import fields
 from engine.config import AdapterSpec
 from engine.errors import InvalidRequest, UnsupportedModel
 from engine.estimate import Estimate
@@ -32,6 +33,10 @@ _SETTINGS = {
     "gpu_split": "gpu_split",
 }
 """Fields of an order, and the settings that they stand for."""
+
+
+_ABOUT_FOLDERS = frozenset({"model", *(name for name, field, _ in fields() if "Path" in repr(field.annotation))})
+"""Settings by which folders would be opened to who may only name those that are open."""
 
 
 class RuntimeOperator:
@@ -58,8 +63,14 @@ class RuntimeOperator:
         name = await asyncio.to_thread(self._admitted, order.model)
         return await self._runtime.estimate(name, _changes(order))
 
-    async def admit(self, kind: Literal["model", "adapter"], name: str) -> str:
-        """A name as the settings find it, or the folder of an adapter."""
+    async def admit(self, kind: Literal["model", "adapter", "setting"], name: str) -> str:
+        """A name as the settings find it, the folder of an adapter, or a setting that names no folder or file."""
+        if kind == "setting":
+            if name in _ABOUT_FOLDERS:
+                raise InvalidRequest(
+                    f"{name} is about files of the engine's machine; it is changed there", param="name"
+                )
+            return name
         if kind == "adapter":
             return str(await asyncio.to_thread(self._adapter_folder, name))
         return await asyncio.to_thread(self._admitted, name)

@@ -45,10 +45,10 @@ class Operator(Protocol):
     async def estimate(self, order: LoadOrder) -> Estimate:
         """What the load would take of each device now, and whether it fits. Raises EngineError."""
 
-    async def admit(self, kind: Literal["model", "adapter"], name: str) -> str:
+    async def admit(self, kind: Literal["model", "adapter", "setting"], name: str) -> str:
         """The name by which the engine's machine finds what somebody elsewhere names; a folder for an adapter.
 
-        Raises EngineError for a folder that lies elsewhere.
+        Raises EngineError for a folder that lies elsewhere, and for a setting that names folders.
         """
 
     async def find_adapter(self, name: str, path: str, scale: float) -> AdapterSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 
@@ -32,11 +32,18 @@ _Lines = tuple[int, tuple[LogEntry, ...]]
 class Connection:
     """`follow` runs on one loop; all else is safe from any thread."""
 
-    def __init__(self, name: str, hz: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str,
+        hz: float,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self.frame = Frame(snapshot=Snapshot(at=time.time()))
         self.log = LogRing()
         self._hz = hz
         self._clock = clock
+        self._pause = pause
         self._standing = Standing(name=name, reach="connecting")
         self._retry_at: float | None = None
         self._seen = 0
@@ -72,7 +79,7 @@ class Connection:
                 log.exception("following %s broke", self._standing.name)
                 reason = OutOfReach(f"What {self._standing.name} sends is not understood; the log says why")
             self._lost(reason, retry_s)
-            await asyncio.sleep(retry_s)
+            await self._pause(retry_s)
             retry_s = min(2 * retry_s, LAST_RETRY_S)
 
     async def _frames(self, instance: Instance) -> AsyncIterator[Frame]:

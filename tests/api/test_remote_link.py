@@ -16,12 +16,15 @@ from console.api.chat import ChatBody
 from console.api.server import ApiServer, ApiSettings
 from console.called import as_link
 from console.calls import CALLS
+from console.deltas import plain
+from console.frames import Frame, FrameEvent
 from console.links.conversation import ChatMessage
 from console.links.models import LoadSettings
 from console.loops import LoopThread
 from console.readonly import ReadOnly, ReadOnlyLink
 from console.remote.address import address_of
 from console.remote.chat import chat_body
+from console.remote.connection import Connection
 from console.remote.errors import NotAllowed, OutOfReach
 from console.remote.link import RemoteLink
 from console.remote.polled import Polled
@@ -221,6 +224,41 @@ async def test_what_answers_but_is_no_instance_of_ours_is_said(
 
 
 # -- parts ----
+
+
+class NoInstance:
+    """Answers nothing, but once after `fails` attempts."""
+
+    address = address_of("gpu1")
+
+    def __init__(self, fails: int) -> None:
+        self.fails = fails
+
+    async def events(self, path: str, **_: Any) -> AsyncIterator[Any]:
+        self.fails -= 1
+        if self.fails == 0:
+            yield plain(FrameEvent(full=plain(Frame(snapshot=scenes.busy()))))
+        raise OutOfReach("gpu1 cannot be reached: nobody listens there")
+
+    async def get(self, path: str, query: Any = None) -> Any:
+        return {"result": [3, []]}
+
+
+async def test_what_is_lost_is_tried_again_later_each_time_and_soon_after_it_was_there() -> None:
+    waited: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        waited.append(seconds)
+        assert connection.standing().retry_in_s == seconds
+        if len(waited) == 10:
+            raise asyncio.CancelledError
+
+    connection = Connection("gpu1:8000", 2.0, lambda: 0.0, pause)
+    with pytest.raises(asyncio.CancelledError):
+        await connection.follow(NoInstance(fails=8))  # type: ignore[arg-type]
+    assert waited == [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 0.5, 1.0, 2.0]
+    assert connection.standing().reach == "lost"
+    assert connection.frame.snapshot.status == scenes.busy().status
 
 
 @pytest.mark.parametrize(

@@ -182,3 +182,12 @@ def _chat(link: EngineLink, tokens: int) -> AsyncIterator[ChatDelta]:
 def test_a_link_elsewhere_loads_no_terminal_toolkit() -> None:
     code = "import sys, console.remote.link; sys.exit('textual' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_settings_are_saved_from_elsewhere_but_for_those_about_files(remote: EngineLink, tmp_path: Path) -> None:
+    await until(lambda: standing_of(remote).reach == "live")
+    row = await remote.settings.save("num_workers", "2")
+    assert row.saved == "2"
+    for name in ("models_dir", "model", "lora", "record"):
+        with pytest.raises(InvalidRequest, match="it is changed there"):
+            await remote.settings.save(name, "/")
