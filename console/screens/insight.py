@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import ActiveBinding, Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
-from textual.widgets import Footer
 
+from console.ordering import without_orders
 from console.screens.confirm import ConfirmScreen
 from console.widgets import insight_words as words
 from console.widgets.insight_panel import InsightPanel
+from console.widgets.key_row import KeyRow
 
 if TYPE_CHECKING:
     from console.app import EricApp
@@ -51,7 +52,7 @@ class InsightScreen(ModalScreen[None]):
                     yield InsightPanel("Context", words.context, id="insight-context")
                     yield InsightPanel("Guesses that held, by position", words.drafts, id="insight-drafts")
                     yield InsightPanel("Work of the devices", words.work, id="insight-work")
-        yield Footer()
+        yield KeyRow()
 
     @property
     def console(self) -> EricApp:
@@ -60,6 +61,12 @@ class InsightScreen(ModalScreen[None]):
 
         assert isinstance(self.app, EricApp)
         return self.app
+
+    @property
+    def active_bindings(self) -> dict[str, ActiveBinding]:
+        """What keys mean now; orders mean nothing where none are taken."""
+        active = super().active_bindings
+        return without_orders(active) if self.console.standing.read_only else active
 
     def on_mount(self) -> None:
         """Never empty."""

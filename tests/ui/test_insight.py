@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import Footer
 
 from console.app import EricApp
+from console.called import as_link
 from console.commands import entries
+from console.readonly import ReadOnlyLink
 from console.screens.confirm import ConfirmScreen
 from console.screens.insight import InsightScreen
 from console.widgets.insight_panel import InsightPanel
@@ -70,7 +71,6 @@ async def test_its_keys_are_entries_of_the_palette_and_can_be_clicked() -> None:
         screen = await opened(pilot)
         found = {entry.title for entry in entries(screen)}
         assert {"Count the numbers of the session anew", "Close insight"} <= found
-        assert screen.query_one(Footer)
         assert "Count anew" in rows(app)[-1]
 
 
@@ -219,6 +219,15 @@ async def test_a_refusal_is_shown() -> None:
         await pilot.press("l")
         await settled(pilot)
         assert "can only be measured" in list(app._notifications)[-1].message
+
+
+async def test_a_read_only_console_offers_neither() -> None:
+    app = EricApp(as_link(ReadOnlyLink(FakeLink(insight_scenes.one_answer()))))
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot)
+        assert "esc Close" in rows(app)[-1]
+        assert "Count anew" not in rows(app)[-1]
+        assert "Measure" not in rows(app)[-1]
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
