@@ -58,6 +58,11 @@ def test_the_headless_path_loads_neither_textual_nor_torch(name: str) -> None:
     assert loaded_after([name], (*SCREENS, *TORCH)) == []
 
 
+def test_consoles_on_other_instances_and_recordings_load_no_toolkit_before_there_is_a_screen() -> None:
+    rooms = [*modules("console/remote"), *modules("console/recording"), "console.attach", "console.top"]
+    assert loaded_after([*rooms, "console.readonly", "console.calls"], (*SCREENS, *TORCH)) == []
+
+
 def test_the_api_loads_neither_textual_nor_torch() -> None:
     assert loaded_after(modules("console/api"), (*SCREENS, *TORCH)) == []
 
