@@ -19,7 +19,6 @@ from tests.fakes.link import FakeLink
 from tests.fakes.link_settings import FILE, FakeSettings
 from tests.ui.seen import screen_text, until
 
-
 PICTURED = (
     *("model", "models_dir", "backend", "dtype", "lora", "max_model_len", "num_workers", "max_prompts", "timeout"),
     *("devices", "cluster", "cache_bits", "draft_model", "draft_tokens", "attention"),
