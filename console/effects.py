@@ -165,7 +165,7 @@ def _alike(before: Sequence[Second], after: Sequence[Second]) -> tuple[list[Seco
 
 def _measured(change: Change, before: Sequence[Second], after: Sequence[Second], *, final: bool) -> Effect:
     def delta(value: Callable[[Second], float | None], *, more_is_better: bool) -> Delta | None:
-        means = [_mean([found for each in side if (found := value(each)) is not None]) for side in (before, after)]
+        means = [mean_of([found for each in side if (found := value(each)) is not None]) for side in (before, after)]
         return _delta(means[0], means[1], more_is_better=more_is_better) if means[0] and means[1] else None
 
     return Effect(
@@ -180,7 +180,8 @@ def _measured(change: Change, before: Sequence[Second], after: Sequence[Second],
     )
 
 
-def _mean(values: Sequence[float]) -> Mean | None:
+def mean_of(values: Sequence[float]) -> Mean | None:
+    """None where there are too few to speak of."""
     if len(values) < _ENOUGH_SAMPLES:
         return None
     return Mean(fmean(values), stdev(values) / sqrt(len(values)))
@@ -220,66 +221,3 @@ class Effects:
         effect = effect_of(change, snapshot.marks, snapshot.history)
         lost = bool(snapshot.history) and snapshot.history[0].at > change.at - WINDOW_S
         return replace(kept, final=True) if kept is not None and lost and kept.outcome == "measured" else effect
-
-
-# -- the settings that were in use ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Knob values that were in use under load, and what they gave. now: they are in use."""
-
-    workers: int
-    max_prompts: int
-    tokens_per_s: float
-    ttft_s: float | None
-    itl_s: float | None
-    load: float
-    seconds: int
-    now: bool = False
-
-
-def settings_seen(
-    history: Sequence[Second], marks: Sequence[Mark], model: str, workers: int, max_prompts: int
-) -> list[Setting]:
-    """What each pair of knob values of a model gave, those in use last; only of seconds with load, and not of those
-    while workers came or went. workers, max_prompts: the values now."""
-    values = {"workers": float(workers), "max_prompts": float(max_prompts)}
-    turned = [mark for mark in marks if mark.knob in values and mark.model in ("", model)]
-    groups: dict[tuple[float, float], list[Second]] = {}
-    for second in reversed(history):
-        while turned and turned[-1].at >= second.at:
-            mark = turned.pop()
-            values[mark.knob] = mark.before if mark.before is not None else values[mark.knob]
-        if load_of(second) and not _in_transition(second, marks):
-            groups.setdefault((values["workers"], values["max_prompts"]), []).append(second)
-    current = (float(workers), float(max_prompts))
-    found = [
-        _setting(pair, seconds, now=pair == current) for pair, seconds in groups.items() if len(seconds) >= ENOUGH_S
-    ]
-    return sorted(found, key=lambda setting: setting.now)
-
-
-def _in_transition(second: Second, marks: Sequence[Mark]) -> bool:
-    return any(
-        mark.at < second.at and (mark.settled_at is None or second.at < mark.settled_at + SETTLE_S + 1)
-        for mark in marks
-        if mark.knob
-    )
-
-
-def _setting(pair: tuple[float, float], seconds: Sequence[Second], *, now: bool) -> Setting:
-    def mean(value: Callable[[Second], float | None]) -> float | None:
-        found = _mean([each for second in seconds if (each := value(second)) is not None])
-        return found.value if found is not None else None
-
-    return Setting(
-        workers=int(pair[0]),
-        max_prompts=int(pair[1]),
-        tokens_per_s=fmean(second.output_tokens for second in seconds),
-        ttft_s=mean(lambda second: second.ttft_p95),
-        itl_s=mean(lambda second: second.itl_p95),
-        load=median(map(load_of, seconds)),
-        seconds=len(seconds),
-        now=now,
-    )

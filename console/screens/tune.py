@@ -11,10 +11,11 @@ from textual.content import Content
 from textual.widgets import Static
 
 from console import in_view
-from console.effects import Setting, settings_seen
+from console.effects import Effect
 from console.knobs import knob_words, next_idle_unload
 from console.link import ApiStatus
 from console.screens.base import ConsoleScreen
+from console.tried import SeenSettings, Setting
 from console.widgets import text
 from console.widgets.effect_table import EffectTable, told
 from console.widgets.glyphs import fitted
@@ -65,6 +66,8 @@ class TuneScreen(ConsoleScreen):
         super().__init__()
         self._zoom = _ZOOM
         self._ttft = False
+        self._told: tuple[tuple[Effect, ...], bool] | None = None
+        self._seen = SeenSettings()
 
     def compose_body(self) -> ComposeResult:
         """Top to bottom."""
@@ -95,13 +98,17 @@ class TuneScreen(ConsoleScreen):
         span = Span(snapshot.history, snapshot.marks, ZOOMS[self._zoom])
         self.query_one(Graph).show(_tokens_title(snapshot, span.seconds_per_column), span)
         self._show_settings(snapshot)
-        self.query_one(EffectTable).show_effects(self.console.effects.found, named=len(snapshot.models) > 1)
-        self._show_change()
+        self._show_effects(self.console.effects.found, named=len(snapshot.models) > 1)
+
+    def _show_effects(self, found: tuple[Effect, ...], *, named: bool) -> None:
+        if self._told != (found, named):
+            self._told = (found, named)
+            self.query_one(EffectTable).show_effects(found, named=named)
+            self._show_change()
 
     def _show_settings(self, snapshot: Snapshot) -> None:
         spec = snapshot.status.spec
-        name, now = spec.name if spec is not None else "", (snapshot.target_workers, snapshot.max_prompts)
-        seen = settings_seen(snapshot.history, snapshot.marks, name, *now)
+        seen = self._seen.of(snapshot, spec.name if spec is not None else "")
         latency = "TTFT" if self._ttft else "ITL"
         title = Content.styled(f"tok/s by {latency} p95", "$muted")
         self.query_one(Scatter).show(title, _points(seen, ttft=self._ttft), text.seconds, NO_POINTS)

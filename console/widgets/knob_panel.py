@@ -34,7 +34,7 @@ class KnobPanel(Widget):
     def show(self, snapshot: Snapshot, model: ModelReading | None) -> None:
         """The knobs now; model: the one in view."""
         lines = knob_lines(snapshot, model)
-        if lines != self._shown or not lines.is_same(self._shown):
+        if not lines.is_same(self._shown):
             self._shown = lines
             self.refresh()
 

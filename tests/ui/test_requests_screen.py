@@ -276,12 +276,16 @@ async def _opened(pilot: Pilot[None]) -> None:
     link = _link(pilot.app)  # type: ignore[arg-type]
     link.requests.details["req-00000000"] = request_scenes.moved()
     await pilot.press("enter")
-    await until(pilot, lambda: "first token" in screen_text(pilot.app))
+    await until(pilot, lambda: "first token" in screen_text(pilot.app) and "x cancels it" in screen_text(pilot.app))
+    await pilot.pause()
 
 
 async def _filtered(pilot: Pilot[None]) -> None:
     await _ready(pilot)
     await pilot.press("v", "v", "v", "s", "slash", *"ali", "enter", "down")
+    table = pilot.app.screen.query_one(RequestTable)
+    await until(pilot, lambda: table.has_focus and table.cursor_key is not None and len(table.rows) == 10)
+    await pilot.pause()
 
 
 def test_requests_look_right(snap_compare: Any) -> None:

@@ -259,6 +259,8 @@ def test_points_beside_each_other_have_both_their_names() -> None:
 async def _third(pilot: Pilot[None]) -> None:
     await _ready(pilot)
     await pilot.press("down", "down", "down")
+    await until(pilot, lambda: "u sets max prompts back to 16" in screen_text(pilot.app))
+    await pilot.pause()
 
 
 def test_tuning_looks_right(snap_compare: Any) -> None:

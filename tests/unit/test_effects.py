@@ -19,8 +19,8 @@ from console.effects import (
     changes,
     effect_of,
     load_of,
-    settings_seen,
 )
+from console.tried import SeenSettings, settings_seen
 from engine.snapshot import Mark, Second, Snapshot
 
 START = 1000.0
@@ -225,6 +225,14 @@ def test_each_pair_of_knob_values_has_what_it_gave_the_present_one_last() -> Non
 def test_a_setting_that_never_had_load_is_left_out() -> None:
     found = settings_seen(_history(120, load=lambda at: 8 if at > 60 else 0), [_mark(60)], "demo", 2, 8)
     assert [(each.workers, each.now) for each in found] == [(2, True)]
+
+
+def test_what_was_in_use_is_worked_out_once_for_each_second() -> None:
+    seen, history = SeenSettings(), _history(120)
+    first = Snapshot(at=START, history=history[:119], target_workers=1, max_prompts=8)
+    assert seen.of(first, "demo") is seen.of(first, "demo")
+    later = Snapshot(at=START, history=history, target_workers=1, max_prompts=8)
+    assert seen.of(later, "demo")[0].seconds == 120
 
 
 def test_knobs_of_another_model_are_not_this_one_s() -> None:
