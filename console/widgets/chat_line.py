@@ -9,7 +9,6 @@ from textual.widgets import Static
 
 from console.links.conversation import DraftCount
 from console.widgets.glyphs import fitted
-from console.widgets.text import plural
 
 NEAR = 0.1
 """Of the context: with less than that left for the answer, the line says how much."""
@@ -29,7 +28,7 @@ def count_line(count: DraftCount, max_tokens: int | None = None) -> tuple[str, b
         return f"{line} tokens", False
     line = f"{line} of {count.context:,} tokens"
     if count.left <= 0:
-        return f"{line} · {plural(1 - count.left, 'token')} too many", True
+        return f"{line} · {1 - count.left:,} too many", True
     if count.left < (max_tokens if max_tokens is not None else count.context * NEAR):
         return f"{line} · {count.left:,} left for the answer", True
     return line, False
@@ -42,8 +41,9 @@ class ChatLine(Horizontal):
     ChatLine {
         height: 1;
         padding: 0 1;
-        & > #count { width: 1fr; height: 1; color: $muted; text-wrap: nowrap; &.-warning { color: $text-warning; } }
-        & > #ways { width: auto; height: 1; link-color: $muted; link-style: none; }
+        & > #count { width: 1fr; height: 1; color: $muted; text-wrap: nowrap; text-overflow: ellipsis; }
+        & > #ways { width: auto; height: 1; margin-left: 2; link-color: $muted; link-style: none; }
+        &.-warning > #count { color: $text-warning; }
     }
     """
 
@@ -56,6 +56,5 @@ class ChatLine(Horizontal):
     def show(self, count: DraftCount | None, max_tokens: int | None = None) -> None:
         """None: there is nobody who could count."""
         line, warning = count_line(count, max_tokens) if count is not None else ("", False)
-        shown = self.query_one("#count", Static)
-        shown.set_class(warning, "-warning")
-        shown.update(fitted(self.app, Content(("▲ " if warning else "") + line)))
+        self.set_class(warning, "-warning")
+        self.query_one("#count", Static).update(fitted(self.app, Content(("▲ " if warning else "") + line)))

@@ -224,7 +224,7 @@ def test_the_count_warns_before_nothing_is_left_for_the_answer() -> None:
     assert count_line(near) == ("7,700 + 48 of 8,192 tokens · 444 left for the answer", True)
     assert count_line(near, max_tokens=400) == ("7,700 + 48 of 8,192 tokens", False)
     full = DraftCount(history=8190, draft=4, context=8192)
-    assert count_line(full) == ("8,190 + 4 of 8,192 tokens · 3 tokens too many", True)
+    assert count_line(full) == ("8,190 + 4 of 8,192 tokens · 3 too many", True)
     assert count_line(DraftCount(history=5, draft=4, context=0)) == ("5 + 4 tokens", False)
 
 
