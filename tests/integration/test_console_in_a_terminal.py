@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.headless import Headless
 from tests.integration.terminal import Terminal, console
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -83,8 +84,15 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
-def test_load_chat_tune_under_load_serve_and_quit(terminal: Terminal, port: int) -> None:
+def test_an_operators_round(terminal: Terminal, port: int) -> None:
+    """Load, chat, tune under load, watch a worker die and return, serve, quit."""
     terminal.wait_for("demo", "ready", "1 worker")
+    terminal.press("2")
+    terminal.wait_for("1 model", "It fits")
+    terminal.press("b")
+    terminal.wait_for("● ready  demo-2")
+    terminal.press("u")
+    terminal.wait_for("demo is unloaded")
 
     terminal.press("3")
     terminal.wait_for("Ask something")
@@ -97,14 +105,28 @@ def test_load_chat_tune_under_load_serve_and_quit(terminal: Terminal, port: int)
     load = Load(port, clients=10)
     terminal.wait(lambda screen: "decode" in screen, "a decoding request in the table")
     terminal.press("]")
-    terminal.wait_for("2 workers × 4 prompts", "w1")
+    terminal.wait_for("2 workers × 4 prompts", "w0", "w1")
     terminal.press("+", "+")
     terminal.wait_for("2 workers × 6 prompts")
-    terminal.press("-", "[")
-    terminal.wait_for("1 worker × 5 prompts")
+    terminal.press("F5")
+    terminal.wait_for("What each change did", "workers 1 → 2", "→ 6")
+    terminal.press("u")
+    terminal.wait(lambda screen: "× 4 prompts" in screen or "× 5 prompts" in screen, "the last change undone")
+    terminal.press("F1", "[")
+    terminal.wait_for("1 worker × ")
     load.join()
     assert load.problems == []
     assert load.tokens == [ANSWER_TOKENS] * 10
+
+    worker = next(process for process in terminal.processes() if "engine.worker" in process.cmdline())
+    worker.kill()
+    assert gone([worker])
+    terminal.press("F7")
+    terminal.wait_for("SIGKILL")
+    terminal.press("F1")
+    terminal.wait_for("idle", "ready", "1 of 1 ready")
+    again = next(process for process in terminal.processes() if "engine.worker" in process.cmdline())
+    assert again.pid != worker.pid
 
     terminal.press("a")
     terminal.wait_for("API off")
@@ -114,13 +136,33 @@ def test_load_chat_tune_under_load_serve_and_quit(terminal: Terminal, port: int)
     chat = post(port, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
     assert chat["object"] == "chat.completion"
     terminal.wait_for("0 running")
-
     processes = terminal.processes()
     assert len(processes) >= 2
     terminal.press("q")
     terminal.wait_for("exit code 0")
     assert gone(processes)
     assert refuses(port)
+
+
+def test_the_console_attached_to_a_headless_instance_tunes_it_and_leaves_it_running(tmp_path: Path, port: int) -> None:
+    instance = Headless("--headless", "--port", str(port), "--max_prompts", "4", home=tmp_path / "there")
+    try:
+        instance.wait_for("is ready")
+        with console("attach", f"http://127.0.0.1:{port}", home=tmp_path / "here") as terminal:
+            terminal.wait_for("demo", "ready", "1 worker × 4 prompts", f"127.0.0.1:{port}")
+            terminal.press("+")
+            terminal.wait_for("1 worker × 5 prompts")
+            terminal.press("3")
+            terminal.wait_for("Ask something")
+            terminal.type("What does max_prompts do?")
+            terminal.press("Enter")
+            terminal.wait_for("tok/s", "TTFT")
+            terminal.press("C-q")
+            terminal.wait_for("exit code 0")
+        assert instance.process.poll() is None
+        assert not refuses(port)
+    finally:
+        assert instance.end() == 0
 
 
 def test_killing_the_console_takes_its_workers_along(terminal: Terminal) -> None:
@@ -131,19 +173,6 @@ def test_killing_the_console_takes_its_workers_along(terminal: Terminal) -> None
     parent = next(process for process in processes if "console" in process.cmdline())
     parent.kill()
     assert gone(processes)
-
-
-def test_a_killed_worker_comes_back_and_the_screen_says_so(terminal: Terminal) -> None:
-    terminal.wait_for("demo", "ready", "idle")
-    worker = next(process for process in terminal.processes() if "engine.worker" in process.cmdline())
-    worker.kill()
-    assert gone([worker])
-    terminal.press("F7")
-    terminal.wait_for("w0", "SIGKILL")
-    terminal.press("F1")
-    terminal.wait_for("idle", "ready")
-    again = next(process for process in terminal.processes() if "engine.worker" in process.cmdline())
-    assert again.pid != worker.pid
 
 
 @pytest.mark.parametrize("size", [(80, 24)])
