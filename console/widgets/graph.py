@@ -122,13 +122,12 @@ class Graph(Widget):
 def _marked(row: list[Cell], marks: Sequence[tuple[int, str]], *, named: bool) -> list[Cell]:
     """`row` with a dotted line where a knob moved; `named`: with what was done, where no curve is in the way."""
     marked, width = list(row), len(row)
-    for back, text in marks:
-        column = width - 1 - back
-        if not 0 <= column < width:
-            continue
+    seen = [(width - 1 - back, text) for back, text in marks if 0 <= width - 1 - back < width]
+    for column, _ in seen:
         if row[column].char in " █#":
             marked[column] = Cell("┊", "mark" if row[column].ink == "front" else row[column].ink)
-        for start in (column + 1, column - len(text)) if named else ():
+    for column, text in reversed(seen) if named else ():
+        for start in (column + 1, column - len(text)):
             label = range(start, start + len(text))
             if label.start >= 0 and label.stop <= width and all(marked[at] == (" ", "") for at in label):
                 marked[label.start : label.stop] = [Cell(char, "") for char in text]
