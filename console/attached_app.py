@@ -32,7 +32,7 @@ class AttachedApp(EricApp):
         Binding(
             "I", "app.next_instance", "Instance", id="instance.next", tooltip="Go to the next instance", key_display="I"
         ),
-        Binding("f9,I", "app.instances", "Instances", id="instance.list", tooltip="List the instances", show=False),
+        Binding("f9,L", "app.instances", "Instances", id="instance.list", tooltip="List the instances", show=False),
     ]
 
     def __init__(self, links: Sequence[EngineLink], **options: Any) -> None:
