@@ -12,10 +12,11 @@ from engine.snapshot import Snapshot
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine at one moment, as its console shows it."""
+    """An engine at one moment, as its console shows it. answers: what other calls gave, by their names."""
 
     snapshot: Snapshot
     api: ApiStatus = ApiStatus()
+    answers: dict[str, Any] = {}
 
 
 class FrameEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from console.called import CalledLink, MuteConversation
 from console.calls import Call
+from console.deltas import shaped
 from console.frames import Frame
 from console.link import ApiStatus
 from console.recording.playhead import Playhead
@@ -64,8 +67,15 @@ class ReplayLink(CalledLink):
         return Standing(name=self.recording.path.name, reach=reach, reason=self._problem, read_only=True)
 
     def at_once(self, call: Call, arguments: Mapping[str, object]) -> object:
-        """What was not recorded is not known."""
-        return call.blank(**arguments)
+        """What was recorded of it; the rest is not known."""
+        answers = self._frame().answers
+        if call.name not in answers or arguments:
+            return call.blank(**arguments)
+        try:
+            found: object = shaped(answers[call.name], call.result)
+        except msgspec.ValidationError:  # recorded by another version
+            return call.blank(**arguments)
+        return found
 
     async def ask(self, call: Call, arguments: Mapping[str, object]) -> object:
         """Refused."""

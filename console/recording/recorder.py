@@ -7,6 +7,7 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from console.calls import CALLS
 from console.frames import Frame
 from console.link import EngineLink
 from console.recording.writer import RecordingWriter
@@ -16,6 +17,11 @@ from engine.models.files import home_expanded
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
+OFTEN = ("api.report",)
+SELDOM = ("settings.rows", "settings.path", "models.defaults")
+"""Calls that are recorded besides snapshots: with each frame, and once for many of them."""
+
+_SELDOM_LOOKS = 60
 
 
 def recording(link: EngineLink, path: Path | None) -> AbstractContextManager[object]:
@@ -36,6 +42,7 @@ class Recorder:
         self._writer = RecordingWriter(path)
         self._interval_s = interval_s
         self._seen = 0
+        self._seldom: dict[str, object] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
 
@@ -63,7 +70,14 @@ class Recorder:
                 log.error("the recording ended: %s", error.message)
 
     def _look(self) -> None:
-        frame = Frame(snapshot=self._link.snapshot(), api=self._link.api_status())
+        frame = Frame(snapshot=self._link.snapshot(), api=self._link.api_status(), answers=self._ask())
         self._seen, lines = self._link.logs(self._seen)
         self._writer.add(frame, lines)
         self.frames += 1
+
+    def _ask(self) -> dict[str, object]:
+        """What the calls give. What is not known yet, of an engine elsewhere, is asked for again."""
+        for name in SELDOM:
+            if self.frames % _SELDOM_LOOKS == 0 or not self._seldom.get(name):
+                self._seldom[name] = CALLS[name].on(self._link)()
+        return {**self._seldom, **{name: CALLS[name].on(self._link)() for name in OFTEN}}

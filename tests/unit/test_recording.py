@@ -21,10 +21,12 @@ from console.links.conversation import ChatMessage
 from console.recording.link import OnlyRecorded, ReplayLink
 from console.recording.playhead import SPEEDS, Playhead, time_of
 from console.recording.reader import Recording
+from console.recording.recorder import Recorder
 from console.recording.store import Packer, RecordingUnusable, rounded
 from console.recording.writer import RecordingWriter
 from engine.config import SamplingParams
 from engine.snapshot import LogEntry, RequestRow, Second, Snapshot
+from tests.fakes.link import FakeLink
 
 BEGAN = 1_780_000_000.0
 
@@ -303,6 +305,33 @@ def test_what_records_and_replays_loads_no_terminal_toolkit() -> None:
     code = f"import sys, {rooms}; sys.exit('textual' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
+
+
+def test_what_the_http_side_and_the_settings_told_is_recorded_too(tmp_path: Path) -> None:
+    fake = FakeLink()
+    with Recorder(fake, tmp_path / "night.rec", interval_s=0.01) as recorder:
+        while recorder.frames < 3:
+            recorder.wait(0.01)
+            fake.show(msgspec.structs.replace(fake.current, at=fake.current.at + 1))
+    link = as_link(ReplayLink(Recording(tmp_path / "night.rec")))
+    assert link.api.report() == fake.api.report()
+    assert list(link.settings.rows()) == list(fake.settings.rows())
+    assert link.models.defaults() == fake.models.defaults()
+    assert link.models.fetching() is None
+
+
+def test_a_recording_whose_disk_fails_says_why(tmp_path: Path) -> None:
+    fake = FakeLink()
+    with Recorder(fake, tmp_path / "night.rec", interval_s=0.01) as recorder:
+        while not recorder.frames:
+            recorder.wait(0.01)
+        with sqlite3.connect(tmp_path / "night.rec") as other:
+            other.execute("DROP TABLE frames")
+        other.close()
+        while not recorder.problem:
+            fake.show(msgspec.structs.replace(fake.current, at=fake.current.at + 1))
+            recorder.wait(0.01)
+    assert "cannot be used" in recorder.problem
 
 
 def test_winding_back_takes_back_the_log(tmp_path: Path) -> None:
