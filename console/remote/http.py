@@ -1,4 +1,7 @@
-"""Instance: one engine's HTTP side, seen from elsewhere. Every failure is an EngineError with one sentence."""
+"""Instance: one engine's HTTP side, seen from elsewhere. Every failure is an EngineError with one sentence.
+
+No redirection is followed: the key is for the address that was given.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +87,9 @@ class Instance:
     @asynccontextmanager
     async def _request(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
-            async with self._http.request(method, f"{self.address.url}{path}", **options) as response:
-                if response.status >= 400:
+            url = f"{self.address.url}{path}"
+            async with self._http.request(method, url, allow_redirects=False, **options) as response:
+                if response.status >= 300:
                     raise _refusal(response.status, await response.read(), self.address)
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:

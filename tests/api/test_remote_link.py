@@ -195,6 +195,7 @@ async def test_read_only_forwards_what_changes_nothing_alone(served: Served) -> 
     [
         (200, b"<html>\n", OutOfReach, "ended the connection"),
         (404, b"not here", OutOfReach, "no ericllm"),
+        (302, b"over there", OutOfReach, "no ericllm"),
         (401, b'{"error": {"message": "This server needs a key"}}', NotAllowed, "needs a key"),
         (200, b"data: {}\n\n", OutOfReach, "another version"),
         (200, b"data: <html>\n\n", OutOfReach, "no ericllm"),
