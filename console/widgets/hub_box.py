@@ -11,10 +11,10 @@ from textual.widgets import Input
 
 
 class HubBox(Input):
-    """Enter loads what was typed, ctrl+t only fetches it."""
+    """Enter loads what was typed, ctrl+l only fetches it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+t,ctrl+l", "fetch", "Fetch only", id="models.fetch", tooltip="Fetch a hub id and load nothing"),
+        Binding("ctrl+l,ctrl+t", "fetch", "Fetch only", id="models.fetch", tooltip="Fetch a hub id and load nothing"),
     ]
 
     @dataclass
@@ -25,7 +25,7 @@ class HubBox(Input):
         fetch_only: bool
 
     def __init__(self) -> None:
-        super().__init__(placeholder="A folder or org/name. Enter loads it, ctrl+t only fetches.", id="other")
+        super().__init__(placeholder="A folder or org/name. Enter loads it, ctrl+l only fetches it.", id="other")
 
     async def action_submit(self) -> None:
         """Load it."""

@@ -25,7 +25,16 @@ class LoadFormView(Static, can_focus=True):
         Binding("up,k", "row(-1)", "Up", id="load.up", tooltip="Go to the value above", show=False, system=True),
         Binding("down,j", "row(1)", "Down", id="load.down", tooltip="Go to the value below", show=False, system=True),
         Binding("left,h,minus", "step(-1)", "Less", id="load.less", tooltip="Make the value smaller"),
-        Binding("right,l,plus,equals_sign", "step(1)", "More", id="load.more", tooltip="Make the value larger"),
+        Binding("right,l,plus", "step(1)", "More", id="load.more", tooltip="Make the value larger"),
+        Binding(
+            "equals_sign",
+            "step(1)",
+            "More",
+            id="load.more.unshifted",
+            tooltip="Make the value larger",
+            key_display="+",
+            show=False,
+        ),
         Binding(
             "backspace,delete",
             "clear",
@@ -39,7 +48,8 @@ class LoadFormView(Static, can_focus=True):
                 f"digit({digit})",
                 str(digit),
                 id=f"load.digit.{digit}",
-                tooltip=f"Type {digit}",
+                tooltip="Type the value",
+                key_display="0–9",
                 show=False,
                 system=True,
             )

@@ -252,11 +252,11 @@ async def test_a_download_that_stopped_is_gone_on_with_by_its_hub_id() -> None:
         await until(pilot, lambda: ("load", {"model": "org/big"}) in link.commands)
 
 
-async def test_ctrl_t_fetches_a_hub_id_and_loads_nothing() -> None:
+async def test_ctrl_l_fetches_a_hub_id_and_loads_nothing() -> None:
     link = FakeLink(scenes.empty())
     async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
         await listed(pilot)
-        await pilot.press("o", *"org/big", "ctrl+t")
+        await pilot.press("o", *"org/big", "ctrl+l")
         await until(pilot, lambda: ("download", {"model": "org/big"}) in link.commands)
         assert "load" not in link.names()
 
@@ -267,7 +267,7 @@ async def test_a_cancelled_load_says_what_is_kept_and_is_no_failure() -> None:
     app = EricApp(link, start="models")
     async with app.run_test(size=(140, 40), notifications=True) as pilot:
         await listed(pilot)
-        await pilot.press("o", *"org/big", "ctrl+t")
+        await pilot.press("o", *"org/big", "ctrl+l")
         await until(pilot, lambda: any("are kept" in toast.message for toast in app._notifications))
         assert [toast.severity for toast in app._notifications] == ["information"]
 
