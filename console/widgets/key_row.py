@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from textual import events
 from textual.binding import ActiveBinding, Binding
 from textual.content import Content
 from textual.dom import DOMNode
@@ -18,6 +19,7 @@ from console.widgets.glyphs import fitted
 
 LASTING = ("app.help", "app.quit")
 _SIGNS = {"minus": "-", "plus": "+", "slash": "/", "backslash": "\\", "underscore": "_", "at": "@"}
+_TARGET = "target"
 _KEY = "bold $footer-key-foreground"
 _WORDS = "$footer-description-foreground"
 
@@ -45,12 +47,7 @@ class KeyRow(Widget):
     """Follows the focus."""
 
     DEFAULT_CSS = """
-    KeyRow {
-        dock: bottom; height: 1; width: 1fr; background: $footer-background;
-        link-style: none; link-background: transparent; link-color: $footer-description-foreground;
-        link-style-hover: bold; link-color-hover: $footer-key-foreground;
-        link-background-hover: $block-hover-background;
-    }
+    KeyRow { dock: bottom; height: 1; width: 1fr; background: $footer-background; }
     """
 
     def __init__(self) -> None:
@@ -86,10 +83,11 @@ class KeyRow(Widget):
         keys = Content("").join(content for _, content in parts)
         return fitted(self.app, Content.assemble(keys, " " * max(0, room - keys.cell_length), palette))
 
-    def action_run(self, at: int) -> None:
-        """What was clicked."""
-        action, node = self._targets[at]
-        self.run_worker(self.app.run_action(action, node), exit_on_error=False)
+    def on_click(self, event: events.Click) -> None:
+        """Do what was clicked. A link would paint keys and words alike."""
+        if (at := event.style.meta.get(_TARGET)) is not None:
+            action, node = self._targets[at]
+            self.run_worker(self.app.run_action(action, node), exit_on_error=False)
 
     def _drawn(self, shown: Shown) -> Content:
         if shown.group is None or len(shown.keys) == 1:
@@ -104,7 +102,7 @@ class KeyRow(Widget):
 
     def _target(self, content: Content, action: str, node: DOMNode) -> Content:
         self._targets.append((action, node))
-        return content.stylize(Style.from_meta({"@click": f"run({len(self._targets) - 1})"}))
+        return content.stylize(Style.from_meta({_TARGET: len(self._targets) - 1}))
 
 
 def _shown(row: KeyRow, active: Iterable[ActiveBinding]) -> Iterator[Shown]:

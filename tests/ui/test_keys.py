@@ -147,6 +147,19 @@ async def test_a_click_on_the_key_row_does_what_it_says() -> None:
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))
 
 
+async def test_keys_are_told_from_words_by_their_colour() -> None:
+    app = EricApp(FakeLink(), start="settings", theme="ericllm-contrast")
+    async with app.run_test(size=(120, 30)) as pilot:
+        await until(pilot, lambda: "? Help" in rows(app)[-1])
+        colours = {
+            segment.text.strip(): segment.style for segment in list(app.screen._compositor.render_strips(app.size))[-1]
+        }
+        key, words = colours["?"], colours["Help"]
+        assert key is not None
+        assert words is not None
+        assert (key.color, words.color) != (words.color, key.color)
+
+
 @pytest.mark.parametrize("mode", [mode.name for mode in modes.MODES if mode.name != "chat"])
 async def test_the_key_row_shows_help_and_quit_in_80_columns(mode: str) -> None:
     app = EricApp(FakeLink(), start=mode)
