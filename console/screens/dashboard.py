@@ -60,7 +60,7 @@ class DashboardScreen(ConsoleScreen):
                 yield SessionPanel(id="session")
             yield ThroughputPanel(id="throughput")
         yield RequestsPanel(id="requests-panel")
-        yield AdvicePanel(key="t", id="advice")
+        yield AdvicePanel(id="advice")
 
     def on_resize(self) -> None:
         """Devices take another form, of another height."""

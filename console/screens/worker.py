@@ -10,13 +10,13 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.style import Style
 from textual.widgets import Static
 
 from console.load_pace import LoadPaces
 from console.screens.confirm import ConfirmScreen
 from console.widgets import text
 from console.widgets.glyphs import fitted, is_lettered
+from console.widgets.hints import hint
 from console.widgets.worker_card import card
 from engine.snapshot import LogEntry, WorkerReading
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _FRAME_CELLS = 6
 _LOG_LINES = 8
-_ACTIONS = (("r", "restart", "restart"), ("d", "drain", "drain"), ("esc", "close", "dismiss"))
+_ACTIONS = (("restart", "screen.restart"), ("drain", "screen.drain"), ("close", "screen.dismiss"))
 
 
 class WorkerScreen(ModalScreen[None]):
@@ -49,11 +49,11 @@ class WorkerScreen(ModalScreen[None]):
         """One page that scrolls where it is long."""
         with VerticalScroll(classes="dialog worker") as page:
             page.border_title = f"Worker {self._worker}"
-            page.border_subtitle = Content("  ").join(_link(*action) for action in _ACTIONS)
             yield Static(id="card", markup=False)
 
     def on_mount(self) -> None:
         """Never empty."""
+        self.query_one(VerticalScroll).border_subtitle = self._hints(*_ACTIONS)
         self.refresh_view()
 
     def on_resize(self) -> None:
@@ -79,7 +79,7 @@ class WorkerScreen(ModalScreen[None]):
         worker = self.reading
         page = self.query_one(VerticalScroll)
         if worker is None:
-            page.border_subtitle = Content.assemble("it is gone  ", _link(*_ACTIONS[-1]))
+            page.border_subtitle = Content.assemble("it is gone  ", self._hints(_ACTIONS[-1]))
             return
         width = max(40, page.scrollable_content_region.width or self.app.size.width - _FRAME_CELLS)
         snapshot = self.console.link.snapshot()
@@ -91,6 +91,9 @@ class WorkerScreen(ModalScreen[None]):
         if self._shown is None or not shown.is_same(self._shown):
             self._shown = shown
             self.query_one("#card", Static).update(fitted(self.app, shown))
+
+    def _hints(self, *actions: tuple[str, str]) -> Content:
+        return Content("  ").join(hint(self, f"worker.{name}", name, action) for name, action in actions)
 
     def _read_log(self) -> None:
         """What was logged of the worker since the last time."""
@@ -132,10 +135,3 @@ class WorkerScreen(ModalScreen[None]):
 
     def _drain(self) -> None:
         self.console.perform(self.console.link.drain_worker(self._worker), done=f"{self._worker} is drained, then goes")
-
-
-def _link(key: str, title: str, action: str) -> Content:
-    """A key and what it does, to be clicked too."""
-    return Content.assemble((key, "bold $primary"), f" {title}").stylize(
-        Style.from_meta({"@click": f"screen.{action}"})
-    )

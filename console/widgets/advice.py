@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from textual.content import Content
 from textual.geometry import Size
-from textual.style import Style
 from textual.widget import Widget
 
 from console.adviser import Advice
 from console.widgets import text
+from console.widgets.clicks import clickable
 from console.widgets.glyphs import fitted
+from console.widgets.hints import key_of
 
 _ROWS_A_LINE = 14
 
 
 class AdvicePanel(Widget):
-    """The most urgent first. What can be done is a link, as is the cross that dismisses it; `key` does the first."""
+    """The most urgent first. What can be done is a link, as is the cross that dismisses it; a key does the first."""
 
     DEFAULT_CSS = """
     AdvicePanel {
@@ -25,9 +26,8 @@ class AdvicePanel(Widget):
     }
     """
 
-    def __init__(self, *, key: str, id: str | None = None) -> None:
+    def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._key = key
         self._said: tuple[Advice, ...] = ()
 
     def show(self, said: tuple[Advice, ...]) -> bool:
@@ -50,11 +50,11 @@ class AdvicePanel(Widget):
 
     def render(self) -> Content:
         """All lines."""
-        shown, keyed = self._said[: self.size.height], first_to_do(self._said)
+        shown, keyed, key = self._said[: self.size.height], first_to_do(self._said), key_of(self.screen, "advice.take")
         lines = []
         for index, advice in enumerate(shown):
             more = len(self._said) - len(shown) if index == len(shown) - 1 else 0
-            lines.append(line(advice, index, self.size.width, key=self._key if index == keyed else "", more=more))
+            lines.append(line(advice, index, self.size.width, key=key if index == keyed else "", more=more))
         return fitted(self.app, Content("\n").join(lines))
 
 
@@ -68,13 +68,9 @@ def line(advice: Advice, index: int, width: int, *, key: str = "", more: int = 0
     do = Content("")
     if advice.action is not None:
         label = f" {key} {advice.action.label} " if key else f" {advice.action.label} "
-        do = _link(label, f"screen.take_advice({index})")
+        do = clickable(label, f"screen.take_advice({index})", "bold")
     others = Content.styled(f" +{more}", "$muted") if more else Content("")
-    end = Content.assemble(others, " ", do, _link(" × ", f"screen.dismiss_advice({index})"))
+    end = Content.assemble(others, " ", do, clickable(" × ", f"screen.dismiss_advice({index})", "bold"))
     room = max(0, width - end.cell_length - 2)
     said = advice.sentence if len(advice.sentence) <= room else text.clip(advice.brief, room)
     return Content.assemble(("▲ ", "$warning"), f"{said:<{room}}", end)
-
-
-def _link(label: str, action: str) -> Content:
-    return Content(label).stylize(Style.from_meta({"@click": action}))

@@ -8,12 +8,12 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.containers import Grid, Horizontal, Vertical
 from textual.content import Content
-from textual.style import Style
 from textual.widgets import Digits, Static
 
 from console.widgets import text
 from console.widgets.glyphs import fitted
 from console.widgets.graph import Curve, Graph, Scale, Span
+from console.widgets.hints import hint
 from engine.snapshot import Snapshot
 
 ZOOMS = (1, 2, 5, 10)
@@ -64,8 +64,7 @@ class ThroughputPanel(Vertical):
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id, classes="panel")
-        more = Content.assemble(("n", "bold $primary"), (" insight", "$muted"))
-        self.border_title = Content.assemble("Throughput  ", more.stylize(Style.from_meta({"@click": "app.insight"})))
+        self.border_title = "Throughput"
         self._zoom = 0
 
     def compose(self) -> ComposeResult:
@@ -97,6 +96,10 @@ class ThroughputPanel(Vertical):
                 id="requests",
             )
             yield Graph(Scale(text.percent, bound=1.0), Curve(lambda at: at.kv_usage, "$graph-kv"), id="kv")
+
+    def on_mount(self) -> None:
+        """Name the way to insight."""
+        self.border_title = Content.assemble("Throughput  ", hint(self.screen, "insight", "insight", "app.insight"))
 
     def zoom(self) -> None:
         """The next of the spans, and back to the first."""

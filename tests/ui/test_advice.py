@@ -142,6 +142,20 @@ async def test_the_palette_has_advice_only_where_there_is_some() -> None:
         assert "Dismiss the first advice for this session" in {entry.title for entry in entries(app.screen)}
 
 
+async def test_advice_names_the_key_that_takes_it() -> None:
+    link = _queued()
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        app.set_keymap({"advice.take": "y"})
+        link.show(msgspec.structs.replace(link.current, at=link.current.at + 2, queued=19))
+        app.refresh_screen()
+        await pilot.pause()
+        assert "y max prompts +2" in screen_text(app)
+        await pilot.press("y")
+        await _settled(pilot)
+    assert link.commands == [("reconfigure", {"max_prompts": 10})]
+
+
 async def test_advice_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "linux")
     app = EricApp(FakeLink(advice_scenes.crowded()))
