@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rich.highlighter import Highlighter
+from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
@@ -12,7 +14,7 @@ from textual.message import Message
 from textual.widgets import Input, Static
 
 from console.links.settings import SettingRow
-from console.widgets.glyphs import fitted
+from console.widgets.glyphs import fitted, is_ascii
 from console.widgets.setting_table import USED, note, origin
 from console.widgets.table import Column, Row, Table, cell
 
@@ -87,7 +89,8 @@ class SettingPanel(VerticalScroll, can_focus=False):
         else:
             self.add_class("-typing")
             box = self.query_one("#typed", Input)
-            box.password = row.secret
+            box.password = row.secret and not is_ascii(self.app)
+            box.highlighter = _Stars() if row.secret else None
             box.value = "" if row.secret else row.saved if row.saved is not None else row.value
             box.placeholder = "Type it; it is saved and not shown." if row.secret else _unset(row)
             box.focus()
@@ -122,6 +125,16 @@ class SettingPanel(VerticalScroll, can_focus=False):
         event.stop()
         if self._row is not None and self.editing:
             self.post_message(self.Pointed(self._row, event.key))
+
+
+class _Stars(Highlighter):
+    """What is typed, a star for each letter: a box's own dots are not in ASCII."""
+
+    def __call__(self, text: str | Text) -> Text:
+        return Text("*" * len(text), no_wrap=True, overflow="ignore", end="")
+
+    def highlight(self, text: Text) -> None:
+        """Nothing more."""
 
 
 def _about(row: SettingRow, *, brief: bool) -> Iterator[Content]:

@@ -219,3 +219,16 @@ async def test_every_dialog_is_ascii_where_there_is_no_more(
 
 def test_a_glyph_becomes_one_character_so_that_columns_stay() -> None:
     assert all(len(to_ascii(glyph)) == 1 for glyph in "●○◔✖✓■□━─▏…–×→⏎▲▼")
+
+
+async def test_a_secret_is_stars_where_there_are_no_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "linux")
+    app = EricApp(FakeLink(), start="settings")
+    async with app.run_test(size=(120, 40)) as pilot:
+        table = app.screen.query_one(SettingTable)
+        await until(pilot, lambda: table.cursor_key is not None)
+        table.move_to([row.key for row in table.rows].index("api_key"))
+        await pilot.press("enter", *"s3")
+        await until(pilot, lambda: any(" ** " in line for line in rows(app)))
+        assert not_ascii(app) == set()
+        assert "s3" not in " ".join(rows(app))
