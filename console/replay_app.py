@@ -22,7 +22,7 @@ _OWN = frozenset({"pause", "seek", "seek_end", "speed", "go_to"})
 def _key(key: str, action: str, title: str, name: str, tooltip: str, *, shown: str = "", show: bool = False) -> Binding:
     """A key of the replay, which goes before those of tables and lists."""
     return Binding(
-        key, f"app.{action}", title, id=f"replay.{name}", tooltip=tooltip, show=show, priority=True, key_display=shown
+        key, action, title, id=f"replay.{name}", tooltip=tooltip, show=show, priority=True, key_display=shown
     )
 
 
