@@ -69,6 +69,7 @@ class Runtime:
             new_host=cluster.new_host if cluster is not None else None,
             probe=cluster.probe() if cluster is not None else None,
         )
+        self.engine.publish_for(settings.refresh_hz)
         self.api = ApiServer(self.engine, _api_settings(settings, state_dir), RuntimeOperator(self), self.own_link)
         self._api_error: ErrorInfo | None = None
         self._link: EngineLink | None = None

@@ -34,7 +34,7 @@ from engine.worker.hosts import BackendFactory
 
 __all__ = ["Engine", "GenerateRequest", "RequestStream", "Serving", "StreamDelta"]
 
-_PUBLISH_S = 0.25
+_PUBLISH_HZ = 4.0
 _TICK_S = 1.0
 
 
@@ -72,6 +72,7 @@ class Engine:
         self._started = 0.0
         self._orders = count(1)
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self.publish_s = 1 / _PUBLISH_HZ
         self._refusing = False
         self._closing: asyncio.Task[None] | None = None
         self._published = Snapshot(at=time.time(), target_workers=config.num_workers, max_prompts=config.max_prompts)
@@ -361,13 +362,17 @@ class Engine:
     # -- what is shown ------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """The engine now; from another thread the one published last, at most 0.25 s old."""
+        """The engine now; from another thread the one published last, at most `publish_s` old."""
         try:
             if asyncio.get_running_loop() is self._loop:
                 self._publish()
         except RuntimeError:
             pass  # another thread, with no loop
         return self._published
+
+    def publish_for(self, hertz: float) -> None:
+        """Publish snapshots as often as a screen shows them, and 4 times a second at least; from any thread."""
+        self.publish_s = 1 / max(_PUBLISH_HZ, hertz)
 
     def _changed(self) -> None:
         """A worker or the model changed: there may be free places, and there is something to show."""
@@ -389,7 +394,7 @@ class Engine:
 
     def _publish_and_repeat(self) -> None:
         self._publish()
-        self._timers["publish"] = asyncio.get_running_loop().call_later(_PUBLISH_S, self._publish_and_repeat)
+        self._timers["publish"] = asyncio.get_running_loop().call_later(self.publish_s, self._publish_and_repeat)
 
     def _tick(self) -> None:
         """Once a second: close a second of history, look after the workers, and read the devices."""

@@ -183,6 +183,16 @@ async def test_an_slo_and_the_price_of_energy_are_used_at_once(config: Path) -> 
     await runtime.engine.close(drain_s=0.0)
 
 
+async def test_a_faster_screen_gets_snapshots_as_often_and_a_slower_one_no_fewer(config: Path) -> None:
+    runtime = running(config, {"refresh_hz": "10"})
+    assert runtime.engine.publish_s == 0.1
+    runtime = running(config)
+    await runtime.saved.save("refresh_hz", "8")
+    assert runtime.engine.publish_s == 0.125
+    await runtime.saved.save("refresh_hz", "1")
+    assert runtime.engine.publish_s == 0.25
+
+
 async def test_a_setting_of_loads_is_used_by_the_next_one(config: Path) -> None:
     runtime = running(config)
     assert (await runtime.saved.save("cache_bits", "8")).when == "load"
