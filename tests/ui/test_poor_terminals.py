@@ -84,6 +84,31 @@ async def test_without_colours_the_caret_is_seen(monkeypatch: pytest.MonkeyPatch
         await until(pilot, lambda: "o" in reversed_text(app).split())
 
 
+async def test_the_command_chosen_in_the_palette_is_underlined_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = EricApp(FakeLink())
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("ctrl+p", *"add a wor")
+        await until(pilot, lambda: "Add a worker" in " ".join(rows(app)))
+        await pilot.press("down")
+        underlined = "".join(
+            segment.text
+            for row in segments(app)
+            for segment in row
+            if segment.style is not None and segment.style.underline
+        )
+        assert "Add a worker" in underlined
+
+
+async def test_a_button_with_the_focus_is_reversed_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = EricApp(FakeLink(scenes.busy()))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("q")
+        await until(pilot, lambda: "Stay" in reversed_text(app))
+        assert "Quit" not in reversed_text(app)
+
+
 async def test_the_cursor_of_the_log_is_seen_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     app = EricApp(FakeLink(), start="logs")
