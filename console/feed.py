@@ -11,7 +11,7 @@ from console.links.conversation import ChatDelta
 
 
 class Feed:
-    """Deltas from one loop to a screen's, where it is made: what piles up while the screen is busy is merged into one."""
+    """Deltas from one loop to a screen's, where it is made: what piles up while that is busy is merged into one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
