@@ -14,6 +14,7 @@ def completion(prompt: str, count: int) -> str:
     """What the fake model answers."""
     return expected_text(list(prompt.encode()), count)
 
+
 USER = [{"role": "user", "content": "hi"}]
 
 
