@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -13,6 +14,7 @@ from console.links.conversation import ChatDelta
 from engine.errors import EngineError
 
 KEEP_S = 1.0
+log = logging.getLogger(__name__)
 
 
 class Answering:
@@ -40,6 +42,9 @@ class Answering:
                     finish = delta.finish or finish
         except EngineError as error:
             finish, self.problem = "error", error.message
+        except Exception:
+            log.exception("an answer failed")
+            finish, self.problem = "error", "The answer failed unexpectedly; the log says how."
         finally:
             keeper.cancel()
             note = msgspec.structs.replace(self.turn.note, finish=finish)

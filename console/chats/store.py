@@ -6,7 +6,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -48,9 +48,9 @@ class ChatStore:
                 ":memory:" if path is None else path, isolation_level=None, timeout=LOCK_TIMEOUT_S
             )
             if version_of(self._db) > VERSION:
-                raise ChatStoreError(f"{path} was written by a newer version of this program")
+                raise ChatStoreError(f"{path} was written by a newer version of this program.")
         except (OSError, sqlite3.Error) as error:
-            raise ChatStoreError(f"Conversations cannot be kept in {path}: {error}") from None
+            raise ChatStoreError(self._sentence(error)) from None
         try:
             _prepare(self._db)
         except sqlite3.Error as error:
@@ -65,13 +65,13 @@ class ChatStore:
     def conversations(self, search: str = "") -> Sequence[Conversation]:
         """Those whose title or text has `search` in it, the one that changed last first."""
         where, values = (_FOUND, (_pattern(search),)) if search else ("", ())
-        rows = self._db.execute(f"{_CONVERSATION} {where} ORDER BY changed DESC, id DESC", values)
+        rows = self._rows(f"{_CONVERSATION} {where} ORDER BY changed DESC, id DESC", *values)
         return [_conversation(row) for row in rows]
 
     def conversation(self, conversation: int) -> Conversation | None:
         """One of them, where it is there."""
-        row = self._db.execute(f"{_CONVERSATION} WHERE id = ?", (conversation,)).fetchone()
-        return _conversation(row) if row else None
+        rows = self._rows(f"{_CONVERSATION} WHERE id = ?", conversation)
+        return _conversation(rows[0]) if rows else None
 
     def create(self, settings: ChatSettings, title: str = "") -> int:
         """A new, empty conversation; returns its id."""
@@ -99,10 +99,8 @@ class ChatStore:
 
     def tree(self, conversation: int) -> Tree:
         """All that was said, in all branches."""
-        rows = self._db.execute(
-            "SELECT id, parent, role, content, note, unfinished FROM turn WHERE conversation = ? ORDER BY id",
-            (conversation,),
-        )
+        sql = "SELECT id, parent, role, content, note, unfinished FROM turn WHERE conversation = ? ORDER BY id"
+        rows = self._rows(sql, conversation)
         return Tree(_turn(row) for row in rows)
 
     def add(
@@ -144,7 +142,7 @@ class ChatStore:
 
     def presets(self) -> Sequence[Preset]:
         """Those that were kept, by name."""
-        rows = self._db.execute("SELECT name, settings FROM preset ORDER BY name COLLATE NOCASE")
+        rows = self._rows("SELECT name, settings FROM preset ORDER BY name COLLATE NOCASE")
         return [Preset(name=row[0], settings=_settings.decode(row[1])) for row in rows]
 
     def keep_preset(self, preset: Preset) -> None:
@@ -157,7 +155,15 @@ class ChatStore:
         """Forget a preset."""
         self._execute("DELETE FROM preset WHERE name = ?", name)
 
-    # -- writing -----------------------------------------------------------------------------------------------------
+    # -- the file ----------------------------------------------------------------------------------------------------
+
+    def _rows(self, sql: str, *values: object) -> list[Any]:
+        """What a query finds; in a file that broke meanwhile, nothing."""
+        try:
+            return self._db.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            self._go_on_with(_memory(), error)
+            return self._db.execute(sql, values).fetchall()
 
     def _execute(self, sql: str, *values: object) -> None:
         self._write(lambda db: db.execute(sql, values))
@@ -170,22 +176,33 @@ class ChatStore:
                     return work(self._db)
             except sqlite3.Error as error:
                 self._go_on_in_memory(error)
-        raise ChatStoreError("Conversations cannot be kept, not even in memory")
+        raise ChatStoreError("Conversations cannot be kept, not even in memory.")
 
     def _go_on_in_memory(self, error: sqlite3.Error) -> None:
         """Take all there is into memory; the file stays as it is. Raises ChatStoreError where it cannot be read."""
-        sentence = f"Conversations cannot be kept in {self._path}: {error}"
-        if self._path is None or self.problem:
-            raise ChatStoreError(sentence) from None
-        memory = sqlite3.connect(":memory:", isolation_level=None)
         try:
-            self._db.backup(memory)
-            _prepare(memory)
+            self._go_on_with(_memory(self._db), error)
         except sqlite3.Error:
-            raise ChatStoreError(sentence) from None
+            raise ChatStoreError(self._sentence(error)) from None
+
+    def _go_on_with(self, memory: sqlite3.Connection, error: sqlite3.Error) -> None:
+        if self._path is None or self.problem:
+            raise ChatStoreError(self._sentence(error)) from None
         self._db.close()
         self._db = memory
-        self.problem = f"{sentence}. What comes now is kept in memory alone."
+        self.problem = f"{self._sentence(error)} What comes now is kept in memory alone."
+
+    def _sentence(self, error: Exception) -> str:
+        return f"Conversations cannot be kept in {self._path or 'memory'}: {error}."
+
+
+def _memory(source: sqlite3.Connection | None = None) -> sqlite3.Connection:
+    """Tables in memory, with what `source` has. Raises sqlite3.Error where that cannot be read."""
+    memory = sqlite3.connect(":memory:", isolation_level=None)
+    if source is not None:
+        source.backup(memory)
+    _prepare(memory)
+    return memory
 
 
 def _prepare(db: sqlite3.Connection) -> None:

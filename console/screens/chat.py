@@ -47,6 +47,8 @@ class ChatScreen(ConversationsScreen):
 
     def _ready(self) -> bool:
         """Whether there is who could answer; says so where there is not."""
+        if not self._panes:
+            return False
         if self.console.snapshot().status.state in ANSWERING:
             return True
         self.notify(NO_MODEL, severity="warning", markup=False)

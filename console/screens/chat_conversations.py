@@ -49,7 +49,7 @@ class ConversationsScreen(ConsoleScreen):
         try:
             self._store = ChatStore(self.console.chats)
         except ChatStoreError as error:
-            self.notify(f"{error.message}. New ones are kept in memory.", severity="error", markup=False)
+            self.notify(f"{error.message} New ones are kept in memory.", severity="error", markup=False)
             self._store = ChatStore(None)
         self._chat = OpenChat(self._store, None, ChatSettings())
         self._counter = DraftCounter(lambda: self._panes, self.query_one(ChatInput), self.query_one(ChatLine))
@@ -62,6 +62,10 @@ class ConversationsScreen(ConsoleScreen):
         """The console closes: what came is kept."""
         await self._halt()
         self._store.close()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Nothing works before a conversation is there."""
+        return bool(self._panes) and super().check_action(action, parameters)
 
     def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
         """Say who would answer."""
@@ -82,7 +86,8 @@ class ConversationsScreen(ConsoleScreen):
         kept = self._store.conversation(chat) if chat is not None else None
         self._chat = OpenChat(self._store, kept, settings)
         await self._show_panes()
-        self.query_one(ChatInput).ask_otherwise(None)
+        if (box := self.query_one(ChatInput)).editing is not None:
+            box.ask_otherwise(None)
         self._show_list()
 
     async def _show_panes(self) -> None:
@@ -101,6 +106,7 @@ class ConversationsScreen(ConsoleScreen):
         self._at = min(self._at, len(self._panes) - 1)
         for pane in self._panes:
             await pane.show()
+        self.refresh_bindings()
         self._changed()
 
     def _show_list(self) -> None:

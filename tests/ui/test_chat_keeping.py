@@ -209,6 +209,14 @@ async def test_counting_never_holds_the_keys() -> None:
         await until(pilot, lambda: "of 8,192 tokens" in count(pilot))
 
 
+async def test_a_draft_stays_in_the_box_when_another_conversation_is_opened(chats: Path) -> None:
+    async with console(FakeLink(), chats).run_test() as pilot:
+        await opened(pilot)
+        await pilot.press(*"draft", "ctrl+n")
+        await until(pilot, lambda: answers(pilot) == [])
+        assert pilot.app.screen.query_one(ChatInput).text == "draft"
+
+
 async def test_without_a_model_nothing_is_counted() -> None:
     link = FakeLink()
     async with console(link).run_test() as pilot:

@@ -176,6 +176,20 @@ def test_a_file_that_is_locked_later_is_left_with_one_sentence(tmp_path: Path) -
     assert [turn.content for turn in store.tree(chat).all()] == ["Q", "A"]
 
 
+def test_a_file_that_breaks_meanwhile_is_one_sentence_and_new_conversations_are_kept_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    store = ChatStore(path)
+    say(store, store.create(ChatSettings()), "kept before")
+    other = sqlite3.connect(path)
+    other.execute("DROP TABLE preset")
+    other.execute("DROP TABLE turn")
+    other.commit()
+    assert len(store.tree(1)) == 0
+    assert "no such table" in store.problem
+    say(store, store.create(ChatSettings()), "in memory")
+    assert [chat.title for chat in store.conversations()] == ["in memory"]
+
+
 def test_the_conversation_that_changed_last_comes_first(store: ChatStore) -> None:
     old, new = store.create(ChatSettings()), store.create(ChatSettings())
     say(store, old, "again")
