@@ -8,6 +8,7 @@ from typing import Any
 
 from console.called import as_link
 from console.logs import logging_to
+from console.pauses import collect_rarely
 from console.readonly import ReadOnlyLink
 from console.recording.link import ReplayLink
 from console.remote.link import RemoteLink
@@ -44,5 +45,6 @@ def _options(theme: str | None) -> dict[str, Any]:
 
 def _run(app: Any) -> int:
     with logging_to(LogRing(), log_dir(), verbose=False, stderr=False):
+        collect_rarely()
         app.run()
     return int(app.return_code or 0)

@@ -11,6 +11,7 @@ from console.called import as_link
 from console.loading import ModelChoice
 from console.local import LocalLink
 from console.logs import logging_to
+from console.pauses import collect_rarely
 from console.readonly import ReadOnlyLink
 from console.recording.recorder import recording
 from console.runtime import LoopThread, Runtime
@@ -56,6 +57,7 @@ def run_console(
                 chats=data_dir() / "chats.db",
                 refresh_hz=settings.refresh_hz,
             )
+            collect_rarely()
             with recording(local, settings.record):
                 app.run()
             code = app.return_code or 0
