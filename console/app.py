@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -63,10 +63,12 @@ class EricApp(App[None], inherit_bindings=False):
         themes_folder: Path | None = None,
         chats: Path | None = None,
         refresh_hz: int = REFRESH_HZ,
+        on_shown: Callable[[], object] = lambda: None,
     ) -> None:
         self.link = link
         self.chats = chats
         self._refresh_hz = refresh_hz
+        self._on_shown = on_shown
         self._knobs = Knobs()
         self.effects = Effects()
         self.viewed_key = ""
@@ -97,6 +99,10 @@ class EricApp(App[None], inherit_bindings=False):
             self.switch_mode(self._start)
         self.habits.settle()
         self._clock = self.set_interval(1 / self._refresh_hz, self._tick)
+
+    def on_ready(self) -> None:
+        """The first frame is on the screen."""
+        self._on_shown()
 
     def refresh_at(self, hertz: int) -> None:
         """Show new numbers that many times a second from now on."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,20 +62,20 @@ class PacedChat:
 class PastRequests:
     """RequestsLink: that of an engine behind, after `rows` requests that seem to have ended before it."""
 
-    def __init__(self, link: Any, rows: int) -> None:
-        self._link = link
+    def __init__(self, behind: Callable[[], Any], rows: int) -> None:
+        self._behind = behind
         self._rows = rows
 
     def finished(self, after: int = 0) -> tuple[int, Sequence[RequestRow]]:
         """The made-up ones first."""
         if after >= self._rows:
-            total, rows = self._link.finished(after - self._rows)
+            total, rows = self._behind().finished(after - self._rows)
             return self._rows + total, rows
         until = min(self._rows, after + _AT_ONCE)
         return until, [_row(number) for number in range(after, until)]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._link, name)
+        return getattr(self._behind(), name)
 
 
 class ProbedApp(EricApp):
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
     def make(link: Any, **options: Any) -> EricApp:
         link.conversation = PacedChat()
-        link.requests = PastRequests(link.requests, int(argv[1]))
+        link.requests = PastRequests(lambda: link.__getattr__("requests"), int(argv[1]))
         apps.append(ProbedApp(link, **options))
         return apps[0]
 

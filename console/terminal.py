@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
-from console.called import as_link
-from console.loading import ModelChoice
-from console.local import LocalLink
-from console.logs import logging_to
+from console.link import ApiStatus, EngineLink
+from console.opening import OpeningLink
 from console.pauses import collect_rarely
-from console.readonly import ReadOnlyLink
-from console.recording.recorder import recording
-from console.runtime import LoopThread, Runtime
 from console.settings import APP_NAME, Settings, data_dir, log_dir, state_dir
 from console.sources import Sources
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
     from console.app import EricApp
+    from console.loading import ModelChoice
+    from console.runtime import Runtime
 
 QUIT_PATIENCE_S = 0.4
 """What a worker gets to end by itself: whoever quits does not wait for one that hangs."""
@@ -29,46 +30,103 @@ QUIT_PATIENCE_S = 0.4
 def run_console(
     settings: Settings, choice: ModelChoice, sources: Sources, make_app: Callable[..., EricApp] | None = None
 ) -> int:
-    """Open the console and load `choice` behind it; returns the exit code when the operator leaves.
+    """Open the console, and the engine with `choice` behind it; returns the exit code when the operator leaves.
 
     sources: what the settings were made from, for the screen that shows and saves them.
     make_app: what makes the app, with EricApp's arguments, where that is not EricApp itself.
     """
     from console.app import EricApp
 
-    loop = LoopThread()
     if settings.cluster != "local":
         print(f"{APP_NAME}: joining the cluster {settings.cluster}", file=sys.stderr)
-    try:
-        opening = Runtime.open(settings, log_dir=log_dir(), state_dir=state_dir(), sources=sources)
-        runtime = loop.submit(opening).result()
-    except EngineError as error:
-        print(f"{APP_NAME}: {error.message}", file=sys.stderr)
-        loop.stop()
-        return 1
-    with logging_to(runtime.engine.log, log_dir(), verbose=settings.verbose, stderr=False):
+    with _Engine(settings, choice, sources) as engine:
+        link: Any = OpeningLink(engine.opened, ApiStatus(host=settings.host, port=settings.port))
+        app = (make_app or EricApp)(
+            _read_only(link) if settings.read_only else link,
+            theme=settings.theme,
+            chats=data_dir() / "chats.db",
+            refresh_hz=settings.refresh_hz,
+            on_shown=engine.open,
+        )
+        engine.on_failure = lambda: app.call_from_thread(app.exit)
+        collect_rarely()
+        with _recording(link, settings):
+            app.run()
+    return app.return_code or 0
+
+
+def _read_only(link: Any) -> EngineLink:
+    from console.called import as_link
+    from console.readonly import ReadOnlyLink
+
+    return as_link(ReadOnlyLink(link))
+
+
+def _recording(link: Any, settings: Settings) -> AbstractContextManager[object]:
+    if settings.record is None:
+        return contextlib.nullcontext()
+    from console.recording.recorder import recording
+
+    return recording(link, settings.record)
+
+
+class _Engine:
+    """The engine behind the screens, opened on a thread of its own once the first frame is there: what it imports would
+    hold that up. Leaving it closes all there is; what it could not be opened for is raised then.
+
+    opened: its link.  on_failure: called on that thread.
+    """
+
+    def __init__(self, settings: Settings, choice: ModelChoice, sources: Sources) -> None:
+        self.opened: Future[EngineLink] = Future()
+        self.on_failure: Callable[[], object] = lambda: None
+        self._settings = settings
+        self._choice = choice
+        self._sources = sources
+        self._left_behind = ExitStack()
+        self._thread = threading.Thread(target=self._open, name="opening", daemon=True)
+
+    def open(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def __enter__(self) -> _Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        print(f"{APP_NAME}: stopping", file=sys.stderr)
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._left_behind.close()
+        if self.opened.done() and (error := self.opened.exception()) is not None:
+            raise error
+
+    def _open(self) -> None:
         try:
-            local = LocalLink(runtime, loop)
-            link = as_link(ReadOnlyLink(local)) if settings.read_only else local
-            loop.submit(_open(runtime, choice))
-            app = (make_app or EricApp)(
-                link,
-                theme=settings.theme,
-                chats=data_dir() / "chats.db",
-                refresh_hz=settings.refresh_hz,
-            )
-            collect_rarely()
-            with recording(local, settings.record):
-                app.run()
-            code = app.return_code or 0
-        finally:
-            print(f"{APP_NAME}: stopping", file=sys.stderr)
-            loop.submit(runtime.close(drain_s=0.0, patience_s=QUIT_PATIENCE_S)).result()
-            loop.stop()
-    return code
+            self.opened.set_result(self._link())
+        except Exception as error:
+            self.opened.set_exception(error)
+            with contextlib.suppress(RuntimeError):  # the app has ended already
+                self.on_failure()
+
+    def _link(self) -> EngineLink:
+        from console.local import LocalLink
+        from console.logs import logging_to
+        from console.runtime import LoopThread, Runtime
+
+        loop = LoopThread()
+        self._left_behind.callback(loop.stop)
+        opening = Runtime.open(self._settings, log_dir=log_dir(), state_dir=state_dir(), sources=self._sources)
+        runtime = loop.submit(opening).result()
+        verbose = self._settings.verbose
+        self._left_behind.enter_context(logging_to(runtime.engine.log, log_dir(), verbose=verbose, stderr=False))
+        closing = partial(runtime.close, drain_s=0.0, patience_s=QUIT_PATIENCE_S)
+        self._left_behind.callback(lambda: loop.submit(closing()).result())
+        loop.submit(_load(runtime, self._choice))
+        return cast("EngineLink", LocalLink(runtime, loop))
 
 
-async def _open(runtime: Runtime, choice: ModelChoice) -> None:
+async def _load(runtime: Runtime, choice: ModelChoice) -> None:
     """Start engine and API, then load. What fails is in the snapshot and the log, where the screens show it."""
     with contextlib.suppress(EngineError):
         await runtime.start()
