@@ -95,6 +95,7 @@ class EricApp(App[None], inherit_bindings=False):
 
     def on_mount(self) -> None:
         """Start the clock."""
+        self.effects.look(self.snapshot())
         if self._start is not None:
             self.switch_mode(self._start)
         self.habits.settle()
