@@ -32,6 +32,12 @@ class Mode:
         return make
 
 
+def import_screens() -> None:
+    """Import what the screens need, so that a key that opens one for the first time need not; on any thread."""
+    for mode in MODES:
+        import_module(mode.module)
+
+
 MODES: tuple[Mode, ...] = (
     Mode("dashboard", "1", "Dashboard", "console.screens.dashboard", "DashboardScreen"),
     Mode("models", "2", "Models", "console.screens.models", "ModelsScreen"),

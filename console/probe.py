@@ -25,9 +25,18 @@ from console.terminal import run_console
 from engine.config import SamplingParams
 from engine.snapshot import RequestRow
 
-BEAT_S = 0.01
+BEAT_S = 0.02
 WORD_S = 0.02
-_SAID = ("The **queue** ", "holds what ", "waits; `max_prompts` ", "says how many ", "a worker takes.\n\n", "* so\n")
+_SAID = """The **queue** holds what waits, and `max_prompts` says how many requests a worker works on at once. Each of
+them has its own pages of keys and values, so that more of them at once need more memory; what is left over keeps the
+prefixes of earlier prompts, which need not be computed again. When a worker is full, the next request waits until one
+of those before it has ended, and the console shows for how long. A worker more takes half of them.
+
+* **One worker** is best where memory is short.
+* **More workers** are best where cores wait for each other, or cards lie idle.
+* Watch the time to the first token while you turn a knob: the page *Tune* compares it before and after.
+
+"""
 _CONTEXT = 1 << 20
 _AT_ONCE = 500
 
@@ -45,13 +54,14 @@ class PacedChat:
     async def chat(
         self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
     ) -> AsyncIterator[ChatDelta]:
-        """A few words every WORD_S."""
+        """A word every WORD_S."""
         tokens = 0
         while True:
-            for words in _SAID:
-                await asyncio.sleep(WORD_S)
-                tokens += 1
-                yield ChatDelta(text=words, output_tokens=tokens, tokens_per_s=1 / WORD_S)
+            for line in _SAID.splitlines(keepends=True):
+                for piece in line.split(" "):
+                    await asyncio.sleep(WORD_S)
+                    tokens += 1
+                    yield ChatDelta(text=piece if piece.endswith("\n") else f"{piece} ", output_tokens=tokens)
 
     async def count_tokens(self, messages: Sequence[ChatMessage], draft: str, model: str = "") -> DraftCount:
         """Its words, with room for all."""

@@ -277,7 +277,7 @@ class Settings(BaseModel):
         int,
         Flag("Console", "N", when="now"),
         Field(ge=1, le=10, description="Times a second that the screen shows new numbers"),
-    ] = 4
+    ] = 2
     read_only: Annotated[bool, Flag("Console"), Field(description="The screens show everything and change nothing")] = (
         False
     )

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from console.link import ApiStatus, EngineLink
+from console.modes import import_screens
 from console.opening import OpeningLink
 from console.pauses import collect_rarely
 from console.settings import APP_NAME, Settings, data_dir, log_dir, state_dir
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from console.loading import ModelChoice
     from console.runtime import Runtime
 
-QUIT_PATIENCE_S = 0.4
+QUIT_PATIENCE_S = 0.1
 """What a worker gets to end by itself: whoever quits does not wait for one that hangs."""
 
 
@@ -103,11 +104,14 @@ class _Engine:
 
     def _open(self) -> None:
         try:
-            self.opened.set_result(self._link())
+            link = self._link()
         except Exception as error:
             self.opened.set_exception(error)
             with contextlib.suppress(RuntimeError):  # the app has ended already
                 self.on_failure()
+        else:
+            self.opened.set_result(link)
+            import_screens()
 
     def _link(self) -> EngineLink:
         from console.local import LocalLink

@@ -31,8 +31,9 @@ PAST_REQUESTS = 10_000
 PAST_TOKENS = 100_000
 PAST_TURNS = 400
 KEY_PAUSE_S = 0.25
+SETTLE_S = 2.0
 _F = {"dashboard": b"\x1bOP", "chat": b"\x1bOR", "requests": b"\x1bOS", "logs": b"\x1b[18~"}
-_SHOWN = {"dashboard": "Throughput", "requests": "filters by id", "logs": "and above"}
+_SHOWN = {"dashboard": "Throughput", "requests": "filters by id", "logs": "then a word"}
 """What stands on a screen and on no other."""
 _CHAT_SHOWN = "of 1,048,576 tokens"
 
@@ -71,6 +72,7 @@ async def measure_screen(model: str, clients: int, seconds: float, show: Show) -
             first_frame_s = await console.first_frame_s()
             await console.ready()
             show("leaving it alone")
+            await asyncio.sleep(SETTLE_S)
             idle = await console.cpu_share(seconds)
             show(f"{clients} clients and a chat that streams")
             fresh = await _under_load(console, clients, seconds)

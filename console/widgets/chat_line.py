@@ -57,4 +57,5 @@ class ChatLine(Horizontal):
         """None: there is nobody who could count."""
         line, warning = count_line(count, max_tokens) if count is not None else ("", False)
         self.set_class(warning, "-warning")
-        self.query_one("#count", Static).update(fitted(self.app, Content(("▲ " if warning else "") + line)))
+        count_now = fitted(self.app, Content(("▲ " if warning else "") + line))
+        self.query_one("#count", Static).update(count_now, layout=False)

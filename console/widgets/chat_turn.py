@@ -17,9 +17,10 @@ from textual.widget import Widget
 from textual.widgets import Markdown, Static
 
 from console.chats import Turn, TurnNote
+from console.widgets.chat_markdown import ChatMarkdown
 from console.widgets.glyphs import fitted
 
-MIN_INTERVAL_S = 0.06
+MIN_INTERVAL_S = 0.1
 LOOP_SHARE = 0.2
 
 _FINISH = {"length": "cut off at max tokens", "cancelled": "stopped", "error": "failed"}
@@ -77,6 +78,7 @@ class Foot(Static):
         super().__init__(markup=False)
         self._turn_id = turn_id
         self._shown: tuple[object, ...] = ()
+        self._rows = 0
 
     def show(self, words: str, place: Place, actions: Sequence[tuple[str, str]], *, failed: bool = False) -> None:
         """words: what is said first; actions: (action, how it is called)."""
@@ -90,7 +92,8 @@ class Foot(Static):
         lines = [line for line in (Content(words), Content("  ").join(below)) if line.plain]
         self.set_class(failed, "-failed")
         self.set_class(not lines, "-empty")
-        self.update(fitted(self.app, Content("\n").join(lines)))
+        taller, self._rows = len(lines) != self._rows, len(lines)
+        self.update(fitted(self.app, Content("\n").join(lines)), layout=taller)
 
     def action_press(self, action: str) -> None:
         """A click on one of them."""
@@ -191,7 +194,7 @@ class Answer(TurnWidget):
 
     def compose(self) -> ComposeResult:
         """Text above, numbers below."""
-        yield Markdown(self.turn.content, open_links=False)
+        yield ChatMarkdown(self.turn.content, open_links=False)
         yield Foot(self.turn.id)
 
     def on_mount(self) -> None:
