@@ -10,7 +10,7 @@ run: $(VENV)/.run
 	@$(BIN)/ericllm $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

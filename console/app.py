@@ -64,11 +64,13 @@ class EricApp(App[None], inherit_bindings=False):
         chats: Path | None = None,
         refresh_hz: int = REFRESH_HZ,
         on_shown: Callable[[], object] = lambda: None,
+        on_leaving: Callable[[], object] = lambda: None,
     ) -> None:
         self.link = link
         self.chats = chats
         self._refresh_hz = refresh_hz
         self._on_shown = on_shown
+        self._on_leaving = on_leaving
         self._knobs = Knobs()
         self.effects = Effects()
         self.viewed_key = ""
@@ -104,6 +106,11 @@ class EricApp(App[None], inherit_bindings=False):
     def on_ready(self) -> None:
         """The first frame is on the screen."""
         self._on_shown()
+
+    def exit(self, *arguments: Any, **options: Any) -> None:
+        """Leave; what is behind the screens may begin to end meanwhile."""
+        self._on_leaving()
+        super().exit(*arguments, **options)
 
     def refresh_at(self, hertz: int) -> None:
         """Show new numbers that many times a second from now on."""

@@ -25,7 +25,7 @@ from console.terminal import run_console
 from engine.config import SamplingParams
 from engine.snapshot import RequestRow
 
-BEAT_S = 0.02
+BEAT_S = 0.05
 WORD_S = 0.02
 _SAID = """The **queue** holds what waits, and `max_prompts` says how many requests a worker works on at once. Each of
 them has its own pages of keys and values, so that more of them at once need more memory; what is left over keeps the

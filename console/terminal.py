@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from console.link import ApiStatus, EngineLink
@@ -48,6 +47,7 @@ def run_console(
             chats=data_dir() / "chats.db",
             refresh_hz=settings.refresh_hz,
             on_shown=engine.open,
+            on_leaving=engine.begin_to_close,
         )
         engine.on_failure = lambda: app.call_from_thread(app.exit)
         collect_rarely()
@@ -85,11 +85,18 @@ class _Engine:
         self._choice = choice
         self._sources = sources
         self._left_behind = ExitStack()
+        self._close: Callable[[], Future[None]] | None = None
+        self._closing: Future[None] | None = None
         self._thread = threading.Thread(target=self._open, name="opening", daemon=True)
 
     def open(self) -> None:
         """Begin."""
         self._thread.start()
+
+    def begin_to_close(self) -> None:
+        """Begin to end what there is; `with` waits for it."""
+        if self._close is not None and self._closing is None:
+            self._closing = self._close()
 
     def __enter__(self) -> _Engine:
         return self
@@ -98,6 +105,7 @@ class _Engine:
         print(f"{APP_NAME}: stopping", file=sys.stderr)
         if self._thread.ident is not None:
             self._thread.join()
+        self.begin_to_close()
         self._left_behind.close()
         if self.opened.done() and (error := self.opened.exception()) is not None:
             raise error
@@ -124,8 +132,8 @@ class _Engine:
         runtime = loop.submit(opening).result()
         verbose = self._settings.verbose
         self._left_behind.enter_context(logging_to(runtime.engine.log, log_dir(), verbose=verbose, stderr=False))
-        closing = partial(runtime.close, drain_s=0.0, patience_s=QUIT_PATIENCE_S)
-        self._left_behind.callback(lambda: loop.submit(closing()).result())
+        self._left_behind.callback(lambda: self._closing.result() if self._closing is not None else None)
+        self._close = lambda: loop.submit(runtime.close(drain_s=0.0, patience_s=QUIT_PATIENCE_S))
         loop.submit(_load(runtime, self._choice))
         return cast("EngineLink", LocalLink(runtime, loop))
 
