@@ -41,7 +41,7 @@ async def main() -> None:
         loop = LoopThread()
         opened = Runtime.open(load_settings(flags), log_dir=Path(folder), state_dir=Path(folder))
         runtime = await asyncio.wrap_future(loop.submit(opened))
-        app = EricApp(LocalLink(runtime, loop), chats=Path(folder) / "chats.db")
+        app = EricApp(LocalLink(runtime, loop), theme="ericllm-dark", chats=Path(folder) / "chats.db")
         try:
             await asyncio.wrap_future(loop.submit(runtime.start()))
             await asyncio.wrap_future(loop.submit(runtime.load("demo")))
@@ -60,10 +60,7 @@ async def _take(pilot: Pilot[None]) -> None:
     await pilot.press("n")
     await pilot.pause(2)
     _save(pilot, "insight")
-    await pilot.press("escape", "2")
-    await pilot.pause(2)
-    _save(pilot, "models")
-    await pilot.press("3")
+    await pilot.press("escape", "3")
     await pilot.pause(1)
     for question in ("What does max_prompts do?", "And how many workers do I need?"):
         await pilot.press(*question, "enter")
