@@ -46,9 +46,9 @@ class StepCost:
         """The prices now; none is negative."""
         return StepPrice(*(max(0.0, price) for price in self._prices))
 
-    def observe(self, step_s: float, prompt_tokens: int, answers: int) -> None:
+    def observe(self, step_s: float, prompt_tokens: float, answers: float) -> None:
         """A step took `step_s` for so many prompt tokens and answers gone on with."""
-        features = (1.0, float(prompt_tokens), float(answers))
+        features = (1.0, prompt_tokens, answers)
         self._grow_doubt(_DRIFT)
         expected_s = _dot(features, self._prices)
         spread = [_dot(features, row) for row in self._doubt]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.backends.base import BackendStats
 from engine.dispatch.prefixes import PrefixMemory
 from engine.dispatch.step_cost import StepCost
-from engine.worker.protocol import RequestOutput, StepBatch
+from engine.worker.protocol import StepBatch
 
 
 class WorkerView:
@@ -48,8 +48,3 @@ class WorkerView:
         for output in batch.outputs if self._missing else ():
             if output.token_ids or output.finish is not None:
                 self._missing.pop(output.request_id, None)
-
-
-def goes_on(output: RequestOutput) -> bool:
-    """Whether it is of an answer that a step went on with, rather than of a prompt that it finished."""
-    return bool(output.token_ids) and output.cached_tokens is None

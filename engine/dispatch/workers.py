@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine.backends.prefix import page_keys
 from engine.dispatch.choose import Offer, Slot, choose, may_wait
 from engine.dispatch.step_cost import StepCost
-from engine.dispatch.worker import WorkerView, goes_on
+from engine.dispatch.worker import WorkerView
 from engine.request import Request
 from engine.worker.protocol import StepBatch
 
@@ -80,9 +80,8 @@ class Workers:
             return  # nothing was sent there yet, or it is forgotten
         prompt_tokens = view.prompt_tokens(batch.stats)
         if batch.step_s > 0:
-            answers = sum(map(goes_on, batch.outputs))
             for cost in (view.cost, self._typical_cost):
-                cost.observe(batch.step_s, prompt_tokens // batch.steps, answers)
+                cost.observe(batch.step_s, prompt_tokens / batch.steps, batch.answers / batch.steps)
         view.progressed(batch)
         for output in batch.outputs:
             running = self._running.get(output.request_id)

@@ -191,7 +191,7 @@ class WorkerLoop:
     # --- steps ----------------------------------------------------------------------------------------
 
     def _step(self, backend: Backend) -> None:
-        started_s = time.monotonic()
+        started_s, answers = time.monotonic(), 0
         self._unchecked = True
         try:
             events = backend.step()
@@ -200,10 +200,11 @@ class WorkerLoop:
         else:
             self._failed_steps = 0
             for event in events:
+                answers += event.token_id is not None and event.cached_tokens is None
                 self._apply(event, backend)
             for answer in [answer for answer in self._answers.values() if answer.rewinding]:
                 self._rewind(answer, backend)
-        if self._outbox.stepped(started_s, time.monotonic()):
+        if self._outbox.stepped(started_s, time.monotonic(), answers):
             self._send_batch(everything=False)
 
     def _apply(self, event: TokenEvent, backend: Backend) -> None:
@@ -265,14 +266,15 @@ class WorkerLoop:
         now_s = time.monotonic()
         if now_s - self._gauged_s >= GAUGE_S:
             self._gauged_s, self._rss_bytes = now_s, self._process.memory_info().rss
-        steps, stepped_s = self._outbox.steps, self._outbox.stepped_s
+        done = self._outbox.done
         backend = self._replica.backend if self._replica is not None else None
         self._channel.send(
             protocol.StepBatch(
                 outputs=self._outbox.take(everything=everything),
                 stats=backend.stats() if backend is not None else BackendStats(),
-                steps=steps,
-                step_s=stepped_s / steps if steps else 0.0,
+                steps=done.steps,
+                step_s=done.seconds / done.steps if done.steps else 0.0,
+                answers=done.answers,
                 rss_bytes=self._rss_bytes,
                 prefix=backend.prefix_changes() if backend is not None else PrefixChanges(),
             )

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from engine.worker.answer import Output
 from engine.worker.protocol import RequestOutput
 
 HELD_S = 0.02
 CROWD = 8
+
+
+@dataclass(slots=True)
+class Done:
+    """What was done since the engine was told something: steps, their seconds, and tokens of answers gone on with."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    answers: int = 0
 
 
 class Outbox:
@@ -19,8 +30,7 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.stepped_s = 0.0
+        self.done = Done()
         self._outputs: dict[str, Output] = {}
         self._since_s = 0.0
         self._held = False
@@ -41,20 +51,22 @@ class Outbox:
         """Tell nothing of a request."""
         self._outputs.pop(request_id, None)
 
-    def stepped(self, began_s: float, ended_s: float) -> bool:
-        """A step ran from `began_s` to `ended_s`, on the worker's clock; whether something is to be sent now."""
+    def stepped(self, began_s: float, ended_s: float, answers: int) -> bool:
+        """A step ran from `began_s` to `ended_s`, on the worker's clock, and went on with so many answers; whether
+        something is to be sent now."""
         if not self._held:
             self._since_s = ended_s
         step_s = ended_s - began_s
-        self.steps += 1
-        self.stepped_s += step_s
+        self.done.steps += 1
+        self.done.seconds += step_s
+        self.done.answers += answers
         self._held = len(self._outputs) >= CROWD and ended_s + step_s - self._since_s <= HELD_S
         return not self._held or any(output.urgent for output in self._outputs.values())
 
     def take(self, *, everything: bool = True) -> list[RequestOutput]:
         """Take out the outputs that have something to tell, only the urgent ones of those that are held unless
-        `everything` is asked for; steps are counted anew."""
-        self.steps, self.stepped_s = 0, 0.0
+        `everything` is asked for; what was done is counted anew."""
+        self.done = Done()
         taken = self._outputs
         if self._held and not everything:
             taken = {request_id: output for request_id, output in taken.items() if output.urgent}

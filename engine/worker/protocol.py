@@ -144,11 +144,13 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """What steps brought, with the gauges after them. Sent after steps, and once a second when idle.
 
     steps: how many, 0 when idle; several short ones may be told together.  step_s: what one of them took.
+    answers: tokens of theirs that went on with an answer, told or still held; first tokens belong to prompts.
     """
 
     outputs: list[RequestOutput]
     stats: BackendStats
     steps: int = 1
+    answers: int = 0
     step_s: float = 0.0
     rss_bytes: int = 0
     prefix: PrefixChanges = PrefixChanges()

@@ -59,6 +59,7 @@ class SimulatedWorker:
         live = (*self.scheduler.running, *self.scheduler.waiting)
         return StepBatch(
             outputs=outputs,
+            answers=answers,
             step_s=price.fixed_s + (fed - answers) * price.prompt_token_s + answers * price.answer_s,
             stats=BackendStats(
                 prompt_tokens_computed=counters.prompt_tokens_computed,

@@ -19,11 +19,11 @@ def test_short_steps_of_many_requests_are_told_together_within_the_limit() -> No
     for step in range(1, 9):
         fill(outbox, token=step)
         ended_s += SHORT_S
-        told.append(outbox.stepped(ended_s - SHORT_S, ended_s))
+        told.append(outbox.stepped(ended_s - SHORT_S, ended_s, CROWD))
         if told[-1]:
             break
     assert told == [False, False, False, False, True]
-    assert (outbox.steps, round(outbox.stepped_s / SHORT_S)) == (5, 5)
+    assert (outbox.done.steps, round(outbox.done.seconds / SHORT_S), outbox.done.answers) == (5, 5, 5 * CROWD)
     assert [output.token_ids for output in outbox.take()] == [[1, 2, 3, 4, 5]] * CROWD
     assert not outbox.holds
 
@@ -31,26 +31,33 @@ def test_short_steps_of_many_requests_are_told_together_within_the_limit() -> No
 def test_few_requests_are_told_at_every_step() -> None:
     outbox = Outbox()
     fill(outbox, CROWD - 1)
-    assert outbox.stepped(0.0, SHORT_S)
+    assert outbox.stepped(0.0, SHORT_S, CROWD)
 
 
 def test_long_steps_are_told_one_by_one() -> None:
     outbox = Outbox()
     fill(outbox)
-    assert outbox.stepped(0.0, HELD_S * 1.1)
+    assert outbox.stepped(0.0, HELD_S * 1.1, CROWD)
 
 
-def test_a_first_token_and_an_end_go_at_once_with_all_that_is_held() -> None:
+def test_a_first_token_and_an_end_go_at_once_and_the_others_when_they_are_due() -> None:
     for urgent in ("first", "end"):
         outbox = Outbox()
         fill(outbox)
-        assert not outbox.stepped(0.0, SHORT_S)
+        assert not outbox.stepped(0.0, SHORT_S, CROWD)
         fill(outbox)
         if urgent == "first":
             outbox.of("new").cached_tokens = 0
+            outbox.of("new").token_ids.append(9)
         else:
             outbox.of("r0").finish = "stop"
-        assert outbox.stepped(SHORT_S, 2 * SHORT_S)
+        assert outbox.stepped(SHORT_S, 2 * SHORT_S, CROWD)
+        told = outbox.take(everything=False)
+        assert [output.request_id for output in told] == ["new" if urgent == "first" else "r0"]
+        assert outbox.holds
+        left = {output.request_id for output in outbox.take()}
+        assert left == {f"r{number}" for number in range(urgent == "end", CROWD)}
+        assert not outbox.holds
 
 
 def test_what_is_dropped_is_not_told() -> None:

@@ -365,6 +365,20 @@ async def test_a_failed_step_keeps_what_short_steps_before_it_brought(start_work
     assert finishes == ["error"] * CROWD
 
 
+async def test_what_steps_went_on_with_is_counted_once_though_ends_are_told_before_the_rest(start_worker, model_folder):
+    """What the dispatcher learns of a step's cost would be wrong if steps were told with only those that ended."""
+    probe = await start_worker(FakeBackend())
+    await probe.load(model_folder, max_prompts=2 * CROWD)
+    ids = [f"r{number}" for number in range(2 * CROWD)]
+    probe.send(*(submit_command(request_id, max_tokens=10 + at) for at, request_id in enumerate(ids)))
+    live, batches = set(ids), []
+    while live:
+        batches.append(await probe.wait_for(StepBatch))
+        live -= {output.request_id for output in batches[-1].outputs if output.finish is not None}
+    assert sum(batch.answers for batch in batches) == sum(9 + at for at in range(len(ids)))
+    assert any(len(output.token_ids) > 1 for batch in batches for output in batch.outputs)
+
+
 async def test_unloading_happens_when_the_worker_ends(start_worker, model_folder):
     backend = FakeBackend()
     probe = await start_worker(backend)
