@@ -30,7 +30,7 @@ from engine.backends.torch.pages import PagePool
 from engine.backends.torch.refusals import refuse_unknown_tokens
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampledToken, SampleRow, sample
-from engine.backends.torch.scheduler import Plan, Scheduler
+from engine.backends.torch.scheduler import NO_GUESSES, Plan, Scheduler
 from engine.backends.torch.warm_up import warm_up
 from engine.config import AdapterSpec, ModelSpec
 from engine.errors import InvalidRequest, LoadCancelled
@@ -166,7 +166,7 @@ class TorchBackend:
         events: list[TokenEvent] = []
         admit = True
         while True:
-            plan = self._scheduler.plan(admit=admit, guesses=self._guess())
+            plan = self._scheduler.plan(admit=admit, guesses=self._guess() if admit else NO_GUESSES)
             events += [self._end(sequence.id, "length") for sequence in plan.exhausted]
             if not plan.chunks:
                 return events
@@ -189,6 +189,8 @@ class TorchBackend:
 
     def _guess(self) -> dict[str, Sequence[int]]:
         """Tokens ahead of the requests, where the next step does nothing but go on with answers."""
+        if not self._guesses.most:
+            return {}
         scheduler = self._loaded()[1]
         decoding = [sequence.id for sequence in scheduler.running if sequence.missing == 1]
         if scheduler.waiting or len(decoding) < len(scheduler.running):
@@ -269,10 +271,13 @@ class TorchBackend:
             for sequence, chunk in zip(plan.sampled, chunks, strict=True)
             for tokens in range(chunk.sampled)
         ]
-        drawn = iter(sample(logits, rows) if rows else ())
+        drawn = sample(logits, rows) if rows else []
         if len(rows) == sum(len(chunk.token_ids) for chunk in plan.chunks):
             self._guesses.stepped(len(rows), time.perf_counter() - began_s)
-        return [_kept(chunk, list(itertools.islice(drawn, chunk.sampled))) for chunk in chunks]
+        if len(rows) == len(chunks):  # nothing was guessed
+            return [[] if token is None else [token] for token in drawn]
+        left = iter(drawn)
+        return [_kept(chunk, list(itertools.islice(left, chunk.sampled))) for chunk in chunks]
 
     def _commit(self, plan: Plan, tokens: list[list[SampledToken]]) -> list[TokenEvent]:
         sampled = plan.sampled
