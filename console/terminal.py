@@ -37,9 +37,11 @@ def run_console(
     """
     from console.app import EricApp
 
-    if settings.cluster != "local":
-        print(f"{APP_NAME}: joining the cluster {settings.cluster}", file=sys.stderr)
     with _Engine(settings, choice, sources) as engine:
+        if settings.cluster != "local":  # which takes too long to have a screen wait for it
+            print(f"{APP_NAME}: joining the cluster {settings.cluster}", file=sys.stderr)
+            engine.open()
+            engine.opened.result()
         link: Any = OpeningLink(engine.opened, ApiStatus(host=settings.host, port=settings.port))
         app = (make_app or EricApp)(
             _read_only(link) if settings.read_only else link,
@@ -90,8 +92,9 @@ class _Engine:
         self._thread = threading.Thread(target=self._open, name="opening", daemon=True)
 
     def open(self) -> None:
-        """Begin."""
-        self._thread.start()
+        """Begin; nothing happens where it has begun."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def begin_to_close(self) -> None:
         """Begin to end what there is; `with` waits for it."""
