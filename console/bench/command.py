@@ -12,7 +12,8 @@ import msgspec
 from console.bench.overhead import OverheadReport, measure_overhead, overhead_text
 from console.bench.plan import plan_for
 from console.bench.progress import Progress
-from console.bench.screen import ScreenReport, measure_screen, screen_text
+from console.bench.screen import measure_screen
+from console.bench.screen_report import ScreenReport, screen_text
 from console.bench.workers import WorkersReport, measure_workers, workers_text
 
 _DESCRIPTION = (

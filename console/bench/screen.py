@@ -20,7 +20,7 @@ import psutil
 
 from console.bench.progress import Show
 from console.bench.pty_child import PtyChild
-from console.bench.table import table
+from console.bench.screen_report import Goal, ScreenReport
 from console.chats.kept import ChatSettings
 from console.chats.store import ChatStore
 from console.settings import APP_NAME
@@ -36,30 +36,6 @@ _F = {"dashboard": b"\x1bOP", "chat": b"\x1bOR", "requests": b"\x1bOS", "logs": 
 _SHOWN = {"dashboard": "Throughput", "requests": "filters by id", "logs": "then a word"}
 """What stands on a screen and on no other."""
 _CHAT_SHOWN = "of 1,048,576 tokens"
-
-
-class Goal(msgspec.Struct, frozen=True):
-    """A number that was measured beside the number it is to stay under, in the same unit."""
-
-    name: str
-    value: float
-    limit: float
-    unit: str
-
-    @property
-    def met(self) -> bool:
-        """Whether it stayed under."""
-        return self.value < self.limit
-
-
-class ScreenReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured. keys: presses that were timed; tokens_per_s: of all clients together."""
-
-    clients: int
-    seconds: float
-    keys: int
-    tokens_per_s: float
-    goals: tuple[Goal, ...]
 
 
 async def measure_screen(model: str, clients: int, seconds: float, show: Show) -> ScreenReport:
@@ -284,19 +260,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def screen_text(report: ScreenReport) -> str:
-    """The report for a person."""
-    rows = [
-        [goal.name, f"{goal.value:.1f} {goal.unit}", f"{goal.limit:g} {goal.unit}", "yes" if goal.met else "NO"]
-        for goal in report.goals
-    ]
-    return "\n".join(
-        (
-            f"{report.clients} clients that stream {report.tokens_per_s:.0f} chunks/s, "
-            f"{report.seconds:g} s of each, {report.keys} keys pressed",
-            "",
-            table(["", "measured", "goal: under", "met"], rows),
-        )
-    )
