@@ -21,6 +21,7 @@ from console.link import EngineLink
 from console.pace import is_news
 from console.screens.base import ConsoleRow, Live
 from console.standing import Standing, standing_of
+from console.stylesheet import Stylesheet
 from console.theme import AUTO_THEME, variable_defaults
 from console.widgets import text
 from console.widgets.glyphs import key_name, wants_ascii
@@ -82,6 +83,7 @@ class EricApp(App[None], inherit_bindings=False):
         self.set_class(wants_ascii(), "-ascii")
         self.habits = Habits(self, themes_folder)
         self.habits.wear(theme or AUTO_THEME)
+        self.stylesheet = Stylesheet(variables=self.get_css_variables())
 
     def get_key_display(self, binding: Binding) -> str:
         """The key in characters that the terminal has."""

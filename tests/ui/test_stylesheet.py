@@ -1,0 +1,52 @@
+"""The console's stylesheet: parsed once, and anew for another theme."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from textual.css import stylesheet
+
+from console.app import EricApp
+from console.modes import MODES
+from tests.fakes import scenes
+from tests.fakes.link import FakeLink
+from tests.ui.seen import until
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Any]]:
+    """How often each piece of CSS was parsed, by where it is from."""
+    counts: Counter[Any] = Counter()
+    parse = stylesheet.parse
+
+    def counting(scope: str, css: str, read_from: Any, **how: Any) -> Any:
+        counts[read_from, scope, how["tie_breaker"]] += 1
+        return parse(scope, css, read_from, **how)
+
+    monkeypatch.setattr(stylesheet, "parse", counting)
+    yield counts
+
+
+async def test_opening_screens_parses_nothing_that_was_parsed_before(parsed: Counter[Any]) -> None:
+    app = EricApp(FakeLink(scenes.busy()))
+    async with app.run_test(size=(120, 40)) as pilot:
+        for mode in MODES:
+            await pilot.press(f"f{mode.digit}")
+            await until(pilot, lambda mode=mode: app.current_mode == mode.name and app.screen.is_mounted)
+            await pilot.pause()
+    assert parsed and max(parsed.values()) == 1
+
+
+async def test_another_theme_parses_all_anew_and_is_seen(parsed: Counter[Any]) -> None:
+    app = EricApp(FakeLink(scenes.busy()), theme="ericllm-dark")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        before, dark = set(parsed), app.screen.styles.background
+        parsed.clear()
+        app.habits.wear("ericllm-light")
+        await until(pilot, lambda: app.screen.styles.background != dark)
+        await pilot.pause()
+    assert before <= set(parsed) and max(parsed.values()) == 1
