@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from engine.backends.base import BackendStats, DraftPosition, FinishReason
+from engine.insight_values import Goodput, Insight, Lengths, Session, Spread
 from engine.metrics import WINDOW_S, Rate
-from engine.snapshot import Goodput, Insight, Lengths, Session, Spread
 
 LENGTH_BOUNDS = tuple(2**power for power in range(4, 18))
 RELATIVE_ERROR = 0.01

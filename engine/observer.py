@@ -14,9 +14,9 @@ from engine.devices.cpu_limits import LimitsFile, measure_cpu
 from engine.energy import EnergyFile, EnergyMeter, Power, day_of, power_of, summed
 from engine.errors import EngineBusy
 from engine.insight import SessionCounter, Slo
+from engine.insight_values import Energy, Insight
 from engine.replica import Replica
 from engine.sampler import DeviceSampler
-from engine.snapshot import Energy, Insight
 from engine.work import WorkerNow, WorkMeter
 
 SAVE_S = 60.0

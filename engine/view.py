@@ -11,10 +11,11 @@ from engine.deployment import Deployment
 from engine.desk import Desk
 from engine.devices import account
 from engine.fleet import Fleet
+from engine.insight_values import Insight
 from engine.metrics import E2E, ITL, TTFT, Metrics
 from engine.replica import Replica
 from engine.roster import Roster
-from engine.snapshot import DeviceReading, Insight, ModelReading, ModelStatus, RequestRow, Snapshot
+from engine.snapshot import DeviceReading, ModelReading, ModelStatus, RequestRow, Snapshot
 
 
 def build_snapshot(

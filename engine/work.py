@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from engine.backends.base import BackendStats, LoadedModel
 from engine.devices.accounts import shares_of
-from engine.snapshot import DeviceLimits, DeviceReading, DeviceWork
+from engine.insight_values import DeviceWork
+from engine.snapshot import DeviceLimits, DeviceReading
 
 WINDOW_S = 4.0
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.snapshot import DeviceWork, Insight
+from engine.insight_values import DeviceWork, Insight
 
 
 def insight_families(insight: Insight, labels: Mapping[str, str]) -> Iterator[Metric]:

@@ -8,7 +8,7 @@ from textual.content import Content
 
 from console.widgets import text
 from console.widgets.plot import draw
-from engine.snapshot import Lengths
+from engine.insight_values import Lengths
 
 _ROWS = 4
 _WIDEST = 6

@@ -12,7 +12,8 @@ from console.widgets.bars import Part, stack
 from console.widgets.insight_charts import gauge, histogram, percent, share_bars
 from console.widgets.insight_numbers import clock, cost, duration, energy, of_limit, scaled, short, tokens
 from console.widgets.names import device_name
-from engine.snapshot import DeviceReading, DeviceWork, Goodput, Lengths, Snapshot, Spread
+from engine.insight_values import DeviceWork, Goodput, Lengths, Spread
+from engine.snapshot import DeviceReading, Snapshot
 
 _NAME = 11
 _COLUMN = 8

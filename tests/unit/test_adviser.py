@@ -15,7 +15,8 @@ from console.adviser.adviser import RULES
 from console.adviser.evidence import Counts, Evidence
 from engine.backends.base import BackendStats
 from engine.config import DeviceShare
-from engine.snapshot import Goodput, Insight, Percentiles, RequestRow, Second, Snapshot, Totals
+from engine.insight_values import Goodput, Insight
+from engine.snapshot import Percentiles, RequestRow, Second, Snapshot, Totals
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.scenes import GIB, NOW
 

@@ -17,8 +17,8 @@ from engine.insight import (
     SessionCounter,
     Slo,
 )
+from engine.insight_values import Insight
 from engine.metrics import percentile
-from engine.snapshot import Insight
 
 
 def answer(**changes: object) -> Ended:

@@ -12,17 +12,8 @@ from console.widgets import insight_words as words
 from console.widgets.insight_charts import gauge, histogram, percent, share_bars
 from console.widgets.insight_numbers import cost, duration, energy, of_limit, scaled, short, tokens
 from console.widgets.insight_words import Room
-from engine.snapshot import (
-    DeviceLimits,
-    DeviceReading,
-    DeviceWork,
-    Energy,
-    Goodput,
-    Insight,
-    Lengths,
-    Session,
-    Snapshot,
-)
+from engine.insight_values import DeviceWork, Energy, Goodput, Insight, Lengths, Session
+from engine.snapshot import DeviceLimits, DeviceReading, Snapshot
 from tests.fakes import insight_scenes, scenes
 
 ROOM = Room(54)

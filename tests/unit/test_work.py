@@ -14,7 +14,8 @@ from engine.devices.cpu_limits import LimitsFile, measure_cpu
 from engine.devices.limits import nvidia_limits
 from engine.doctor.child import ProbeFailed
 from engine.errors import EngineError
-from engine.snapshot import DeviceLimits, DeviceReading, DeviceWork
+from engine.insight_values import DeviceWork
+from engine.snapshot import DeviceLimits, DeviceReading
 from engine.work import WorkerNow, WorkMeter
 
 GIB = 2**30
