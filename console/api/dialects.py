@@ -1,7 +1,7 @@
 """The dialects: ways of asking that clients know from elsewhere. The table here is all that knows them by name.
 
-A dialect that is switched off answers every one of its routes with a 404 that says so. What operators and their tools
-ask (health, metrics, admin) is none.
+A dialect that is switched off answers every one of its routes with a 404 that says so. Several may have an endpoint at
+one path: the body decides whose it is. What operators and their tools ask (health, metrics, admin) is none.
 """
 
 from __future__ import annotations
@@ -9,15 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic_core import from_json
 
 from console.api.chat import Chat
 from console.api.completions import Completions
 from console.api.context import ApiContext
+from console.api.described import described_of, mark_as
+from console.api.errors import Tells, envelope
+from console.api.failing import call_of
 from console.api.generate import Generate
 from console.api.models import Models
+from console.api.scopes import LOOKING
 from console.links.api import DialectReading
 from engine.errors import InvalidRequest
 
@@ -31,11 +37,18 @@ class Endpoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """name: for orders; title: for people; endpoints: what makes them."""
+    """name: for orders; title: for people; endpoints: what makes them.
+
+    tells: the JSON body of an error, in the shape that the dialect's clients read.
+    claims: whether a JSON body is in this dialect, asked where several have an endpoint at one path; without it, the
+    dialect takes what no other claims.
+    """
 
     name: str
     title: str
     endpoints: tuple[Callable[[ApiContext], Endpoint], ...]
+    tells: Tells = envelope
+    claims: Callable[[Mapping[str, object]], bool] | None = None
 
 
 DIALECTS: tuple[Dialect, ...] = (
@@ -47,6 +60,10 @@ _PATTERN = re.compile(r"\{(\w+):[^}]*\}")
 """A part of a path that may be many things, and which."""
 
 
+Place = tuple[str, str]
+"""Method and path of an endpoint."""
+
+
 class Dialects:
     """Which dialects there are, and which of them are on. All are at first."""
 
@@ -56,17 +73,41 @@ class Dialects:
             dialect.name: [route for endpoint in dialect.endpoints for route in endpoint(context).routes()]
             for dialect in dialects
         }
-        self._of_path = {_plain(route): dialect for dialect in dialects for route in self._routes[dialect.name]}
+        self._at: dict[Place, dict[str, web.RouteDef]] = {}
+        self._of_path: dict[str, Dialect] = {}
+        for name, routes in self._routes.items():
+            for route in routes:
+                self._at.setdefault((route.method, _plain(route)), {})[name] = route
+                self._of_path.setdefault(_plain(route), self._dialects[name])
         self._off: frozenset[str] = frozenset()
 
     def routes(self) -> list[web.RouteDef]:
-        """Those of all dialects."""
-        return [route for routes in self._routes.values() for route in routes]
+        """Those of all dialects, each place once."""
+        return [
+            next(iter(here.values())) if len(here) == 1 else web.route(*place, _shared(here))
+            for place, here in self._at.items()
+        ]
 
-    def of(self, request: web.Request) -> Dialect | None:
-        """The dialect that the request is in, None where it is in none."""
-        resource = request.match_info.route.resource
-        return None if resource is None else self._of_path.get(resource.canonical)
+    def tells(self, request: web.Request) -> Tells:
+        """How to put an error to whoever asks, as far as that is known before the body is read."""
+        if here := self._here(request):
+            return self._dialects[next(iter(here))].tells
+        other_method = self._of_path.get(request.path) if request.match_info.http_exception else None
+        return envelope if other_method is None else other_method.tells
+
+    async def of(self, request: web.Request) -> Dialect | None:
+        """The dialect that the request is in, None where it is in none; where several have an endpoint there, its body
+        decides, which is read then. A body that is no JSON object is the first one's to refuse."""
+        here = [self._dialects[name] for name in self._here(request)]
+        if len(here) < 2:
+            return here[0] if here else None
+        if request.method in LOOKING:
+            return self._first_on(here)
+        body = _object(await request.read())
+        if body is None:
+            return here[0]
+        claiming = [dialect for dialect in here if dialect.claims is not None and dialect.claims(body)]
+        return self._first_on(claiming or [dialect for dialect in here if dialect.claims is None] or here)
 
     def is_on(self, dialect: Dialect) -> bool:
         """Whether it is answered."""
@@ -91,6 +132,35 @@ class Dialects:
             )
             for name, dialect in self._dialects.items()
         )
+
+    def _here(self, request: web.Request) -> Mapping[str, web.RouteDef]:
+        """The endpoints at the request's place, by dialect, in the order of the table."""
+        resource = request.match_info.route.resource
+        method = "GET" if request.method == "HEAD" else request.method
+        return {} if resource is None else self._at.get((method, resource.canonical), {})
+
+    def _first_on(self, dialects: Sequence[Dialect]) -> Dialect:
+        """The first that is answered, else the first."""
+        return next(filter(self.is_on, dialects), dialects[0])
+
+
+def _shared(here: Mapping[str, web.RouteDef]) -> Handler:
+    """What lets the dialect that a request was found to be in answer it."""
+
+    async def pass_on(request: web.Request) -> web.StreamResponse:
+        handler = cast(Handler, here[call_of(request).dialect].handler)
+        return await handler(request)
+
+    return mark_as(pass_on, *(described for route in here.values() for described in described_of(route.handler)))
+
+
+def _object(raw: bytes) -> Mapping[str, object] | None:
+    """The JSON object in `raw`, None where there is no such."""
+    try:
+        document = from_json(raw, allow_inf_nan=False)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
 
 
 def _plain(route: web.RouteDef) -> str:

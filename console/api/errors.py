@@ -1,8 +1,9 @@
-"""Errors as HTTP shows them: OpenAI's shape for every one, and the few that only HTTP knows."""
+"""Errors as HTTP shows them: OpenAI's shape where a dialect has no other, and the few that only HTTP knows."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -103,6 +104,10 @@ class ErrorEnvelope(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
+Tells = Callable[[EngineError], object]
+"""What makes the JSON body of an error: each dialect has a shape of its own."""
+
+
 def envelope(error: EngineError) -> ErrorEnvelope:
     """The error in OpenAI's shape."""
     param = error.details.get("param")
@@ -116,9 +121,9 @@ def envelope(error: EngineError) -> ErrorEnvelope:
     )
 
 
-def error_response(error: EngineError) -> web.Response:
+def error_response(error: EngineError, tells: Tells = envelope) -> web.Response:
     """The error as an answer, with Retry-After where trying again makes sense."""
-    response = json_response(envelope(error), status=error.http_status)
+    response = json_response(tells(error), status=error.http_status)
     if error.http_status in (429, 503):
         delay_s = error.details.get("retry_after_s")
         seconds = delay_s if isinstance(delay_s, int | float) else RETRY_AFTER_S

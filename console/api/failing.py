@@ -28,7 +28,12 @@ def begin(request: web.Request, call: Call) -> Call:
 def failed(request: web.Request, error: EngineError) -> web.Response:
     """The answer to a request that failed, which is counted."""
     note(request, error)
-    return error_response(error)
+    return error_response(error, call_of(request).tells)
+
+
+def told(request: web.Request, error: EngineError) -> object:
+    """The JSON of an error in the shape of the request's dialect."""
+    return call_of(request).tells(error)
 
 
 def note(request: web.Request, error: EngineError) -> None:

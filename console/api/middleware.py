@@ -1,4 +1,4 @@
-"""What happens to every request: an id, a count, a key check, and errors in one shape."""
+"""What happens to every request: an id, a count, a key check, and errors in the shape of its dialect."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PROXIED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def counting(traffic: Traffic) -> Middleware:
+def counting(traffic: Traffic, dialects: Dialects) -> Middleware:
     """Counts, logs one line per request, and turns work away while the server stops; who only looks is answered."""
 
     @web.middleware
@@ -51,6 +51,7 @@ def counting(traffic: Traffic) -> Middleware:
         began = clock()
         agent = request.headers.get("User-Agent", "")
         call = begin(request, traffic.enter(request.remote or "", agent, request.method, request.path))
+        call.tells = dialects.tells(request)
         status: int | None = None
         try:
             if traffic.closing and request.method not in LOOKING:
@@ -78,7 +79,7 @@ def counting(traffic: Traffic) -> Middleware:
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error in OpenAI's shape. What nobody foresaw goes to the log and is told in a plain sentence."""
+    """Every error in the shape of the request's dialect. What nobody foresaw is logged and told in a plain sentence."""
     try:
         return await handler(request)
     except EngineError as error:
@@ -139,8 +140,9 @@ def speaking(dialects: Dialects) -> Middleware:
 
     @web.middleware
     async def speak(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if (dialect := dialects.of(request)) is not None:
-            call_of(request).dialect = dialect.name
+        if (dialect := await dialects.of(request)) is not None:
+            call = call_of(request)
+            call.dialect, call.tells = dialect.name, dialect.tells
             if not dialects.is_on(dialect):
                 raise DialectOff(
                     f"{request.path} is switched off: this server does not answer the {dialect.title} dialect now",

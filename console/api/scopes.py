@@ -31,7 +31,7 @@ def scope_needed(method: str, path: str) -> Scope | None:
         return "watch" if method in LOOKING else "admin"
     if path in _WATCHED:
         return "watch"
-    return None if path in _EVERY_KEY else "use"
+    return None if path in _EVERY_KEY and method in LOOKING else "use"
 
 
 def allows(scopes: Collection[Scope], needed: Scope | None) -> bool:

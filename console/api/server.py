@@ -232,7 +232,7 @@ class ApiServer:
     def _app(self) -> web.Application:
         app = web.Application(
             middlewares=[
-                counting(self._traffic),
+                counting(self._traffic, self._dialects),
                 errors,
                 authorizing(self._traffic, self._keys),
                 speaking(self._dialects),

@@ -12,8 +12,8 @@ from types import TracebackType
 import msgspec
 from aiohttp import web
 
-from console.api.errors import InternalError, envelope
-from console.api.failing import note, note_left
+from console.api.errors import InternalError
+from console.api.failing import note, note_left, told
 from console.api.settings import ApiSettings
 from engine.errors import EngineError
 
@@ -38,8 +38,8 @@ JSON_LINES = Framing("application/x-ndjson", lambda document: b"%b\n" % document
 class ChunkStream:
     """An answer in chunks. Use it with `async with`, once nothing can be refused any more: entering sends the headers.
 
-    An EngineError that leaves the block is sent as a last chunk, in the shape of an error answer, and so is the news
-    of any other exception: a stream that ends without its regular end is never taken for a whole answer.
+    An EngineError that leaves the block is sent as a last chunk, in the shape of the dialect's errors, and so is the
+    news of any other exception: a stream that ends without its regular end is never taken for a whole answer.
     """
 
     def __init__(self, request: web.Request, settings: ApiSettings, framing: Framing = SSE) -> None:
@@ -72,7 +72,7 @@ class ChunkStream:
             if error is not None:
                 shown = self._shown(error)
                 note(self._request, shown)
-                await self.send(envelope(shown))
+                await self.send(told(self._request, shown))
             await self._in_time(self.response.write_eof())
         return True
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from console.api.errors import Tells, envelope
 from console.links.api import ClientReading, Failure, FailureCount
 
 LAST_FAILURES = 50
@@ -50,6 +51,7 @@ class Call:
     """One request under way, and what it turns out to be. key: the name of its key, "" for none.
 
     client: None until it is known whose the request is.  failure: None where all went well.
+    tells: how a failure is put for the client.
     """
 
     address: str
@@ -61,6 +63,7 @@ class Call:
     prompt_tokens: int = 0
     output_tokens: int = 0
     failure: Ending | None = None
+    tells: Tells = envelope
     client: _Client | None = None
 
 
