@@ -46,6 +46,11 @@ class Body(BaseModel):
             raise InvalidRequest(f"The body is not valid JSON: {error}") from None
         if not isinstance(document, dict):
             raise InvalidRequest(f"The body must be a JSON object, not {_kind(document)}")
+        return cls.of(document)
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Self:
+        """The body in a JSON object that was read already; raises as `parse` does."""
         fields, sent_as = cls._screen(document)
         try:
             return cls.model_validate(fields)
