@@ -80,7 +80,7 @@ class Deployment:
         self.tokenizer: Tokenizer | None = None
         self._salt = secrets.token_bytes(16)
         queue = Dispatcher(ageing_s=config.ageing_s, page_tokens=config.page_tokens, salt=self._salt)
-        self.lane = Lane(queue, _now())
+        self.lane = Lane(queue, around.metrics.meter(spec.name), _now())
         self.adapters = Attachments()
         self._around = around
         self._status = ModelStatus(since_s=time.time())
@@ -250,6 +250,8 @@ class Deployment:
         if state == self.state:
             return
         kept = self.model if state in ("ready", "draining", "unloading") else None
+        if model is not None:
+            self.lane.usage.loaded(model.max_model_len)
         self._status = ModelStatus(state=state, spec=self.spec, model=model or kept, since_s=time.time())
         _log.info("%s: %s", self.spec.name, state)
         self._around.on_change()

@@ -6,17 +6,19 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from engine.backends.base import BackendStats, FinishReason
 from engine.dispatcher import Slot
 from engine.errors import ErrorInfo, InvalidRequest, QueueFull, RequestTimeout, WorkerFailed
-from engine.insight import Ended, SessionCounter
+from engine.insight import SessionCounter
 from engine.lane import Lane
 from engine.metrics import Metrics
 from engine.records import Records, RequestText
 from engine.replica import Replica
 from engine.request import SUSPECT_DEATHS, Request
 from engine.snapshot import RequestRow
+from engine.usage import Ended, UsageMeter
 from engine.worker.protocol import RequestOutput, StepBatch
 
 MAX_DEATHS = SUSPECT_DEATHS + 1
@@ -78,7 +80,7 @@ class Desk:
             request.timeline.taken(worker, now)
             if request.dispatched is None:
                 request.dispatched = now
-                self._metrics.dispatched(now - request.created)
+                lane.usage.dispatched(now - request.created)
         return assigned
 
     def cancel(self, request_id: str) -> bool:
@@ -107,8 +109,11 @@ class Desk:
 
     # -- what workers report ------------------------------------------------------------------------------------
 
-    def stepped(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
-        """Hand a step's outputs to their requests. An output of a request that is no longer the worker's is dropped."""
+    def stepped(self, replica: Replica, batch: StepBatch, before: BackendStats, usage: UsageMeter) -> None:
+        """Hand a step's outputs to their requests. An output of a request that is no longer the worker's is dropped.
+
+        usage: what counts for the worker's model.
+        """
         now = _now()
         for counter in ("preemptions", "draft_tokens", "draft_accepted"):
             self._metrics.count(counter, max(0, getattr(batch.stats, counter) - getattr(before, counter)))
@@ -133,6 +138,8 @@ class Desk:
                 self._finish(request, output.finish, _error_of(output, replica.id))
         for (seconds, each), requests in gaps.items():
             self._metrics.gap(now, seconds, each, requests)
+            usage.gap(seconds, each, requests)
+        usage.stepped(batch.steps, tokens, batch.stats, before)
         if tokens:
             replica.rate.add(now, tokens)
             self._metrics.produced(now, tokens)
@@ -185,7 +192,8 @@ class Desk:
         """Its first token came."""
         request.first_token = now
         request.cached_tokens = output.cached_tokens or 0
-        self._metrics.started(now, len(request.prompt_ids), request.cached_tokens, now - request.created)
+        for counter in (partial(self._metrics.started, now), request.lane.usage.started):
+            counter(len(request.prompt_ids), request.cached_tokens, now - request.created)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -209,31 +217,32 @@ class Desk:
             request.deadline.cancel()
         self._account(request, reason, now)
         request.timeline.left(now)
-        self._keep(request, request.row(now))
-        request.stream.end(reason, error)
+        row = request.row(now)
+        self._keep(request, row)
+        request.stream.end(reason, error, row)
         self._on_left(request)
 
     def _account(self, request: Request, reason: FinishReason, now: float) -> None:
+        output_tokens, e2e_s = len(request.generated), now - request.created
         ended = Ended(
             reason=reason,
             prompt_tokens=len(request.prompt_ids),
-            output_tokens=len(request.generated),
+            output_tokens=output_tokens,
             queue_s=_between(request.created, request.dispatched),
             prefill_s=_between(request.dispatched, request.first_token),
             decode_s=_between(request.first_token, request.last_token),
             ttft_s=request.ttft_s,
             itl_s=request.itl_s,
+            e2e_s=e2e_s,
+            cached_tokens=request.cached_tokens,
+            max_tokens=request.params.max_tokens or 0,
+            choices=1 if request.choices is None else request.choices.count,
+            longest=output_tokens if request.choices is None else request.choices.ended(output_tokens),
         )
-        request.lane.longest_tokens = max(request.lane.longest_tokens, ended.prompt_tokens + ended.output_tokens)
+        request.lane.longest_tokens = max(request.lane.longest_tokens, ended.prompt_tokens + output_tokens)
         self._session.ended(now, ended)
-        self._metrics.finished(
-            now,
-            reason,
-            now - request.created,
-            ended.output_tokens,
-            prefill_s=ended.prefill_s,
-            decode_s=ended.decode_s,
-        )
+        self._metrics.finished(now, reason, e2e_s)
+        request.lane.usage.ended(ended)
 
     def _keep(self, request: Request, row: RequestRow) -> None:
         self.recent.append(row)

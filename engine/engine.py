@@ -29,6 +29,7 @@ from engine.sampler import DeviceSampler
 from engine.snapshot import DeviceReading, ModelStatus, RequestRow, Snapshot
 from engine.stream import RequestStream, StreamDelta
 from engine.text.tokenizer import Tokenizer
+from engine.usage import ModelUsage
 from engine.view import build_snapshot, kv_usage, memory_usage
 from engine.worker.hosts import BackendFactory
 
@@ -311,6 +312,7 @@ class Engine:
             adapter=asked.adapter,
             client=asked.client,
             encode=asked.encode,
+            choices=asked.choices,
         )
         return request, deployment
 
@@ -369,6 +371,10 @@ class Engine:
         except RuntimeError:
             pass  # another thread, with no loop
         return self._published
+
+    def usage(self) -> tuple[ModelUsage, ...]:
+        """What each model was used for, also those that are loaded no more."""
+        return self._metrics.usage()
 
     def publish_for(self, hertz: float) -> None:
         """Publish snapshots as often as a screen shows them, and 4 times a second at least; from any thread."""

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from engine.backends.base import BackendStats, DraftPosition, FinishReason
+from engine.backends.base import BackendStats, DraftPosition
 from engine.insight_values import Goodput, Insight, Lengths, Session, Spread
 from engine.metrics import WINDOW_S, Rate
+from engine.usage import Ended as Ended
+from engine.usage import grown_drafts
 
 LENGTH_BOUNDS = tuple(2**power for power in range(4, 18))
 RELATIVE_ERROR = 0.01
@@ -121,26 +123,6 @@ class Slo:
         return in_time and (self.itl_s is None or itl_s is None or itl_s <= self.itl_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A request that ended. queue_s: until a worker first took it.  prefill_s: from there to its first token.
-    decode_s: from there to its last one.  itl_s: its mean; each is None where it did not come so far."""
-
-    reason: FinishReason
-    prompt_tokens: int
-    output_tokens: int
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    decode_s: float | None = None
-    ttft_s: float | None = None
-    itl_s: float | None = None
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is an answer that was not cut short: others say nothing of speed and length."""
-        return self.reason in ("stop", "length")
-
-
 @dataclass(slots=True)
 class _Counts:
     """What a reset forgets."""
@@ -223,7 +205,7 @@ class SessionCounter:
         counts.sequence_steps += steps * sequences
         counts.prompt_tokens += max(0, stats.prompt_tokens_computed - before.prompt_tokens_computed)
         if stats.drafts != before.drafts:
-            counts.drafts = _summed(counts.drafts, _grown(stats, before))
+            counts.drafts = _summed(counts.drafts, grown_drafts(stats, before))
 
     def produced(self, tokens: int) -> None:
         """So many output tokens came."""
@@ -259,14 +241,6 @@ class SessionCounter:
             ),
             drafts=counts.drafts,
         )
-
-
-def _grown(stats: BackendStats, before: BackendStats) -> list[DraftPosition]:
-    """What was added by position; a backend that was loaded anew has counted from the start."""
-    return [
-        DraftPosition(guessed=max(0, now.guessed - old.guessed), held=max(0, now.held - old.held))
-        for now, old in zip_longest(stats.drafts, before.drafts, fillvalue=DraftPosition())
-    ]
 
 
 def _summed(drafts: Sequence[DraftPosition], more: Sequence[DraftPosition]) -> tuple[DraftPosition, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from engine.dispatcher import Dispatcher, Slot
+from engine.usage import UsageMeter
 from engine.worker.protocol import StepBatch
 
 if TYPE_CHECKING:
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
 class Lane:
     """The queue of one model with its decisions, and how many of its requests live. Every call is told the time.
 
-    longest_tokens: prompt and answer of the longest request that ended.
+    usage: what counts for the model.  longest_tokens: prompt and answer of the longest request that ended.
     """
 
-    def __init__(self, queue: Dispatcher, now: float) -> None:
+    def __init__(self, queue: Dispatcher, usage: UsageMeter, now: float) -> None:
+        self.usage = usage
         self.last_used = now
         self.longest_tokens = 0
         self._queue = queue

@@ -1,74 +1,25 @@
-"""Counters, cumulative histograms, recent percentiles and one-second history. Pure: every method is told the time.
+"""Counters, recent percentiles and one-second history over all models. Pure: every method is told the time.
 
-Bucket bounds are those of vLLM's metrics of the same names, so that dashboards made for it read right.
+What /metrics tells of each model is counted in `engine.usage`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, repeat
+from itertools import repeat
 
 import msgspec
 
 from engine.backends.base import FinishReason
-from engine.snapshot import Histogram, Mark, Percentiles, Second, Totals
+from engine.snapshot import Mark, Percentiles, Second, Totals
+from engine.usage import E2E, ITL, TTFT, ModelUsage, UsageMeter
 
 HISTORY_SECONDS = 600
 WINDOW_S = 60.0
 RATE_WINDOW_S = 4.0
 _MAX_SAMPLES = 4096
 _MAX_MARKS = 100
-
-# fmt: off
-TTFT_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-                 40.0, 80.0, 160.0, 640.0, 2560.0)
-ITL_BOUNDS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
-                80.0)
-LATENCY_BOUNDS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
-                    480.0, 960.0, 1920.0, 7680.0)
-# fmt: on
-TOKEN_BOUNDS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
-
-TTFT = "time_to_first_token_seconds"
-ITL = "inter_token_latency_seconds"
-E2E = "e2e_request_latency_seconds"
-QUEUE_TIME = "request_queue_time_seconds"
-PREFILL_TIME = "request_prefill_time_seconds"
-DECODE_TIME = "request_decode_time_seconds"
-PROMPT_TOKENS = "request_prompt_tokens"
-OUTPUT_TOKENS = "request_generation_tokens"
-
-_BOUNDS = {
-    TTFT: TTFT_BOUNDS_S,
-    ITL: ITL_BOUNDS_S,
-    E2E: LATENCY_BOUNDS_S,
-    QUEUE_TIME: LATENCY_BOUNDS_S,
-    PREFILL_TIME: LATENCY_BOUNDS_S,
-    DECODE_TIME: LATENCY_BOUNDS_S,
-    PROMPT_TOKENS: TOKEN_BOUNDS,
-    OUTPUT_TOKENS: TOKEN_BOUNDS,
-}
-
-
-class HistogramCounter:
-    """Counts observations by bucket; an observation equal to a bound belongs to that bound's bucket."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._buckets = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count `value` `times` times."""
-        self._buckets[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def freeze(self) -> Histogram:
-        """The cumulative histogram."""
-        cumulative = tuple(accumulate(self._buckets))
-        return Histogram(bounds=self._bounds, counts=cumulative[:-1], count=cumulative[-1], sum=self._sum)
 
 
 class Rate:
@@ -132,7 +83,6 @@ class Metrics:
     """Everything that is counted. Times are seconds of one monotonic clock, except where `at` says unix time."""
 
     def __init__(self) -> None:
-        self.histograms = {name: HistogramCounter(bounds) for name, bounds in _BOUNDS.items()}
         self.output_rate = Rate()
         self.prompt_rate = Rate()
         self.finish_rate = Rate(WINDOW_S)
@@ -140,10 +90,15 @@ class Metrics:
         self.recent = {name: Percentiles() for name in (TTFT, ITL, E2E)}
         self.history: tuple[Second, ...] = ()
         self._marks: deque[Mark] = deque(maxlen=_MAX_MARKS)
+        self._meters: dict[str, UsageMeter] = {}
         self._finished: dict[str, int] = {}
         self._counts = dict.fromkeys((name for name in Totals.__struct_fields__ if name != "finished"), 0)
         self._second_tokens = {"prompt_tokens": 0, "output_tokens": 0}
         self._second_samples: dict[str, list[float]] = {TTFT: [], ITL: []}
+
+    def meter(self, model: str) -> UsageMeter:
+        """What counts for all models of that name, the same each time."""
+        return self._meters.setdefault(model, UsageMeter(model))
 
     # -- what happens -------------------------------------------------------------------------------------------
 
@@ -151,14 +106,14 @@ class Metrics:
         """Add to the counter of Totals of that name."""
         self._counts[name] += amount
 
-    def started(self, now: float, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
-        """A request's first token came: its prompt is computed."""
+    def started(self, now: float, prompt_tokens: int, cached_tokens: int, ttft_s: float | None) -> None:
+        """A request's prompt is computed. ttft_s: None where no token is to come of it."""
         self.count("prompt_tokens", prompt_tokens)
         self.count("cached_tokens", cached_tokens)
         self._second_tokens["prompt_tokens"] += prompt_tokens
         self.prompt_rate.add(now, prompt_tokens)
-        self.histograms[PROMPT_TOKENS].observe(prompt_tokens)
-        self._sample(TTFT, now, ttft_s)
+        if ttft_s is not None:
+            self._sample(TTFT, now, ttft_s)
 
     def produced(self, now: float, tokens: int) -> None:
         """`tokens` output tokens came."""
@@ -168,33 +123,14 @@ class Metrics:
 
     def gap(self, now: float, seconds: float, tokens: int, requests: int = 1) -> None:
         """For each of `requests` requests, `tokens` tokens came `seconds` after those before, all at once."""
-        self._sample(ITL, now, seconds / tokens, tokens=tokens, requests=requests)
+        self._sample(ITL, now, seconds / tokens, requests)
 
-    def dispatched(self, queued_s: float) -> None:
-        """A worker took a request for the first time."""
-        self.histograms[QUEUE_TIME].observe(queued_s)
-
-    def finished(
-        self,
-        now: float,
-        reason: FinishReason,
-        e2e_s: float,
-        output_tokens: int,
-        *,
-        prefill_s: float | None = None,
-        decode_s: float | None = None,
-    ) -> None:
+    def finished(self, now: float, reason: FinishReason, e2e_s: float) -> None:
         """A request ended. Only whole answers count into latencies: one that was cut short says nothing of speed."""
         self._finished[reason] = self._finished.get(reason, 0) + 1
         self.finish_rate.add(now)
-        if reason not in ("stop", "length"):
-            return
-        self.windows[E2E].add(now, e2e_s)
-        self.histograms[E2E].observe(e2e_s)
-        self.histograms[OUTPUT_TOKENS].observe(output_tokens)
-        for name, spent_s in ((PREFILL_TIME, prefill_s), (DECODE_TIME, decode_s)):
-            if spent_s is not None:
-                self.histograms[name].observe(spent_s)
+        if reason in ("stop", "length"):
+            self.windows[E2E].add(now, e2e_s)
 
     def mark(
         self,
@@ -215,8 +151,7 @@ class Metrics:
             if mark.knob and mark.model == model and mark.settled_at is None:
                 self._marks[index] = msgspec.structs.replace(mark, settled_at=at)
 
-    def _sample(self, name: str, now: float, value: float, *, tokens: int = 1, requests: int = 1) -> None:
-        self.histograms[name].observe(value, tokens * requests)
+    def _sample(self, name: str, now: float, value: float, requests: int = 1) -> None:
         self.windows[name].add(now, value, requests)
         self._second_samples[name].extend(repeat(value, requests))
 
@@ -264,6 +199,6 @@ class Metrics:
         """The counters now."""
         return Totals(finished=dict(self._finished), **self._counts)
 
-    def freeze_histograms(self) -> dict[str, Histogram]:
-        """All histograms by metric name."""
-        return {name: histogram.freeze() for name, histogram in self.histograms.items()}
+    def usage(self) -> tuple[ModelUsage, ...]:
+        """Each model's numbers."""
+        return tuple(meter.freeze() for meter in self._meters.values())

@@ -247,7 +247,7 @@ class Pool:
         self._busy.stepped(devices, ended=asyncio.get_running_loop().time(), step_s=batch.steps * batch.step_s)
         if replica.model is not None and replica.id in self._unnoted:
             self._on_loaded(self._unnoted.pop(replica.id), replica.model.shares, batch.rss_bytes)
-        self._desk.stepped(replica, batch, before)
+        self._desk.stepped(replica, batch, before, self._lane.usage)
 
     def replica_lost(self, replica: Replica, requests: list[Request], error: ErrorInfo) -> None:
         """ReplicaOwner: its requests go back to the queue. A draining one does not come back."""

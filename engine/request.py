@@ -18,6 +18,7 @@ from engine.records import RequestDetail, Timeline, unlike_neutral
 from engine.snapshot import RequestRow, RequestState
 from engine.stream import RequestStream
 from engine.text.tokenizer import Tokenizer
+from engine.usage import Choices
 
 if TYPE_CHECKING:
     from engine.lane import Lane
@@ -44,6 +45,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     key: the deployment (ModelReading.key) whose tokenizer made prompt_ids; "" is the one that `model` means now.
     adapter: a LoRA adapter of that model.  client: who shares the queue fairly with others.
     encode: makes prompt_ids again for another model's tokenizer, where the request may go to any.
+    choices: what the answers to its prompt have in common that were asked for together; None where it is the only one.
     """
 
     prompt_ids: Sequence[int]
@@ -57,6 +59,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     client: str = ""
     encode: Encode | None = None
+    choices: Choices | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +92,7 @@ class Request:
     adapter: str = ""
     client: str = ""
     encode: Encode | None = None
+    choices: Choices | None = None
     generated: list[int] = field(default_factory=list)
     worker: str | None = None
     deaths: int = 0

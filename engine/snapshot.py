@@ -246,7 +246,7 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine at `at` (unix time). history: oldest first, at most 600 seconds; histograms by metric name.
+    """The engine at `at` (unix time). history: oldest first, at most 600 seconds.
 
     status, target_workers, max_prompts: of the first model, the one that requests without a name go to; all the rest is
     over all models.
@@ -274,6 +274,5 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[Second, ...] = ()
     marks: tuple[Mark, ...] = ()
     totals: Totals = Totals()
-    histograms: dict[str, Histogram] = {}
     log_total: int = 0
     insight: Insight = Insight()

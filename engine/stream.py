@@ -10,6 +10,7 @@ import msgspec
 
 from engine.backends.base import FinishReason, TokenLogprob
 from engine.errors import ErrorInfo
+from engine.snapshot import RequestRow
 
 
 class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +36,7 @@ class RequestStream:
     """An async iterator of deltas, for one reader on the engine's loop. The last one has `finish` set.
 
     Leave it early through `aclose()`, `cancel()` or `async with`: the worker stops computing at once.
+    row: its line in the request table, once it has ended.
     """
 
     __slots__ = (
@@ -52,11 +54,13 @@ class RequestStream:
         "_waiter",
         "prompt_tokens",
         "request_id",
+        "row",
     )
 
     def __init__(self, request_id: str, prompt_tokens: int, on_cancel: Callable[[], None]) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
+        self.row: RequestRow | None = None
         self._on_cancel = on_cancel
         self._text: list[str] = []
         self._token_ids: list[int] = []
@@ -145,8 +149,9 @@ class RequestStream:
         self._ttft_s = ttft_s
         self._wake()
 
-    def end(self, finish: FinishReason, error: ErrorInfo | None = None) -> None:
+    def end(self, finish: FinishReason, error: ErrorInfo | None = None, row: RequestRow | None = None) -> None:
         """Make the next delta the last."""
+        self.row = row
         self._finish = finish
         self._error = error
         self._wake()

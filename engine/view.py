@@ -12,10 +12,11 @@ from engine.desk import Desk
 from engine.devices import account
 from engine.fleet import Fleet
 from engine.insight_values import Insight
-from engine.metrics import E2E, ITL, TTFT, Metrics
+from engine.metrics import Metrics
 from engine.replica import Replica
 from engine.roster import Roster
 from engine.snapshot import DeviceReading, ModelReading, ModelStatus, RequestRow, Snapshot
+from engine.usage import E2E, ITL, TTFT
 
 
 def build_snapshot(
@@ -61,7 +62,6 @@ def build_snapshot(
         history=metrics.history,
         marks=metrics.marks,
         totals=metrics.totals(),
-        histograms=metrics.freeze_histograms(),
         log_total=log_total,
         insight=insight,
     )

@@ -3,26 +3,18 @@ Prometheus takes as a restart."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine.insight_values import DeviceWork, Insight
 
 
-def insight_families(insight: Insight, labels: Mapping[str, str]) -> Iterator[Metric]:
-    """Goodput, guesses by position, busy time, context, energy and work; labels: those of vLLM's metrics."""
+def insight_families(insight: Insight) -> Iterator[Metric]:
+    """Goodput, busy time, context, energy and work."""
     yield from _session(insight)
     yield from _energy(insight)
     yield from _work(insight.work)
-    positions = CounterMetricFamily(
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Guesses that held, by how far ahead they were",
-        labels=[*labels, "position"],
-    )
-    for position, each in enumerate(insight.drafts):
-        positions.add_metric([*labels.values(), str(position)], each.held)
-    yield positions
 
 
 def _session(insight: Insight) -> Iterator[Metric]:

@@ -77,7 +77,7 @@ class Operations:
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(SnapshotCollector(context.engine.snapshot))
+        self._registry.register(SnapshotCollector(context.engine.snapshot, context.engine.usage))
 
     def routes(self) -> list[web.RouteDef]:
         """Where they are found."""

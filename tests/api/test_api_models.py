@@ -142,8 +142,11 @@ async def test_metrics_are_by_model(two: Served) -> None:
     async with two.http.get("/metrics") as response:
         lines = (await response.text()).splitlines()
     for name in ("one", "two"):
-        assert f'vllm:num_requests_running{{model_name="{name}"}} 0.0' in lines
-        assert f'vllm:num_requests_waiting{{model_name="{name}"}} 0.0' in lines
+        assert f'vllm:num_requests_running{{engine="0",model_name="{name}"}} 0.0' in lines
+        assert f'vllm:num_requests_waiting{{engine="0",model_name="{name}"}} 0.0' in lines
+        used = 1.0 if name == "two" else 0.0
+        for counter in ("prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_count"):
+            assert f'vllm:{counter}{{engine="0",model_name="{name}"}} {used}' in lines
         assert f'ericllm_model_state{{model_name="{name}",state="ready"}} 1.0' in lines
         assert f'ericllm_workers_wanted{{model_name="{name}"}} 1.0' in lines
     assert 'ericllm_worker_deaths_in_a_row{model_name="two",worker="w1"} 0.0' in lines

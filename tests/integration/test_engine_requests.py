@@ -9,6 +9,7 @@ import pytest
 
 from engine.config import SamplingParams
 from engine.errors import ContextLengthExceeded, EngineClosed, InvalidRequest, NoModelLoaded, QueueFull
+from engine.usage import ITL, PROMPT_TOKENS, STEP_TOKENS
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
 from tests.fakes.engines import Backends, ask, read, row, serving, started, until, until_idle, worker
 from tests.fakes.model import EOS_ID, fake_spec
@@ -243,17 +244,14 @@ async def test_totals_and_histograms_add_up(tmp_path: Path) -> None:
         totals = snapshot.totals
         assert (totals.requests, totals.prompt_tokens, totals.output_tokens) == (12, 120, 60)
         assert totals.finished == {"length": 12}
-        counts = {name: histogram.count for name, histogram in snapshot.histograms.items()}
-        assert counts == {
-            "time_to_first_token_seconds": 12,
-            "inter_token_latency_seconds": 48,
-            "e2e_request_latency_seconds": 12,
-            "request_queue_time_seconds": 12,
-            "request_prefill_time_seconds": 12,
-            "request_decode_time_seconds": 12,
-            "request_prompt_tokens": 12,
-            "request_generation_tokens": 12,
-        }
+        (usage,) = engine.usage()
+        assert (usage.name, usage.prompt_tokens, usage.output_tokens) == ("fake", 120, 60)
+        counts = {name: histogram.count for name, histogram in usage.histograms.items()}
+        assert counts.pop(ITL) == 48
+        steps = usage.histograms[STEP_TOKENS]
+        assert (counts.pop(STEP_TOKENS), steps.sum) == (steps.count, 60)
+        assert set(counts.values()) == {12}
+        assert usage.histograms[PROMPT_TOKENS].bounds[-1] == 2000.0
 
 
 async def test_a_snapshot_can_be_read_from_another_thread(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from engine.config import ModelSpec
 from engine.errors import ErrorInfo
 from engine.snapshot import (
     DeviceReading,
-    Histogram,
     Mark,
     ModelStatus,
     RequestRow,
@@ -72,11 +71,6 @@ snapshots = st.builds(
     devices=st.lists(devices, max_size=3).map(tuple),
     marks=st.lists(st.builds(Mark, at=numbers, text=names), max_size=2).map(tuple),
     totals=st.builds(Totals, finished=st.dictionaries(names, counts, max_size=3)),
-    histograms=st.dictionaries(
-        names,
-        st.builds(Histogram, bounds=st.just((1.0,)), counts=st.tuples(counts), count=counts, sum=numbers),
-        max_size=2,
-    ),
 )
 
 

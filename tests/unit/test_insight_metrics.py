@@ -30,8 +30,6 @@ def test_insight_is_scraped_by_name() -> None:
     assert values["ericllm_energy_joules_total", ""] == 3.1e6
     assert values["ericllm_energy_today_joules", ""] == 4.46e6
     assert values["ericllm_longest_context_tokens", ""] == 6904
-    assert values["vllm:spec_decode_num_accepted_tokens_per_pos_total", "0"] == 82_310
-    assert values["vllm:spec_decode_num_accepted_tokens_per_pos_total", "3"] == 22_040
     assert values["ericllm_device_read_bytes_per_second", "cuda:1"] == 311e9
     assert values["ericllm_device_flops_limit_per_second", "cuda:0"] == 71.1e12
 

@@ -1,0 +1,120 @@
+"""What a model was used for, as vLLM's metrics count it."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.backends.base import BackendStats, DraftPosition, FinishReason
+from engine.metrics import Metrics
+from engine.usage import (
+    CHOICES,
+    DECODE_TIME,
+    E2E,
+    INFERENCE_TIME,
+    ITL,
+    LONGEST_OUTPUT,
+    OUTPUT_TOKENS,
+    STEP_TOKENS,
+    Choices,
+    Ended,
+    HistogramCounter,
+    ModelUsage,
+    UsageMeter,
+)
+
+
+def ended(reason: FinishReason = "stop", output_tokens: int = 3, **fields: object) -> Ended:
+    return Ended(reason=reason, prompt_tokens=10, output_tokens=output_tokens, **fields)  # type: ignore[arg-type]
+
+
+def test_a_histogram_is_cumulative_and_its_bounds_are_inclusive() -> None:
+    histogram = HistogramCounter((1.0, 2.0, 5.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    frozen = histogram.freeze()
+    assert frozen.counts == (2, 3, 3)
+    assert (frozen.count, frozen.sum) == (4, 12.0)
+
+
+def test_an_observation_can_count_several_times() -> None:
+    histogram = HistogramCounter((1.0,))
+    histogram.observe(0.5, times=3)
+    assert (histogram.freeze().count, histogram.freeze().sum) == (3, 1.5)
+
+
+def test_tokens_that_came_together_share_the_gap_before_them() -> None:
+    meter = UsageMeter("m")
+    meter.gap(0.3, 3)
+    histogram = meter.freeze().histograms[ITL]
+    assert histogram.count == 3
+    assert histogram.sum == pytest.approx(0.3)
+
+
+def test_only_whole_answers_count_into_latencies() -> None:
+    meter = UsageMeter("m")
+    meter.ended(ended(e2e_s=2.0, prefill_s=0.5, decode_s=1.25))
+    meter.ended(ended("cancelled", 1, e2e_s=0.1))
+    meter.ended(ended("error", 0, e2e_s=0.1))
+    usage = meter.freeze()
+    assert (usage.histograms[E2E].count, usage.histograms[OUTPUT_TOKENS].sum) == (1, 3)
+    assert (usage.histograms[INFERENCE_TIME].sum, usage.histograms[DECODE_TIME].sum) == (1.75, 1.25)
+    assert usage.finished == {"stop": 1, "cancelled": 1, "error": 1}
+
+
+def test_lengths_are_told_up_to_the_longest_context_as_vllm_does() -> None:
+    meter = UsageMeter("m")
+    meter.loaded(100)
+    meter.ended(ended(output_tokens=400))
+    lengths = meter.freeze().histograms[OUTPUT_TOKENS]
+    assert lengths.bounds == (1, 2, 5, 10, 20, 50, 100)
+    assert (lengths.counts[-1], lengths.count) == (0, 1)
+
+
+def test_a_step_counts_the_tokens_of_prompts_and_answers() -> None:
+    meter = UsageMeter("m")
+    meter.stepped(1, 4, BackendStats(prompt_tokens_computed=96), BackendStats())
+    meter.stepped(0, 0, BackendStats(prompt_tokens_computed=96), BackendStats(prompt_tokens_computed=96))
+    meter.stepped(2, 8, BackendStats(prompt_tokens_computed=96), BackendStats(prompt_tokens_computed=96))
+    steps = meter.freeze().histograms[STEP_TOKENS]
+    assert (steps.count, steps.sum) == (3, 108)
+    assert steps.bounds == (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+    assert dict(zip(steps.bounds, steps.counts, strict=True))[8.0] == 2
+
+
+def test_guesses_are_counted_by_position_and_survive_a_backend_that_counts_anew() -> None:
+    meter = UsageMeter("m")
+    grown = BackendStats(
+        draft_tokens=6, draft_accepted=4, drafts=(DraftPosition(guessed=4, held=3), DraftPosition(guessed=2, held=1))
+    )
+    meter.stepped(1, 1, grown, BackendStats())
+    meter.stepped(1, 1, BackendStats(), grown)
+    meter.stepped(1, 1, BackendStats(draft_tokens=1, drafts=(DraftPosition(guessed=1),)), BackendStats())
+    usage = meter.freeze()
+    assert (usage.drafts, usage.draft_tokens, usage.draft_accepted) == (5, 7, 4)
+    assert usage.held_by_position == (3, 1)
+
+
+def test_how_often_was_guessed_is_unknown_where_the_backend_does_not_tell() -> None:
+    meter = UsageMeter("m")
+    assert meter.freeze().drafts == 0
+    meter.stepped(1, 1, BackendStats(draft_tokens=5), BackendStats())
+    assert meter.freeze().drafts is None
+
+
+def test_answers_asked_for_together_are_told_with_the_last_of_them() -> None:
+    meter, choices = UsageMeter("m"), Choices(2)
+    for tokens in (7, 3):
+        meter.ended(ended(output_tokens=tokens, choices=2, longest=choices.ended(tokens)))
+    histograms = meter.freeze().histograms
+    assert (histograms[CHOICES].count, histograms[CHOICES].sum) == (1, 2)
+    assert (histograms[LONGEST_OUTPUT].count, histograms[LONGEST_OUTPUT].sum) == (1, 7)
+
+
+def test_a_model_that_is_loaded_again_goes_on_counting() -> None:
+    metrics = Metrics()
+    metrics.meter("m").started(10, 4, 0.1)
+    metrics.meter("m").started(10, 0, 0.1)
+    assert metrics.usage() == (metrics.meter("m").freeze(),)
+    usage = metrics.usage()[0]
+    assert isinstance(usage, ModelUsage)
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.computed_tokens) == (20, 4, 16)
