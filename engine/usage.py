@@ -178,7 +178,6 @@ class UsageMeter:
         self._counts["cached_tokens"] += cached_tokens
         self._counts["computed_tokens"] += max(0, prompt_tokens - cached_tokens)
         if ttft_s is not None:
-            if ttft_s is not None:
             self._histograms[TTFT].observe(ttft_s)
 
     def gap(self, seconds: float, tokens: int, requests: int = 1) -> None:
