@@ -99,6 +99,10 @@ GENERATE_REFUSED: Mapping[str, Refusal] = {
     "logprobs": Refusal("use /v1/completions for log-probabilities"),
 }
 
+TGI_REFUSED: Mapping[str, Refusal] = {
+    "watermark": Refusal("answers carry no watermark", (False,)),
+}
+
 MESSAGE_REFUSED: Mapping[str, Refusal] = {
     "audio": Refusal(_TEXT_ONLY),
     "function_call": Refusal(_NO_TOOLS),
@@ -116,5 +120,36 @@ OPENAI_INERT = frozenset(
         "safety_identifier",  # who asks; not looked at
         "service_tier",  # there is one
         "user",  # who asks; not looked at
+    }
+)
+
+ANTHROPIC_REFUSED: Mapping[str, Refusal] = {
+    "container": Refusal("there are no containers here"),
+    "context_management": Refusal("a conversation is answered as it is"),
+    "diagnostics": Refusal("GET /metrics tells of the prefix cache"),
+    "inference_geo": Refusal("answers are computed where this server is"),
+    "mcp_servers": Refusal("this server calls no others", ([],)),
+    "output_config": Refusal(_NO_GRAMMAR, ({},)),
+    "output_format": Refusal(_NO_GRAMMAR),
+    "speed": Refusal("there is one speed", ("standard",)),
+    "thinking": Refusal("answers have no thinking apart from their text", ({"type": "disabled"},)),
+    "tool_choice": Refusal(_NO_TOOLS, ({"type": "none"}, {"type": "auto"})),
+    "tools": Refusal(_NO_TOOLS, ([],)),
+}
+
+ANTHROPIC_BLOCKS_REFUSED: Mapping[str, Refusal] = {
+    "document": Refusal(_TEXT_ONLY),
+    "image": Refusal(_TEXT_ONLY),
+    "redacted_thinking": Refusal("answers have no thinking apart from their text"),
+    "search_result": Refusal("put what was found into text blocks"),
+    "thinking": Refusal("answers have no thinking apart from their text"),
+}
+"""Blocks of a message's content."""
+
+ANTHROPIC_INERT = frozenset(
+    {
+        "cache_control",  # prefixes are cached by what they are
+        "metadata",  # who asks; not looked at
+        "service_tier",  # there is one
     }
 )

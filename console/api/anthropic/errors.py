@@ -1,0 +1,38 @@
+"""Errors in Anthropic's shape."""
+
+from __future__ import annotations
+
+import msgspec
+
+from console.api.errors import envelope
+from engine.errors import EngineError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True):
+    """What went wrong, and what kind of thing that is."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True, tag="error", tag_field="type"):
+    """What an error answer holds, and an error event of a stream."""
+
+    error: AnthropicErrorBody
+
+
+def anthropic_error(error: EngineError) -> AnthropicError:
+    """The error in Anthropic's shape."""
+    otherwise = "api_error" if error.http_status >= 500 else "invalid_request_error"
+    kind = _TYPES.get(error.http_status, otherwise)
+    return AnthropicError(AnthropicErrorBody(kind, envelope(error).error.message))

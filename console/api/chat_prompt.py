@@ -1,0 +1,48 @@
+"""The prompt that a model's chat template makes of a conversation, for dialects other than OpenAI's own chat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+from console.api.conversation import Turn, render
+from console.api.prompts import Prompt
+from console.api.served import ServedModel
+from engine.request import compact
+from engine.text.tokenizer import Tokenizer
+
+MANY_MESSAGES = 256
+"""More are rendered beside the event loop: a template is a program, and runs for each of them."""
+
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+async def chat_prompt(
+    model: ServedModel,
+    turns: Sequence[Turn],
+    *,
+    continue_final: bool = False,
+    variables: Mapping[str, object] = _NOTHING,
+) -> Prompt:
+    """The conversation as the model's template and tokenizer have it, and how another model would.
+
+    continue_final: the last turn is an answer begun, which goes on.  variables: for the template.
+    Raises InvalidRequest where the template cannot render the turns.
+    """
+    as_text = partial(
+        render,
+        turns=turns,
+        add_generation_prompt=not continue_final,
+        continue_final=continue_final,
+        variables=variables,
+    )
+    many = len(turns) > MANY_MESSAGES
+    text = await asyncio.to_thread(as_text, model.tokenizer) if many else as_text(model.tokenizer)
+    ids = (await model.encode([text], add_special_tokens=False))[0]
+    return Prompt(compact(ids), text, partial(_encode, as_text))
+
+
+def _encode(as_text: Callable[[Tokenizer], str], tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(as_text(tokenizer), add_special_tokens=False)

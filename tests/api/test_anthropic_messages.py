@@ -1,0 +1,252 @@
+"""POST /v1/messages: Anthropic's dialect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from console.api.server import ApiSettings
+from engine.config import EngineConfig
+from tests.api.harness import Served, serving
+from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
+
+HELLO = [{"role": "user", "content": "hello"}]
+HELLO_PROMPT = "user: hello\nassistant: "
+
+Event = tuple[str, dict[str, Any]]
+
+
+def text_block(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+async def ask(api: Served, **body: Any) -> dict[str, Any]:
+    """The answer to `body`."""
+    return await api.post("/v1/messages", **{"max_tokens": 20, "messages": HELLO, **body})
+
+
+async def prompt_of(api: Served, **body: Any) -> str:
+    """The prompt that the backend got."""
+    await ask(api, **body)
+    return bytes(api.backend.submitted[-1].prompt_ids).decode()
+
+
+async def stream(api: Served, **body: Any) -> list[Event]:
+    """The events of a streamed answer, each as (its name, what it holds)."""
+    body = {"max_tokens": 20, "messages": HELLO, "stream": True, **body}
+    async with api.http.post("/v1/messages", json=body) as response:
+        assert response.status == 200, await response.text()
+        assert response.content_type == "text/event-stream"
+        frames = (await response.text()).split("\n\n")
+    assert frames.pop() == ""
+    events = []
+    for frame in frames:
+        name, data = frame.split("\n")
+        events.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return events
+
+
+async def refusal(api: Served, status: int = 400, path: str = "/v1/messages", **body: Any) -> dict[str, Any]:
+    """The error of a request that must be refused."""
+    async with api.http.post(path, json={"max_tokens": 20, "messages": HELLO, **body}) as response:
+        answer = await response.json()
+        assert response.status == status, answer
+        assert answer["type"] == "error"
+        assert set(answer["error"]) == {"type", "message"}
+        return dict(answer["error"])
+
+
+def text_of(events: list[Event]) -> str:
+    deltas = [data["delta"] for name, data in events if name == "content_block_delta"]
+    return "".join(delta["text"] for delta in deltas if delta["type"] == "text_delta")
+
+
+async def test_the_answer_has_anthropic_s_shape(api: Served) -> None:
+    answer = await ask(api, model="fake", max_tokens=5)
+    assert answer.pop("id").startswith("msg-")
+    assert answer == {
+        "type": "message",
+        "role": "assistant",
+        "model": "fake",
+        "content": [text_block(expected_text(HELLO_PROMPT.encode(), 5))],
+        "stop_reason": "max_tokens",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": len(HELLO_PROMPT),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 5,
+        },
+    }
+
+
+async def test_system_and_content_may_be_strings_or_blocks(api: Served) -> None:
+    messages = [
+        {"role": "user", "content": [text_block("one"), {**text_block("two"), "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{**text_block("three"), "citations": None}]},
+        {"role": "user", "content": "four"},
+    ]
+    expected = "system: be kind\nuser: one\ntwo\nassistant: three\nuser: four\nassistant: "
+    assert await prompt_of(api, system="be kind", messages=messages) == expected
+    system = [text_block("be"), text_block("kind")]
+    assert (await prompt_of(api, system=system, messages=messages)).startswith("system: be\nkind\n")
+
+
+async def test_turns_of_one_side_are_one_turn(api: Served) -> None:
+    messages = [{"role": "user", "content": "one"}, {"role": "user", "content": [text_block("two")]}]
+    assert await prompt_of(api, messages=messages) == "user: one\ntwo\nassistant: "
+
+
+async def test_an_answer_begun_goes_on(api: Served) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Well,"}]
+    assert await prompt_of(api, messages=messages) == "user: hello\nassistant: Well,"
+
+
+async def test_sampling_reaches_the_engine(api: Served) -> None:
+    await ask(api, temperature=0.3, top_p=0.9, top_k=7, stop_sequences=["x", "y"], metadata={"user_id": "me"}, seed=3)
+    params = api.backend.submitted[0].params
+    assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.3, 0.9, 7, 3)
+    assert (params.stop, params.max_tokens) == (("x", "y"), 20)
+
+
+async def test_an_end_token_ends_the_turn(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeBackend(reply=saying("bye", then=256))) as api:
+        answer = await ask(api, stop_sequences=["never"])
+        silent = await stream(api)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+    assert silent[-2][1]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "stop"),
+    [
+        ([" three"], "one two", " three"),
+        (["three", "two three"], "one ", "two three"),
+        (["e tw", "two"], "on", "e tw"),
+        (["one"], "", "one"),
+        (["four"], "one two three", None),
+    ],
+)
+async def test_which_stop_sequence_ended_the_answer_is_told_and_none_of_it_shown(
+    tmp_path: Path, stops: list[str], text: str, stop: str | None
+) -> None:
+    async with serving(tmp_path, FakeBackend(reply=saying("one two three", then=256))) as api:
+        answer = await ask(api, stop_sequences=stops)
+        events = await stream(api, stop_sequences=stops)
+    reason = "end_turn" if stop is None else "stop_sequence"
+    assert answer["content"] == ([text_block(text)] if text else [])
+    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, stop)
+    assert text_of(events) == text
+    assert events[-2][1]["delta"] == {"stop_reason": reason, "stop_sequence": stop}
+
+
+async def test_a_stream_is_a_message_of_blocks_between_their_start_and_stop(api: Served) -> None:
+    events = await stream(api, max_tokens=8)
+    names = [name for name, _ in events]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(names[2:-3]) == {"content_block_delta"}
+    assert all(data["type"] == name for name, data in events)
+    assert text_of(events) == expected_text(HELLO_PROMPT.encode(), 8)
+    message = events[0][1]["message"]
+    assert (message["content"], message["stop_reason"]) == ([], None)
+    assert message["usage"]["input_tokens"] == len(HELLO_PROMPT)
+    assert events[1][1] == {"type": "content_block_start", "index": 0, "content_block": text_block("")}
+    assert events[-2][1]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert events[-2][1]["usage"]["output_tokens"] == 8
+
+
+async def test_a_silent_stream_is_kept_open_by_ping_events(tmp_path: Path) -> None:
+    backend = FakeBackend(gate=Gate())
+    async with serving(tmp_path, backend, settings=ApiSettings(port=0, ping_s=0.01)) as api:
+        body = {"max_tokens": 2, "messages": HELLO, "stream": True}
+        async with api.http.post("/v1/messages", json=body) as response:
+            assert await response.content.readuntil(b"\n\n") == b'event: ping\ndata: {"type":"ping"}\n\n'
+            backend.gate.open()  # type: ignore[union-attr]
+            assert (await response.text()).endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+
+
+async def test_a_failure_in_a_stream_is_an_error_event(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeBackend(fail_at_steps=range(4, 1000))) as api:
+        name, data = (await stream(api))[-1]
+    assert name == "error"
+    assert (data["type"], data["error"]["type"]) == ("error", "api_error")
+
+
+async def test_an_answer_cut_short_by_the_context_s_end_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeBackend(max_model_len=40)) as api:
+        answer = await ask(api, max_tokens=1000)
+    assert answer["stop_reason"] == "model_context_window_exceeded"
+    assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == 40
+
+
+async def test_an_answer_whose_time_was_up_pauses_the_turn_which_may_go_on(tmp_path: Path) -> None:
+    config = EngineConfig(worker_host="thread", timeout_s=0.3)
+    async with serving(tmp_path, FakeBackend(gate=Gate(6)), config=config) as api:
+        answer = await ask(api)
+    assert answer["stop_reason"] == "pause_turn"
+    assert answer["content"]
+
+
+async def test_tokens_are_counted_without_an_answer(api: Served) -> None:
+    counted = await api.post("/v1/messages/count_tokens", model="fake", system="be kind", messages=HELLO)
+    assert counted == {"input_tokens": len("system: be kind\n" + HELLO_PROMPT)}
+    assert api.backend.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["x"]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "thinking"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "tool_use"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{**text_block("x"), "mood": 1}]}]}, "messages[0].content[0].mood"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "Well, "}]}, "messages[1]"),
+        ({"system": 3}, "system"),
+        ({"system": [{"type": "image"}]}, "system[0]"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"container": "x"}, "container"),
+        ({"output_config": {"effort": "high"}}, "output_config"),
+        ({"stop_sequences": [""]}, "stop"),
+        ({"n": 2}, "n"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"temperature": -1}, "temperature"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+async def test_what_is_not_honoured_is_refused_by_name(api: Served, body: dict[str, object], named: str) -> None:
+    error = await refusal(api, **body)
+    assert error["type"] == "invalid_request_error"
+    assert named in error["message"]
+
+
+async def test_what_changes_nothing_is_taken(api: Served) -> None:
+    await ask(api, thinking={"type": "disabled"}, service_tier="auto", tools=[], speed="standard", cache_control=None)
+
+
+async def test_errors_have_anthropic_s_types(tmp_path: Path) -> None:
+    settings = ApiSettings(port=0, api_key="sesame", max_body_bytes=1000)
+    config = EngineConfig(worker_host="thread", max_prompts=1, max_queue=0)
+    async with serving(tmp_path, FakeBackend(gate=Gate(1)), settings=settings, config=config) as api:
+        assert (await refusal(api, 401))["type"] == "authentication_error"
+        api.http.headers["X-API-Key"] = "sesame"
+        assert (await refusal(api, 404, model="claude"))["type"] == "not_found_error"
+        assert (await refusal(api, 413, system="x" * 2000))["type"] == "request_too_large"
+        async with api.http.post("/v1/messages", json={"max_tokens": 9, "messages": HELLO, "stream": True}):
+            assert (await refusal(api, 429))["type"] == "rate_limit_error"
+        await api.server.switch_dialect("anthropic", False)
+        assert (await refusal(api, 404))["type"] == "not_found_error"
