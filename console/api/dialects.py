@@ -15,6 +15,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic_core import from_json
 
+from console.api import tgi
+from console.api.anthropic.errors import anthropic_error
+from console.api.anthropic.messages import Messages
 from console.api.chat import Chat
 from console.api.completions import Completions
 from console.api.context import ApiContext
@@ -54,6 +57,8 @@ class Dialect:
 DIALECTS: tuple[Dialect, ...] = (
     Dialect("openai", "OpenAI", (Models, Completions, Chat)),
     Dialect("generate", "EricLLM and vLLM", (Generate,)),
+    Dialect("tgi", "TGI", (tgi.Generating, tgi.Telling), tgi.tells, tgi.claims),
+    Dialect("anthropic", "Anthropic", (Messages,), anthropic_error),
 )
 
 _PATTERN = re.compile(r"\{(\w+):[^}]*\}")

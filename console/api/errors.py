@@ -13,7 +13,7 @@ from engine.errors import EngineError
 
 RETRY_AFTER_S = 1.0
 
-_LONGEST_MESSAGE = 1000
+LONGEST_MESSAGE = 1000
 """Characters: a message may quote the request, which may be megabytes."""
 
 
@@ -58,6 +58,27 @@ class BodyTooLarge(EngineError):
     http_status = 413
 
 
+class BodyTooSlow(EngineError):
+    """The body took longer than allowed; details: limit_s."""
+
+    code = "body_too_slow"
+    http_status = 408
+
+
+class HeadersTooLarge(EngineError):
+    """The request's line or a header is longer than allowed."""
+
+    code = "headers_too_large"
+    http_status = 431
+
+
+class Misdirected(EngineError):
+    """The server goes by no such name."""
+
+    code = "misdirected"
+    http_status = 421
+
+
 class BadHttp(EngineError):
     """The request is no HTTP that we understand."""
 
@@ -89,6 +110,13 @@ class CannotListen(EngineError):
     http_status = 500
 
 
+class Unprotected(CannotListen):
+    """Everybody who reaches the address could ask without a key; details: host, port."""
+
+    code = "unprotected"
+    http_status = 400
+
+
 class ErrorBody(msgspec.Struct, frozen=True):
     """OpenAI's error object. param: the field at fault."""
 
@@ -113,9 +141,9 @@ def envelope(error: EngineError) -> ErrorEnvelope:
     param = error.details.get("param")
     return ErrorEnvelope(
         ErrorBody(
-            message=error.message[:_LONGEST_MESSAGE],
+            message=error.message[:LONGEST_MESSAGE],
             type=_type_of(error.http_status),
-            param=None if param is None else str(param)[:_LONGEST_MESSAGE],
+            param=None if param is None else str(param)[:LONGEST_MESSAGE],
             code=error.code,
         )
     )

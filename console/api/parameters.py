@@ -34,6 +34,8 @@ _NO_GRAMMAR = "answers cannot be held to a format"
 _NO_BEAMS = "answers are sampled; there is no beam search"
 _TEXT_ONLY = "this server takes and gives text only"
 _NO_SAMPLER = "this sampler is not there; docs/sampling.md names those that are"
+_NO_THINKING = "answers have no thinking apart from their text"
+_NOT_CUT = "a prompt that is too long is refused, never cut"
 _NO_PROMPT_LOGPROBS = "log-probabilities are given of the answer's tokens only"
 
 SAMPLING_REFUSED: Mapping[str, Refusal] = {
@@ -63,7 +65,7 @@ SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "structured_outputs": Refusal(_NO_GRAMMAR),
     "token_healing": Refusal("prompts are continued as they are", (False,)),
     "top_n_sigma": Refusal(_NO_SAMPLER, (0,)),
-    "truncate_prompt_tokens": Refusal("a prompt that is too long is refused, never cut"),
+    "truncate_prompt_tokens": Refusal(_NOT_CUT),
     "use_beam_search": Refusal(_NO_BEAMS, (False,)),
 }
 """Asked of every dialect by clients of vLLM, TabbyAPI and text-generation-webui."""
@@ -132,7 +134,7 @@ ANTHROPIC_REFUSED: Mapping[str, Refusal] = {
     "output_config": Refusal(_NO_GRAMMAR, ({},)),
     "output_format": Refusal(_NO_GRAMMAR),
     "speed": Refusal("there is one speed", ("standard",)),
-    "thinking": Refusal("answers have no thinking apart from their text", ({"type": "disabled"},)),
+    "thinking": Refusal(_NO_THINKING, ({"type": "disabled"},)),
     "tool_choice": Refusal(_NO_TOOLS, ({"type": "none"}, {"type": "auto"})),
     "tools": Refusal(_NO_TOOLS, ([],)),
 }
@@ -140,9 +142,9 @@ ANTHROPIC_REFUSED: Mapping[str, Refusal] = {
 ANTHROPIC_BLOCKS_REFUSED: Mapping[str, Refusal] = {
     "document": Refusal(_TEXT_ONLY),
     "image": Refusal(_TEXT_ONLY),
-    "redacted_thinking": Refusal("answers have no thinking apart from their text"),
+    "redacted_thinking": Refusal(_NO_THINKING),
     "search_result": Refusal("put what was found into text blocks"),
-    "thinking": Refusal("answers have no thinking apart from their text"),
+    "thinking": Refusal(_NO_THINKING),
 }
 """Blocks of a message's content."""
 
@@ -151,5 +153,49 @@ ANTHROPIC_INERT = frozenset(
         "cache_control",  # prefixes are cached by what they are
         "metadata",  # who asks; not looked at
         "service_tier",  # there is one
+    }
+)
+
+_NO_PICTURES = Refusal("this server makes no pictures", (0,))
+
+OLLAMA_REFUSED: Mapping[str, Refusal] = {
+    "format": Refusal(_NO_GRAMMAR, ("",)),
+    "height": _NO_PICTURES,
+    "images": Refusal(_TEXT_ONLY, ([],)),
+    "shift": Refusal("an answer ends with the context", (False,)),
+    "steps": _NO_PICTURES,
+    "suffix": Refusal("text can be continued, not filled in", ("",)),
+    "template": Refusal("the model's own chat template is used; raw takes a prompt that is made already", ("",)),
+    "tools": Refusal(_NO_TOOLS, ([],)),
+    "truncate": Refusal(_NOT_CUT, (False,)),
+    "width": _NO_PICTURES,
+}
+
+OLLAMA_MESSAGE_REFUSED: Mapping[str, Refusal] = {
+    "images": Refusal(_TEXT_ONLY, ([],)),
+    "thinking": Refusal(_NO_THINKING, ("",)),
+}
+
+OLLAMA_OPTIONS_REFUSED: Mapping[str, Refusal] = {
+    "embedding_only": Refusal("the model is loaded whole", (False,)),
+    "penalize_newline": Refusal("line breaks are penalised as all tokens are", (True,)),
+    "rope_frequency_base": Refusal("how positions are scaled is set where the model is loaded", (0,)),
+    "rope_frequency_scale": Refusal("how positions are scaled is set where the model is loaded", (0,)),
+    "vocab_only": Refusal("the model is loaded whole", (False,)),
+}
+
+OLLAMA_OPTIONS_INERT = frozenset(
+    {
+        "f16_kv",  # how the model is loaded is the operator's choice, and so are the others here
+        "logits_all",
+        "low_vram",
+        "main_gpu",
+        "num_batch",
+        "num_gpu",
+        "num_keep",  # the context is never shifted, so all of it is kept
+        "num_thread",
+        "numa",
+        "use_mlock",
+        "use_mmap",
     }
 )

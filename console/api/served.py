@@ -11,10 +11,13 @@ from engine.config import shown
 from engine.engine import Engine, Serving
 from engine.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, NoModelLoaded
 from engine.snapshot import ModelStatus
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, TokenSpan
 
 LONG_TEXT = 16_384
 RETRY_LOADING_S = 5.0
+
+_NO_NAMES = frozenset({"dummy", "tgi"})
+"""What clients of TGI, which has one model, send for its name: huggingface_hub's by itself, others as its docs say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,13 @@ class ServedModel:
             return self.tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
         self._refuse_endless(max(map(len, texts)))
         return await asyncio.to_thread(self.tokenizer.encode_all, texts, add_special_tokens=add_special_tokens)
+
+    async def spans(self, text: str) -> list[TokenSpan]:
+        """The tokens of a text and where they stand in it; raises as `encode` does."""
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.spans(text)
+        self._refuse_endless(len(text))
+        return await asyncio.to_thread(self.tokenizer.spans, text)
 
     def _refuse_endless(self, characters: int) -> None:
         least, limit = characters // self.tokenizer.longest_token, self.loaded.max_model_len
@@ -68,7 +78,13 @@ async def served_model(engine: Engine, wanted: str | None, lora: str | None = No
     Raises what Engine.serving does, ModelNotFound for an adapter that the model lacks, and InvalidRequest where its
     backend takes none per request.
     """
-    serving = await engine.serving(wanted or "")
+    try:
+        serving = await engine.serving(wanted or "")
+    except ModelNotFound:
+        if wanted not in _NO_NAMES:
+            raise
+        wanted = ""
+        serving = await engine.serving("")
     return ServedModel(
         name=wanted or serving.name,
         asked=wanted or "",

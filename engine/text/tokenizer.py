@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 
@@ -12,6 +13,14 @@ from engine.errors import InvalidRequest, UnsupportedModel
 from engine.text.chat_template import ChatTemplate
 from engine.text.folder import TokenizerFolder
 from engine.text.pieces import TokenPieces
+
+
+class TokenSpan(NamedTuple):
+    """A token of a text, and which characters it stands for; an empty span for one that the model adds."""
+
+    token_id: int
+    start: int
+    stop: int
 
 
 class Tokenizer:
@@ -64,6 +73,13 @@ class Tokenizer:
         twice = [self.bos_token_id] * 2 if add_special_tokens and self.bos_token_id is not None else None
         return [ids[1:] if ids[:2] == twice else ids for ids in (encoding.ids for encoding in encodings)]
 
+    def spans(self, text: str, *, add_special_tokens: bool = True) -> list[TokenSpan]:
+        """The tokens that `encode` gives, and where each stands in `text`. Other threads run meanwhile."""
+        [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        spans = [TokenSpan(id_, *offsets) for id_, offsets in zip(encoding.ids, encoding.offsets, strict=True)]
+        twice = add_special_tokens and [span.token_id for span in spans[:2]] == [self.bos_token_id] * 2
+        return spans[1:] if twice else spans
+
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token: a text of n characters has n / longest_token tokens at least."""
@@ -105,6 +121,12 @@ class Tokenizer:
                 "this model has no chat template; send its prompt as plain text to the completions endpoint",
                 param="messages",
             )
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        template = self._templates.get(name) or next(iter(self._templates.values()))
+        template = self.tool_template if tools else self._templates.get("default")
+        template = template or next(iter(self._templates.values()))
         return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+
+    @property
+    def tool_template(self) -> ChatTemplate | None:
+        """The template of a chat with tools: one of its own, else the only one; None where the model has none."""
+        own = self._templates.get("tool_use") or self._templates.get("default")
+        return own or next(iter(self._templates.values()), None)

@@ -1,0 +1,58 @@
+"""GET /info and POST /tokenize: what the model is, and what a text comes to."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from console.api.body import read
+from console.api.context import ApiContext
+from console.api.described import describes
+from console.api.errors import json_response
+from console.api.sampling import MAX_N, SamplingFields
+from console.api.tgi.body import TgiBody
+from console.api.tgi.shapes import Info, SimpleToken
+from console.api.versions import product_version
+from engine.config import MAX_STOP_STRINGS
+
+
+class Telling:
+    """The endpoints."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are found."""
+        return [web.get("/info", self._info), web.post("/tokenize", self._tokenize)]
+
+    @describes("What the model is and may be asked, as TGI tells it", answer=Info)
+    async def _info(self, request: web.Request) -> web.Response:
+        status, config = self._context.engine.status, self._context.engine.config
+        loaded = status.model or (await self._context.served(SamplingFields.of({}))).loaded
+        return json_response(
+            Info(
+                model_id="" if status.spec is None else status.spec.name,
+                model_dtype=f"torch.{loaded.dtype}",
+                model_device_type=loaded.devices[0].partition(":")[0] if loaded.devices else "cpu",
+                max_concurrent_requests=config.num_workers * config.max_prompts + config.max_queue,
+                max_best_of=MAX_N,
+                max_stop_sequences=MAX_STOP_STRINGS,
+                max_input_tokens=loaded.max_model_len - 1,
+                max_input_length=loaded.max_model_len - 1,
+                max_total_tokens=loaded.max_model_len,
+                version=product_version(),
+            )
+        )
+
+    @describes(
+        "The tokens of a text and where they stand in it, as TGI tells them", body=TgiBody, answer=list[SimpleToken]
+    )
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await read(request, TgiBody)
+        truncate = body.asked().truncate
+        model = await self._context.served(SamplingFields.of({"model": body.model}))
+        tokens = [
+            SimpleToken(span.token_id, body.inputs[span.start : span.stop], span.start, span.stop)
+            for span in await model.spans(body.inputs)
+        ]
+        return json_response(tokens if truncate is None else tokens[-truncate:])

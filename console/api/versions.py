@@ -1,0 +1,13 @@
+"""Which version this is."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def product_version() -> str:
+    """The version that is installed, "unknown" where none is."""
+    try:
+        return version("ericllm")
+    except PackageNotFoundError:
+        return "unknown"
