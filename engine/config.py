@@ -16,11 +16,13 @@ DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 WorkerHostName = Literal["process", "thread"]
 CacheBits = Literal[16, 8, 6, 4]
 AttentionName = Literal["auto", "flash", "triton", "varlen", "gathered"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_BANNED_STRINGS = 64
 MAX_BANNED_CHARACTERS = 200
+MAX_GRAMMAR_BYTES = 2**20
 MAX_TIMEOUT_S = 10**7
 MAX_STRETCH = 1000.0
 """Most that a context may be stretched by, by alpha_value and by compress_pos_emb."""
@@ -31,6 +33,32 @@ def shown(number: float) -> str:
     """A number that was asked for, exactly; the start of one so long that nobody would read it."""
     digits = str(number)
     return digits if len(digits) <= _SHOWN_DIGITS else f"{digits[:_SHOWN_DIGITS]}..."
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """What the text of an answer is held to.
+
+    source: a JSON schema; nothing for "json_object"; a regular expression that the whole answer matches; a JSON array
+    of the strings to choose from; or a grammar in Lark's syntax, as llguidance reads it.
+    param: what the client called it, for errors.
+    """
+
+    kind: GrammarKind
+    source: str = ""
+    param: str = "grammar"
+
+    @property
+    def is_json(self) -> bool:
+        """Whether what it holds is one JSON value, which shows by itself where it ends."""
+        return self.kind in ("json_schema", "json_object")
+
+    def refuse_longer(self, max_bytes: int) -> None:
+        """Raise InvalidRequest where the source has more than `max_bytes` bytes."""
+        size = len(self.source.encode(errors="surrogatepass"))
+        if size > max_bytes:
+            raise InvalidRequest(
+                f"{self.param} has {size} bytes; it may have {max_bytes}", param=self.param, value=size, limit=max_bytes
+            )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,9 +84,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     banned_strings: texts that the answer must not contain, whatever their case; generation goes another way.
     logit_bias: token id -> added to its logit, in [-100, 100].
     seed: None lets the engine draw one; the token at position p depends on (seed, p) alone.
-    max_tokens: None means up to the context's end.   min_tokens: end tokens are masked before that many.
+    max_tokens: None means up to the context's end; 0 ends with the prompt computed.
+    min_tokens: end tokens are masked before that many.
     stop: text that ends the answer (left out unless include_stop).   stop_token_ids: besides the model's own.
+    shown_token_ids: control tokens that are text all the same where skip_special_tokens leaves them out.
     logprobs: None is off, 0 the chosen token only, k the k most likely besides.
+    prompt_logprobs: the same of the prompt's tokens.
+    grammar: what the answer is held to; None is off. Where it is JSON, stop and stop_token_ids end nothing.
     """
 
     temperature: float = 1.0
@@ -100,7 +132,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     include_stop: bool = False
     skip_special_tokens: bool = True
+    shown_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def validate(self) -> SamplingParams:
         """Itself, or InvalidRequest naming the first field out of range."""
@@ -127,7 +162,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
     def _validate_samplers(self) -> None:
-        """What fields must be for each other's sake."""
+        """What fields must be for each other's sake, and how long some may be."""
+        if self.grammar is not None:
+            self.grammar.refuse_longer(MAX_GRAMMAR_BYTES)
         if (self.min_temp > 0 or self.max_temp > 0) and self.max_temp <= self.min_temp:
             raise InvalidRequest(
                 f"max_temp is {shown(self.max_temp)}; it must be more than min_temp, {shown(self.min_temp)}",
@@ -184,9 +221,10 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -2.0, 2.0),
     ("presence_penalty", -2.0, 2.0),
     ("seed", -(2**63), 2**63 - 1),
-    ("max_tokens", 1, 2**31),
+    ("max_tokens", 0, 2**31),
     ("min_tokens", 0, 2**31),
     ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
 
 

@@ -11,12 +11,14 @@ from types import TracebackType
 import msgspec
 
 from console.api.errors import RequestCancelled
+from console.api.observing import Work
 from console.api.prompts import Prompt
 from console.api.served import ServedModel
 from engine.backends.base import FinishReason, TokenLogprob
 from engine.config import SamplingParams
 from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
 from engine.errors import EngineError, WorkerFailed, from_info
+from engine.usage import Choices
 
 _SEEDS = 2**64
 
@@ -62,6 +64,7 @@ class Generation:
         self._engine = engine
         movable = not _names_tokens(params)
         single = len(prompts) * n == 1
+        together = [Choices(n) if n > 1 else None for _ in prompts]
         self._requests = [
             GenerateRequest(
                 id=request_id if single else f"{request_id}-{i * n + choice}",
@@ -73,11 +76,15 @@ class Generation:
                 adapter=model.adapter,
                 client=client,
                 encode=prompt.encode if movable else None,
+                choices=together[i],
             )
             for i, prompt in enumerate(prompts)
             for choice in range(n)
         ]
         self._n = n
+        self._id = request_id
+        self._model = model.name
+        self._params = params
         self._cut_by: EngineError | None = None
         self._streams: list[RequestStream] = []
         self._output_tokens = [0] * len(self._requests)
@@ -112,6 +119,12 @@ class Generation:
             cached=sum(self._cached_tokens[:: self._n]),
             output=sum(self._output_tokens),
         )
+
+    @property
+    def work(self) -> Work:
+        """What the engine did, once it has."""
+        rows = tuple(stream.row for stream in self._streams if stream.row is not None)
+        return Work(id=self._id, model=self._model, params=self._params, choices=self._n, rows=rows)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, StreamDelta], None]:
         """(choice, delta) as they come; raises EngineError once any answer has failed or was cancelled, or ran out of
@@ -186,4 +199,10 @@ def _for_choice(params: SamplingParams, choice: int) -> SamplingParams:
 
 def _names_tokens(params: SamplingParams) -> bool:
     """Whether these settings hold ids of one tokenizer, so that they mean nothing to another model."""
-    return bool(params.logit_bias or params.stop_token_ids or params.dry_breaker_ids or params.negative_prompt_ids)
+    return bool(
+        params.logit_bias
+        or params.stop_token_ids
+        or params.dry_breaker_ids
+        or params.negative_prompt_ids
+        or params.shown_token_ids
+    )

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, LoopControlExtension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -23,8 +24,12 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        self._source = source
+        self.source = source
         self._variables = dict(variables)
+
+    def uses(self, variable: str) -> bool:
+        """Whether it looks at a variable that it is given; not so for a source that is no template."""
+        return variable in self._used
 
     def render(
         self,
@@ -54,7 +59,14 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> Template:
-        return _environment().from_string(self._source)
+        return _environment().from_string(self.source)
+
+    @cached_property
+    def _used(self) -> frozenset[str]:
+        try:
+            return frozenset(find_undeclared_variables(_environment().parse(self.source)))
+        except TemplateError:
+            return frozenset()
 
 
 class _GenerationBlock(Extension):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterable
 
 from engine.text.tokenizer import Tokenizer
 
@@ -14,11 +15,13 @@ class IncrementalDetokenizer:
     it never will be (it becomes U+FFFD then, as in decoding at once), or until `flush`. All pushes and the flush
     together equal `Tokenizer.decode` of all ids. The one exception is SentencePiece's byte tokens: the library gives
     up a whole run of them for one bad byte, which no stream can do; here the good characters of the run stay.
+
+    shown: control tokens that are text even where the others are skipped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Iterable[int] = ()) -> None:
         self._pieces = tokenizer.pieces
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = tokenizer.special_ids.difference(shown) if skip_special_tokens else frozenset[int]()
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = True
 

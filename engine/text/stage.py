@@ -39,7 +39,9 @@ class TextStage:
 
     def __init__(self, tokenizer: Tokenizer, request: BackendRequest) -> None:
         params = request.params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, shown=params.shown_token_ids
+        )
         self._stops = StopMatcher(params.stop, params.include_stop)
         self._banned = BannedStrings(params.banned_strings) if params.banned_strings else None
         self._end_token_ids = frozenset(request.end_token_ids)

@@ -1,0 +1,52 @@
+"""Tools: what clients offer, how the loaded model is told of them and calls them, and what an answer made of that.
+
+A dialect makes `ToolUse` of what it was sent, gives its definitions to the chat template, its demands to the engine,
+and the answer's text to its readers:
+
+    use = tool_use(model.tokenizer, tools, ToolChoice("auto"), parallel=True)      # raises InvalidRequest
+    prompt = await chat_prompt(model, turns, tools=use.definitions)
+    params = use.applied(params)
+    reader = use.reader()                                                          # one for each answer
+    pieces = reader.feed(delta.text), reader.finish(); or  said, calls = whole(reader, answer.text)
+"""
+
+from console.api.tools.calls import (
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallEnded,
+    Piece,
+    Said,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from console.api.tools.formats import ToolFormat, format_of, known_format
+from console.api.tools.history import calling_turn, fitting, named, result_turn
+from console.api.tools.reader import CallReader, whole
+from console.api.tools.use import NO_TOOLS, ToolUse, finish_of, tool_use
+
+__all__ = [
+    "NO_TOOLS",
+    "CallArguments",
+    "CallBegan",
+    "CallBroken",
+    "CallEnded",
+    "CallReader",
+    "Piece",
+    "Said",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "ToolFormat",
+    "ToolUse",
+    "calling_turn",
+    "finish_of",
+    "fitting",
+    "format_of",
+    "known_format",
+    "named",
+    "result_turn",
+    "tool_use",
+    "whole",
+]

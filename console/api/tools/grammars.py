@@ -1,0 +1,173 @@
+"""Answers held to calls: a grammar, in llguidance's Lark syntax, of the model's own format around the tools' schemas.
+
+Two demands make one: that there is a call (tool_choice required, or a tool's name), and that the arguments fit the
+schema (strict). Control tokens stand in it by their ids, for they are no text to the grammar.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from console.api.tools.calls import Tool, ToolChoice
+from console.api.tools.formats import ToolFormat
+from console.api.tools.shapes import JsonCalls, MistralCalls, NamedCalls, XmlCalls
+from engine.config import Grammar
+from engine.errors import InvalidRequest
+
+Spell = Callable[[str], str]
+"""A marker as the grammar has it."""
+
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_OBJECT: Mapping[str, object] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Calls from an opening marker on. body: what follows the opening.  again: what stands between two blocks, None
+    where all calls are in one.  rules: that the body refers to."""
+
+    opening: str
+    body: str
+    again: str | None
+    rules: Sequence[str]
+
+
+def call_grammar(
+    written: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, parallel: bool, ids: Mapping[str, int]
+) -> Grammar | None:
+    """What the answer is held to, None for nothing. ids: those markers that are control tokens.
+
+    Raises InvalidRequest for strict tools where this model's calls cannot be told from text before they are whole.
+    """
+    required = choice.mode == "required"
+    strict = next((i for i, tool in enumerate(tools) if tool.strict), None)
+    if not required and strict is None:
+        return None
+    if not required and written.bare:
+        raise InvalidRequest(
+            f"strict needs tool_choice required, or a tool's name, here: {written.name} calls begin like any answer",
+            param=f"tools[{strict}].function.strict",
+        )
+    callable_tools = [tool for tool in tools if choice.name in ("", tool.name)]
+    block = _block(written, callable_tools, parallel, required, lambda marker: _spelled(marker, ids))
+    rules = _required(block, parallel) if required else _at_will(block, parallel, written.shape.openings[0] in ids)
+    return Grammar(kind="lark", source="\n".join([*rules, *block.rules]), param="tool_choice" if required else "tools")
+
+
+def _required(block: _Block, parallel: bool) -> list[str]:
+    one = f"{block.opening} {block.body}".strip()
+    more = f" ({block.again} block)*" if parallel and block.again is not None else ""
+    return [f"start: block{more}", f"block: {one}"]
+
+
+def _at_will(block: _Block, parallel: bool, is_token: bool) -> list[str]:
+    """Any text, with calls in it. Text ends at the first opening."""
+    repeats = "*" if parallel else "?"
+    head = f"head: TEXT {block.opening}" if is_token else f"head[lazy]: TEXT {block.opening}"
+    return [f"start: block{repeats} rest", f"block: head {block.body}", head, "rest: TEXT", "TEXT: /(.|\\n)*/"]
+
+
+def _block(written: ToolFormat, tools: Sequence[Tool], parallel: bool, required: bool, spell: Spell) -> _Block:
+    shape = written.shape
+    schemas = [_json(tool.schema if required or tool.strict else _ANY_OBJECT) for tool in tools]
+    many = "call" if not parallel else 'call (", " call)*'
+    match shape:
+        case JsonCalls(array=True):
+            body = f'"[" {many} "]" {_spelled_if(shape.closing, spell)}'
+            return _Block(spell(shape.opening), body, None, _objects(shape, tools, schemas))
+        case JsonCalls():
+            opening = "" if written.bare else spell(shape.opening)
+            body = "call" if not shape.closing else f'"\\n" call "\\n" {spell(shape.closing)}'
+            again = '"; "' if written.bare else '"\\n"'
+            return _Block(opening, body, again, _objects(shape, tools, schemas))
+        case MistralCalls(named=True):
+            rules = _named(tools, schemas, lambda name: f"{_quoted(name)} {spell('[ARGS]')}", "")
+            return _Block(spell("[TOOL_CALLS]"), "call", "", rules)
+        case MistralCalls():
+            body = f'/ ?/ "[" {many} "]"'
+            return _Block(spell("[TOOL_CALLS]"), body, None, _objects(JsonCalls(""), tools, schemas))
+        case NamedCalls():
+            return _named_block(shape, tools, schemas, parallel, spell)
+        case XmlCalls():
+            return _Block(spell("<tool_call>"), '"\\n" call "\\n" ' + spell("</tool_call>"), '"\\n"', _xml(tools))
+        case _:
+            raise NotImplementedError(shape)
+
+
+def _objects(shape: JsonCalls, tools: Sequence[Tool], schemas: Sequence[str]) -> list[str]:
+    def lead(name: str) -> str:
+        return _quoted(f'{{"{shape.name}": {json.dumps(name)}, "{shape.arguments}": ')
+
+    return _named(tools, schemas, lead, '"}"')
+
+
+def _named(tools: Sequence[Tool], schemas: Sequence[str], lead: Callable[[str], str], tail: str) -> list[str]:
+    """One rule for each tool, what stands before its arguments and after them included."""
+    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+    for i, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
+        rules += [f"call_{i}: {lead(tool.name)} args_{i} {tail}".rstrip(), f"args_{i}: %json {schema}"]
+    return rules
+
+
+def _named_block(
+    shape: NamedCalls, tools: Sequence[Tool], schemas: Sequence[str], parallel: bool, spell: Spell
+) -> _Block:
+    fence, fence_end = ('"```json\\n"', '"\\n```"') if shape.fenced else ("", "")
+
+    def lead(name: str) -> str:
+        kind = " ".join(spell(part) for part in _parts(shape.kind))
+        shown = f"{_quoted(f'functions.{name}:')} /[0-9]+/" if shape.numbered else _quoted(name)
+        return f"{spell(shape.opening)} {kind} {shown} {spell(shape.separator)} {fence}"
+
+    rules = _named(tools, schemas, lead, f"{fence_end} {_spelled_if(shape.closing, spell)}")
+    rules.append('NEWLINE: "\\n"')
+    several = "call (NEWLINE? call)*" if parallel else "call"
+    body = f"{several} {_spelled_if(shape.section[1], spell)}"
+    return _Block(spell(shape.section[0]), body, None, rules)
+
+
+def _xml(tools: Sequence[Tool]) -> list[str]:
+    """Parameters in the order of the schema; those that are not required may lack."""
+    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}", "value[lazy]: /(.|\\n)*\\n<\\/parameter>/"]
+    for i, tool in enumerate(tools):
+        properties = tool.schema.get("properties")
+        parameters = properties if isinstance(properties, dict) else {}
+        required = tool.schema.get("required") or ()
+        uses = [f"p_{i}_{j}{'' if key in required else '?'}" for j, key in enumerate(parameters)]
+        head = _quoted(f"<function={tool.name}>\n")
+        rules.append(f'call_{i}: {head} {" ".join(uses)} "</function>"')
+        for j, (key, schema) in enumerate(parameters.items()):
+            text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
+            head = _quoted(f"<parameter={key}>\n")
+            tail = '"\\n"' if text else '"\\n</parameter>\\n"'
+            rules.append(f"p_{i}_{j}: {head} {'value' if text else f'v_{i}_{j}'} {tail}")
+            if not text:
+                rules.append(f"v_{i}_{j}: %json {_json(schema)}")
+    return rules
+
+
+def _json(schema: object) -> str:
+    """A schema in the spacing that templates write JSON in."""
+    spaced = {**schema, "x-guidance": _SPACING} if isinstance(schema, Mapping) else schema
+    return json.dumps(spaced)
+
+
+def _quoted(text: str) -> str:
+    """A text as the grammar's strings have it, which are JSON's."""
+    return json.dumps(text)
+
+
+def _spelled(marker: str, ids: Mapping[str, int]) -> str:
+    return f"<[{ids[marker]}]>" if marker in ids else _quoted(marker)
+
+
+def _spelled_if(marker: str, spell: Spell) -> str:
+    return spell(marker) if marker else ""
+
+
+def _parts(kind: str) -> list[str]:
+    """DeepSeek's `function` and the control token after it."""
+    at = kind.find("<")
+    return [kind[:at], kind[at:]] if at > 0 else [kind] if kind else []
