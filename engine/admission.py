@@ -45,6 +45,16 @@ def resolve_timeout(timeout_s: float | None, default_s: float) -> float:
     return timeout_s
 
 
+def to_embed(params: SamplingParams, model: LoadedModel) -> SamplingParams:
+    """`params` of a request for a prompt's vector; raises InvalidRequest where the model's backend makes none."""
+    if not model.hidden_size:
+        raise InvalidRequest(
+            f"embeddings are not supported by the {model.backend} backend: it gives tokens, and no hidden states",
+            backend=model.backend,
+        )
+    return msgspec.structs.replace(params, max_tokens=0, min_tokens=0)
+
+
 def end_tokens(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
     """Every id that ends the answer: the model's own unless ignore_eos, and stop_token_ids."""
     own = () if params.ignore_eos else eos_token_ids

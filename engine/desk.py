@@ -174,26 +174,31 @@ class Desk:
         """Hand an output to its request; the time since its last one, with its tokens, is counted into `gaps`."""
         if output.token_ids:
             if request.first_token is None:
-                self._begin(request, output, now)
+                request.first_token = now
+                self._prompted(request, output, now)
             elif request.last_token is not None:
                 gaps[now - request.last_token, len(output.token_ids)] += 1
             request.last_token = now
             request.timeline.came(now, len(output.token_ids))
             request.generated.extend(output.token_ids)
+        elif output.finish is not None and output.error is None and not request.params.max_tokens:
+            self._prompted(request, output, now)
         request.stream.push(
             output.text,
             output.token_ids,
             output.logprobs,
             cached_tokens=request.cached_tokens,
             ttft_s=request.ttft_s,
+            prompt_logprobs=output.prompt_logprobs,
+            vector=output.vector,
         )
+        request.prompt_told |= bool(output.prompt_logprobs)
 
-    def _begin(self, request: Request, output: RequestOutput, now: float) -> None:
-        """Its first token came."""
-        request.first_token = now
+    def _prompted(self, request: Request, output: RequestOutput, now: float) -> None:
+        """Its prompt is computed: its first token came, or it ended where none was to come."""
         request.cached_tokens = output.cached_tokens or 0
         for counter in (partial(self._metrics.started, now), request.lane.usage.started):
-            counter(len(request.prompt_ids), request.cached_tokens, now - request.created)
+            counter(len(request.prompt_ids), request.cached_tokens, request.ttft_s)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from itertools import count
 
 import msgspec
 
-from engine.admission import end_tokens, resolve_params, resolve_timeout
+from engine.admission import end_tokens, resolve_params, resolve_timeout, to_embed
 from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, EngineConfig, ModelSpec
 from engine.deployment import Deployment
@@ -292,6 +292,8 @@ class Engine:
             raise ModelNotFound(f"{deployment.spec.name} has no adapter {asked.adapter!r}", param="adapter")
         request_id = asked.id or f"gen-{secrets.token_hex(8)}"
         params = resolve_params(prompt_ids, asked.params, deployment.spec, model, seed=secrets.randbits(63))
+        if asked.embed:
+            params = to_embed(params, model)
         timeout_s = resolve_timeout(asked.timeout_s, self.config.timeout_s)
         free = sum(slot.free for slot in deployment.slots())
         self._desk.check_room(request_id, deployment.lane, self.config.max_queue, free)
@@ -313,6 +315,7 @@ class Engine:
             client=asked.client,
             encode=asked.encode,
             choices=asked.choices,
+            embed=asked.embed,
         )
         return request, deployment
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.admission import end_tokens, resolve_params
+from engine.admission import end_tokens, resolve_params, to_embed
 from engine.deployment import Deployment
 from engine.desk import Desk
 from engine.errors import EngineError, NoModelLoaded
@@ -121,4 +121,6 @@ class Handover:
         request.params = resolve_params(
             request.prompt_ids, request.asked, self._new.spec, model, seed=request.params.seed or 0
         )
+        if request.embed:
+            request.params = to_embed(request.params, model)
         request.end_token_ids = end_tokens(request.params, tokenizer.eos_token_ids)

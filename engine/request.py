@@ -46,6 +46,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: a LoRA adapter of that model.  client: who shares the queue fairly with others.
     encode: makes prompt_ids again for another model's tokenizer, where the request may go to any.
     choices: what the answers to its prompt have in common that were asked for together; None where it is the only one.
+    embed: what is wanted is the prompt's vector (see TokenEvent), no answer.
     """
 
     prompt_ids: Sequence[int]
@@ -60,6 +61,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     client: str = ""
     encode: Encode | None = None
     choices: Choices | None = None
+    embed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +75,7 @@ class Request:
     the queue.  generated: every id that reached the engine so far.
     deaths: workers that died in a row while they worked on it, without a token to show for it.
     taken: how many it had generated when its worker began to work on it, None before that.
+    prompt_told: whether its reader has the prompt's log-probabilities.
     created_at: unix time.
     """
 
@@ -93,6 +96,8 @@ class Request:
     client: str = ""
     encode: Encode | None = None
     choices: Choices | None = None
+    embed: bool = False
+    prompt_told: bool = False
     generated: list[int] = field(default_factory=list)
     worker: str | None = None
     deaths: int = 0
@@ -137,14 +142,16 @@ class Request:
             self.deaths = 0 if len(self.generated) > self.taken else self.deaths + 1
 
     def for_backend(self) -> BackendRequest:
-        """What a worker gets: the prompt and what was generated so far."""
+        """What a worker gets: the prompt and what was generated so far. Nothing is asked for that was told before."""
+        params = msgspec.structs.replace(self.params, prompt_logprobs=None) if self.prompt_told else self.params
         return BackendRequest(
             id=self.wire_id,
             prompt_ids=list(self.prompt_ids),
             generated=list(self.generated),
-            params=self.params,
+            params=params,
             end_token_ids=self.end_token_ids,
             adapter=self.adapter,
+            embed=self.embed,
         )
 
     def row(self, now: float, computed_tokens: int | None = None) -> RequestRow:

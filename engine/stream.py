@@ -18,7 +18,8 @@ class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: every new id, shown or not; logprobs: one per id where asked for.  text may be "" while it is held back
     for a stop string or an unfinished character.  output_tokens: all so far.  finish is set on the last delta only;
-    error says why where finish is "error".
+    error says why where finish is "error".  prompt_logprobs: as in TokenEvent, in one delta at most.  vector: of a
+    request to embed, in the last one.
     """
 
     text: str = ""
@@ -30,6 +31,8 @@ class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ttft_s: float | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    vector: bytes = b""
 
 
 class RequestStream:
@@ -48,9 +51,11 @@ class RequestStream:
         "_news",
         "_on_cancel",
         "_output_tokens",
+        "_prompt_logprobs",
         "_text",
         "_token_ids",
         "_ttft_s",
+        "_vector",
         "_waiter",
         "prompt_tokens",
         "request_id",
@@ -65,6 +70,8 @@ class RequestStream:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        self._vector = b""
         self._output_tokens = 0
         self._cached_tokens = 0
         self._ttft_s: float | None = None
@@ -100,8 +107,11 @@ class RequestStream:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self._cached_tokens,
             ttft_s=self._ttft_s,
+            prompt_logprobs=self._prompt_logprobs,
+            vector=self._vector,
         )
         self._text, self._token_ids, self._logprobs = [], [], []
+        self._prompt_logprobs = ()
         return delta
 
     async def __aenter__(self) -> RequestStream:
@@ -138,6 +148,8 @@ class RequestStream:
         *,
         cached_tokens: int,
         ttft_s: float | None,
+        prompt_logprobs: tuple[TokenLogprob | None, ...] = (),
+        vector: bytes = b"",
     ) -> None:
         """Add to the next delta."""
         if text:
@@ -147,6 +159,8 @@ class RequestStream:
         self._output_tokens += len(token_ids)
         self._cached_tokens = cached_tokens
         self._ttft_s = ttft_s
+        self._prompt_logprobs = prompt_logprobs or self._prompt_logprobs
+        self._vector = vector or self._vector
         self._wake()
 
     def end(self, finish: FinishReason, error: ErrorInfo | None = None, row: RequestRow | None = None) -> None:

@@ -24,6 +24,8 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: the model's end tokens (unless ignore_eos) and stop_token_ids, masked before min_tokens.
     banned_next: ids that the very next token must not be (a rewound banned string); they bind that token alone.
     adapter: name of an attached LoRA adapter to compute with; "" is the model as it was loaded.
+    params.max_tokens 0: it ends with "length" once its prompt is computed, without a token.
+    embed: it ends then with "stop" and a vector instead; max_tokens is 0.
     """
 
     id: str
@@ -33,15 +35,20 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: tuple[int, ...] = ()
     banned_next: tuple[int, ...] = ()
     adapter: str = ""
+    embed: bool = False
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Log-probability (natural log, of the model's own distribution before any sampling knob) of a token,
-    with the `top` most likely alternatives as (id, logprob), best first."""
+    with the `top` most likely alternatives as (id, logprob), best first.
+
+    rank: 1 for the likeliest token of the vocabulary; told of a prompt's tokens alone, 0 of others.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +57,10 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     token_id is None only where finish is set. finish: "length" when KV pages ran out for the only running
     request, "error" when the backend failed it (message says why). cached_tokens: prompt tokens that were
     found in the prefix cache; sent with the first token of a request.
+    prompt_logprobs: of each of the prompt's tokens, None of the first, which nothing came before; sent with the first
+    token, or with the end of a request that is to have none. () where they are not asked for.
+    vector: of a request to embed, with its end: the mean of the model's final hidden states (after its last norm) over
+    the prompt, of length 1, as float32 in the machine's byte order.
     """
 
     request_id: str
@@ -58,6 +69,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason | None = None
     message: str = ""
     cached_tokens: int | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    vector: bytes = b""
 
 
 class LoadProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +91,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     adapters_per_request: whether each request may name a LoRA adapter of its own.
     shared_bytes: how much of weights_bytes all workers of this machine have once, in one mapping.
     active_parameters: those that one token is computed with, fewer than all in a mixture of experts; 0 is all.
+    hidden_size: numbers in a vector of a request to embed; 0 where the backend embeds nothing.
     """
 
     backend: str
@@ -98,6 +112,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     adapters_per_request: bool = False
     shared_bytes: int = 0
     active_parameters: int = 0
+    hidden_size: int = 0
 
 
 class SequenceStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

@@ -18,10 +18,12 @@ BACKENDS: tuple[BackendKind, ...] = get_args(BackendKind)
 
 _STATEFUL = "its state follows from all choices so far, and a request that lost its worker has those no more"
 _ONE_SEQUENCE = "it computes one sequence per request, not a second one for the negative prompt"
+_LAST_LOGITS = "its generator keeps the logits of a prompt's last token alone"
 
 LACKING: Mapping[str, Mapping[str, str]] = {
     "mirostat": {"torch": _STATEFUL},
     "cfg_scale": {"torch": _ONE_SEQUENCE},
+    "prompt_logprobs": {"exllamav2": _LAST_LOGITS},
 }
 """Why a backend does not honour a parameter. Whatever is not here, every backend honours."""
 

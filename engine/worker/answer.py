@@ -26,6 +26,8 @@ class Output:
     finish: FinishReason | None = None
     error: ErrorInfo | None = None
     cached_tokens: int | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    vector: bytes = b""
 
     @property
     def empty(self) -> bool:
@@ -53,6 +55,8 @@ class Output:
             finish=self.finish,
             error=self.error,
             cached_tokens=self.cached_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+            vector=self.vector,
         )
 
 
@@ -71,6 +75,7 @@ class Answer:
         self._known = list(request.generated)
         self._unsettled: list[TokenEvent] = []
         self._cached_tokens: int | None = None
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self._begun = False
         self._tried: dict[int, list[int]] = {}
         self._rewind_to: int | None = None
@@ -99,6 +104,8 @@ class Answer:
         """Take in one token or end of the backend's. The text stage's end goes before the backend's own."""
         if self._cached_tokens is None:
             self._cached_tokens = event.cached_tokens
+        if event.prompt_logprobs:
+            self._note_prompt(event.prompt_logprobs)
         if event.token_id is not None:
             self._take_token(event, event.token_id, output)
         if not self.rewinding and output.finish is None and event.finish is not None:
@@ -106,7 +113,7 @@ class Answer:
             self._settle(self._stage.flush(), output)
             if event.finish == "error":
                 output.fail(why)
-            output.finish = event.finish
+            output.finish, output.vector = event.finish, event.vector
 
     def rewound(self) -> BackendRequest:
         """What the backend goes on with; raises InvalidRequest where every way on was tried."""
@@ -157,10 +164,19 @@ class Answer:
         if event.logprob is not None:
             output.logprobs.append(event.logprob)
 
+    def _note_prompt(self, logprobs: tuple[TokenLogprob | None, ...]) -> None:
+        """Keep what is told of the prompt for the first output. Nobody computes it twice, whatever is taken back."""
+        self._prompt_logprobs = logprobs
+        params = msgspec.structs.replace(self._request.params, prompt_logprobs=None)
+        self._request = msgspec.structs.replace(self._request, params=params)
+
     def _begin(self, output: Output) -> None:
-        """Say with the first tokens how many of the prompt's were cached."""
-        if not self._begun:
-            output.cached_tokens, self._begun = self._cached_tokens, bool(output.token_ids)
+        """Say with the first tokens how many of the prompt's were cached, and what is to be told of the prompt."""
+        if self._begun:
+            return
+        output.cached_tokens, self._begun = self._cached_tokens, bool(output.token_ids)
+        if self._prompt_logprobs:
+            output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
 
     def _why_failed(self, message: str) -> str:
         ruled_out = len(self._tried.get(len(self._known), ()))

@@ -129,6 +129,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     token_ids: new ids (all of them, whether shown or not); text: new visible text, "" while it is held back for a
     stop string or an unfinished character. A resumed request emits only what comes after its `generated` ids.
+    prompt_logprobs, vector: as in TokenEvent.
     """
 
     request_id: str
@@ -138,6 +139,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     finish: FinishReason | None = None
     error: ErrorInfo | None = None
     cached_tokens: int | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    vector: bytes = b""
 
 
 class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="step"):

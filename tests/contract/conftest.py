@@ -10,6 +10,7 @@ import torch
 
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.prompts import Tell
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from tests.contract.driving import Subject
@@ -53,10 +54,10 @@ def _torch(folder: Path) -> Subject:
     class FailingRunner(ModelRunner):
         """Raises what the test put into `errors`."""
 
-        def forward(self, chunks: Sequence[ChunkInput]) -> torch.Tensor:
+        def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None) -> torch.Tensor:
             if errors:
                 raise errors.pop()
-            return super().forward(chunks)
+            return super().forward(chunks, tell)
 
     return Subject(
         create=lambda: TorchBackend(FailingRunner),

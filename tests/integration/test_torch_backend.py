@@ -12,6 +12,7 @@ from engine.backends.base import BackendRequest, LoadedModel, LoadProgress, Pref
 from engine.backends.prefix import page_keys
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.prompts import Tell
 from engine.backends.torch.runner import ModelRunner
 from engine.config import CacheBits, ModelSpec, SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest, LoadCancelled
@@ -271,11 +272,11 @@ class Moody(ModelRunner):
 
     BREAKS, SPOILS = 318, 319
 
-    def forward(self, chunks: Sequence[ChunkInput]) -> torch.Tensor:
+    def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None) -> torch.Tensor:
         first = [chunk.token_ids[0] if chunk.start == 0 else None for chunk in chunks if chunk.sample]
         if self.BREAKS in first:
             raise RuntimeError("a kernel failed")
-        logits = super().forward(chunks)
+        logits = super().forward(chunks, tell)
         for index, token_id in enumerate(first):
             if token_id == self.SPOILS:
                 logits[index] = torch.nan
@@ -288,11 +289,11 @@ def narrow(room: int) -> type[ModelRunner]:
     class Narrow(ModelRunner):
         warm = False
 
-        def forward(self, chunks: Sequence[ChunkInput]) -> torch.Tensor:
+        def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None) -> torch.Tensor:
             if self.warm and sum(len(chunk.token_ids) for chunk in chunks) > room:
                 raise torch.OutOfMemoryError("out of memory")
             self.warm = True
-            return super().forward(chunks)
+            return super().forward(chunks, tell)
 
     return Narrow
 
@@ -330,11 +331,11 @@ def crowded(room: int) -> type[ModelRunner]:
     class Crowded(ModelRunner):
         warm = False
 
-        def forward(self, chunks: Sequence[ChunkInput]) -> torch.Tensor:
+        def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None) -> torch.Tensor:
             if self.warm and len(chunks) > room:
                 raise torch.OutOfMemoryError("out of memory")
             self.warm = True
-            return super().forward(chunks)
+            return super().forward(chunks, tell)
 
     return Crowded
 

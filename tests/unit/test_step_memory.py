@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.prompts import PromptLogprobs
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampleRow, sample
 from engine.backends.torch.step_memory import largest_step
@@ -87,6 +89,29 @@ def test_a_step_takes_no_more_than_its_bound_and_about_that(runner: ModelRunner,
     taken = peak_bytes(work)
     [share] = runner.shares
     assert taken <= share.working_bytes <= 2.5 * taken
+
+
+def test_telling_of_a_prompt_takes_no_more_than_its_bound_and_nothing_beyond_the_largest_step(
+    runner: ModelRunner,
+) -> None:
+    runner.allocate_kv(PAGES, PAGE_TOKENS, report=ignore_progress)
+    pages = list(range(-(-512 // PAGE_TOKENS)))
+    prompt = ChunkInput([5] * 512, 0, pages, sample=True)
+    answers = [ChunkInput([5], 511, pages, sample=True)] * 8
+    runner.forward([prompt, *answers])
+    [before] = runner.shares
+    telling = PromptLogprobs(prompt.token_ids, 5)
+    told = replace(prompt, sample=False, told=range(511))
+
+    @torch.inference_mode()
+    def work() -> None:
+        runner.forward([told], lambda index, states: telling.read(told, states))
+
+    taken = peak_bytes(work)
+    [share] = runner.shares
+    assert taken <= share.working_bytes == before.working_bytes
+    assert telling.add()
+    assert len(telling.logprobs) == 512
 
 
 @given(st.integers(16, 600), st.integers(1, 100), st.integers(1, 700), st.sampled_from([4, 16, 256]))

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -27,6 +28,7 @@ from engine.backends.torch.guesses import MAX_AHEAD, Guesses, held
 from engine.backends.torch.kv_size import CPU_SHARE, CUDA_SHARE, kv_pages
 from engine.backends.torch.lora import LoraAdapter
 from engine.backends.torch.pages import PagePool
+from engine.backends.torch.prompts import FinalStates, PromptMean, Telling, telling_of
 from engine.backends.torch.refusals import refuse_unknown_tokens
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampledToken, SampleRow, sample
@@ -37,14 +39,18 @@ from engine.errors import InvalidRequest, LoadCancelled
 
 _logger = logging.getLogger(__name__)
 
+_NOT_FINITE = "the model gave no finite probabilities for it"
+
 
 @dataclass(slots=True)
 class _Job:
-    """A live request: its sequence for the scheduler, its row for the sampler, and the adapter that it holds."""
+    """A live request: its sequence for the scheduler, its row for the sampler, the adapter that it holds, and what is
+    to be told of its prompt."""
 
     sequence: scheduling.Sequence
     row: SampleRow
     adapter: LoraAdapter | None
+    telling: Telling | None
     begun: bool = False
 
 
@@ -115,6 +121,7 @@ class TorchBackend:
             linear=runner.linear,
             shares=runner.shares,
             adapters_per_request=True,
+            hidden_size=runner.config.hidden_size,
         )
 
     def submit(self, request: BackendRequest) -> None:
@@ -126,11 +133,14 @@ class TorchBackend:
         vocab = runner.config.vocab_size
         refuse_unknown_tokens(request, vocab)
         adapter = runner.adapters.named(request.adapter)
+        telling = telling_of(request)
         sequence = scheduling.Sequence(
             request.id,
             [*request.prompt_ids, *request.generated],
             prompt_tokens=len(request.prompt_ids),
             adapter=adapter.key if adapter is not None else "",
+            answers=request.params.max_tokens != 0,
+            tell=telling.until if telling is not None else 0,
         )
         scheduler.submit(sequence)
         row = SampleRow(
@@ -140,7 +150,7 @@ class TorchBackend:
             end_token_ids=[token_id for token_id in request.end_token_ids if token_id < vocab],
             banned_next=request.banned_next,
         )
-        self._jobs[request.id] = _Job(sequence, row, adapter)
+        self._jobs[request.id] = _Job(sequence, row, adapter, telling)
         if row.foreseeable:
             self._guesses.begin(request.id, sequence.token_ids)
 
@@ -264,7 +274,7 @@ class TorchBackend:
     def _compute(self, plan: Plan) -> list[list[SampledToken]]:
         """The tokens of each sequence of `plan.sampled`: one, as many more as guesses held, or none where it failed."""
         began_s = time.perf_counter()
-        logits = self._loaded()[0].forward(plan.chunks)
+        logits = self._loaded()[0].forward(plan.chunks, partial(self._tell, plan))
         chunks = [chunk for chunk in plan.chunks if chunk.sample]
         rows = [
             self._jobs[sequence.id].row.ahead(tokens)
@@ -279,6 +289,12 @@ class TorchBackend:
         left = iter(drawn)
         return [_kept(chunk, list(itertools.islice(left, chunk.sampled))) for chunk in chunks]
 
+    def _tell(self, plan: Plan, index: int, states: FinalStates) -> None:
+        """A step has what is to be told of the prompt of its sequence number `index`."""
+        telling = self._jobs[plan.sequences[index].id].telling
+        assert telling is not None, f"nothing is to be told of {plan.sequences[index].id}"
+        telling.read(plan.chunks[index], states)
+
     def _commit(self, plan: Plan, tokens: list[list[SampledToken]]) -> list[TokenEvent]:
         sampled = plan.sampled
         guessed = [chunk.guessed for chunk in plan.chunks if chunk.sample]
@@ -286,16 +302,39 @@ class TorchBackend:
         ids = [[token.token_id for token in new] for new in tokens]
         ended = self._loaded()[1].commit(plan, ids)
         at_end = {sequence.id for sequence in ended}
-        events = []
+        spoilt = self._add_told(plan)
+        events = [self._computed(sequence) for sequence in ended if not (sequence.answers or sequence.id in spoilt)]
+        events += [self._end(name, "error", _NOT_FINITE) for name in spoilt]
         for index, sequence in enumerate(sampled):
+            if sequence.id in spoilt:
+                continue
             if not ids[index]:
-                events.append(self._end(sequence.id, "error", "the model gave no finite probabilities for it"))
+                events.append(self._end(sequence.id, "error", _NOT_FINITE))
                 continue
             self._guesses.came(sequence.id, guessed[index], ids[index])
             events += self._told(sequence, tokens[index][: sequence.known - known[index]], sequence.id in at_end)
             if sequence.id in at_end:
                 self.cancel(sequence.id)
         return events
+
+    def _add_told(self, plan: Plan) -> set[str]:
+        """A step counts, and what it had to tell of prompts with it; the requests for which that is not finite."""
+        told = [sequence.id for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True) if chunk.told]
+        return {name for name in told if (telling := self._jobs[name].telling) is not None and not telling.add()}
+
+    def _computed(self, sequence: scheduling.Sequence) -> TokenEvent:
+        """The end of a request that is to have no answer: its prompt is computed."""
+        telling = self._jobs[sequence.id].telling
+        embedded = isinstance(telling, PromptMean)
+        event = TokenEvent(
+            request_id=sequence.id,
+            finish="stop" if embedded else "length",
+            cached_tokens=sequence.cached_tokens,
+            prompt_logprobs=telling.logprobs if telling is not None else (),
+            vector=telling.vector if telling is not None else b"",
+        )
+        self.cancel(sequence.id)
+        return event
 
     def _told(self, sequence: scheduling.Sequence, tokens: Sequence[SampledToken], ended: bool) -> list[TokenEvent]:
         """What is told of a request's new tokens; ended: whether they are its last ones."""
@@ -309,6 +348,7 @@ class TorchBackend:
                     logprob=token.logprob,
                     finish="length" if ended and not left else None,
                     cached_tokens=None if job.begun else sequence.cached_tokens,
+                    prompt_logprobs=() if job.begun or job.telling is None else job.telling.logprobs,
                 )
             )
             job.begun = True

@@ -17,6 +17,7 @@ class ChunkInput:
     sample: whether the logits of the last token are wanted.
     adapter: key of the LoRA adapter to compute with; "" for none.
     guessed: how many of the last tokens are guesses. The logits of each are wanted, and of the token before them.
+    told: which of the tokens' final states are wanted for what is told of the prompt; the first of them is token 0.
     """
 
     token_ids: Sequence[int]
@@ -25,6 +26,7 @@ class ChunkInput:
     sample: bool
     adapter: str = ""
     guessed: int = 0
+    told: range = range(0)
 
     @property
     def end(self) -> int:

@@ -67,10 +67,10 @@ class Decoder:
     final_norm: Norm
     head: Linear
 
-    def logits(self, plan: StepPlan, kv: KvPool) -> Tensor:
-        """Run one step: write its keys and values to `kv`, return float32 logits [len(plan.sampled_rows), vocab].
+    def hidden(self, plan: StepPlan, kv: KvPool) -> Tensor:
+        """Run one step: write its keys and values to `kv`, return hidden states [rows, hidden] before the last norm.
 
-        `plan` lies on the first stage's device, the logits on the last one's.
+        `plan` lies on the first stage's device, the states on the last one's.
         """
         traits = self.config.traits
         hidden = F.embedding(plan.ids, self.embedding)
@@ -81,8 +81,12 @@ class Decoder:
             angles = stage.angles(plan.positions, hidden.dtype)
             for layer, block in enumerate(stage.blocks, stage.first_layer):
                 hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary])
-        sampled = self.final_norm(hidden.index_select(0, plan.sampled_rows))
-        logits = self.head(sampled * traits.logit_scale).float()
+        return hidden
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Float32 logits [rows, vocab] of hidden states after the last norm."""
+        traits = self.config.traits
+        logits = self.head(normed * traits.logit_scale).float()
         return capped_(logits, traits.logit_cap) if traits.logit_cap else logits
 
     def _block(

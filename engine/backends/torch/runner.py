@@ -30,9 +30,10 @@ from engine.backends.torch.lora_names import AttachedAdapters
 from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
 from engine.backends.torch.native.kernels import native_library
+from engine.backends.torch.prompts import FinalStates, Tell
 from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.shared_weights import weight_store
-from engine.backends.torch.step_memory import StepSizes, step_bytes
+from engine.backends.torch.step_memory import StepSizes, step_bytes, told_at_once
 from engine.backends.torch.step_plan import StepPlanner
 from engine.backends.torch.weights import WeightReader, locate
 from engine.config import AttentionName, CacheBits, DeviceShare, DtypeName, ModelSpec
@@ -70,6 +71,7 @@ class ModelRunner:
         self._decoder: Decoder | None = decoder
         self._kv: KvPool | None = None
         self._planner: StepPlanner | None = None
+        self._most_sampled = 0
 
     @classmethod
     def load(
@@ -199,16 +201,23 @@ class ModelRunner:
         return choice, None if choice.name == "gathered" else implementation(choice.name)
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[ChunkInput]) -> Tensor:
+    def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None) -> Tensor:
         """Feed `chunks` in one batch; returns float32 logits [sum of the chunks' `sampled`, vocab], in their order.
 
+        tell: given what is to be told of prompts, chunk by chunk, before there are any of those logits.
         Raises StepOutOfMemory, with nothing computed, where a device is known to have too little left for it.
         """
         if self._decoder is None or self._kv is None or self._planner is None:
             raise RuntimeError("forward needs a loaded model with its KV pages allocated")
         plan = self._planner.plan(chunks)
-        self._begin_step(plan.sizes(self._kv.page_tokens, copies_runs=self._heads.coded))
-        return self._decoder.logits(plan, self._kv)
+        self._most_sampled = max(self._most_sampled, len(plan.sampled_rows))
+        most_told = told_at_once(self._most_sampled)
+        self._begin_step(plan.sizes(self._kv.page_tokens, copies_runs=self._heads.coded, most_told=most_told))
+        hidden = self._decoder.hidden(plan, self._kv)
+        if tell is not None:
+            for index, rows in plan.told.items():
+                tell(index, FinalStates(self._decoder, hidden[rows.start : rows.stop], most_told))
+        return self._decoder.logits(self._decoder.final_norm(hidden.index_select(0, plan.sampled_rows)))
 
     def unload(self) -> None:
         """Give the weights and the KV pages back; idempotent."""

@@ -30,6 +30,9 @@ class Sequence:
     remembered: leading pages that the pool knows by key.
     cached_tokens: prompt tokens found in the prefix cache when first admitted; None before that.
     adapter: key of the LoRA adapter that it computes with, "" for none; pages are shared within one key alone.
+    answers: whether tokens are wanted; else it ends with its prompt computed.
+    tell: how many leading tokens' final states are wanted. told: of how many they were had, which outlives a
+        preemption. Only tokens of those may be taken from the prefix cache: what is cached is keys and values.
     """
 
     id: str
@@ -41,6 +44,9 @@ class Sequence:
     remembered: int = 0
     cached_tokens: int | None = None
     adapter: str = ""
+    answers: bool = True
+    tell: int = 0
+    told: int = 0
 
     @property
     def known(self) -> int:
@@ -169,7 +175,8 @@ class Scheduler:
     def commit(self, plan: Plan, tokens: abc.Iterable[abc.Sequence[int]]) -> list[Sequence]:
         """Note that the planned chunks are computed and that `plan.sampled` got these tokens: each one, and after
         guesses that held as many more; what is beyond the context is left out. Returns the sequences that ended, which
-        are removed: those at the context's end, and those without a token, as their computation came to nothing."""
+        are removed: those at the context's end, those that are to have no answer, and those without a token, as their
+        computation came to nothing."""
         drawn = iter(tokens)
         ended: list[Sequence] = []
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
@@ -181,8 +188,9 @@ class Scheduler:
             self.counters.prompt_tokens_computed += min(chunk.end, prompt) - min(chunk.start, prompt)
             sequence.token_ids += new
             sequence.computed = sequence.known - 1 if new else chunk.end
+            sequence.told = max(sequence.told, min(chunk.end, sequence.tell))
             self._remember_full_pages(sequence)
-            if sequence.known >= self.max_model_len:
+            if sequence.known >= self.max_model_len or not (sequence.answers or sequence.missing):
                 ended.append(sequence)
         for sequence in ended:
             self.remove(sequence)
@@ -214,6 +222,7 @@ class Scheduler:
         for seq in self._running:
             room = len(seq.pages) * self.pool.page_tokens
             assert seq.computed <= min(room, seq.known), f"{seq.id}: {seq.computed} of {seq.known}, room {room}"
+            assert seq.told >= min(seq.computed, seq.tell), f"{seq.id}: {seq.told} told, {seq.computed} computed"
 
     @property
     def places(self) -> int:
@@ -264,7 +273,9 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> bool:
         """Take pages for all its known tokens, cached ones first; False, and nothing taken, where they lack."""
         pool = self.pool
-        findable = (sequence.known - 1) // pool.page_tokens  # at least one token must be left to compute
+        whole = sequence.told >= sequence.tell
+        reusable = sequence.known - 1 if whole else sequence.told  # at least one token must be left to compute
+        findable = reusable // pool.page_tokens
         cached = pool.find(self._key(sequence, index) for index in range(findable))
         pool.hold(cached)
         needed = pool.pages_for(sequence.known) - len(cached)
@@ -277,7 +288,7 @@ class Scheduler:
         sequence.computed = len(cached) * pool.page_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
-            self.counters.prefix_query_tokens += sequence.prompt_tokens
+            self.counters.prefix_query_tokens += sequence.prompt_tokens if whole else 0
             self.counters.prefix_hit_tokens += sequence.cached_tokens
         return True
 
@@ -348,7 +359,8 @@ class Scheduler:
                 sequence.token_ids[start:end],
                 start,
                 sequence.pages,
-                sample=end == sequence.known,
+                sample=end == sequence.known and sequence.answers,
                 adapter=sequence.adapter,
+                told=range(max(start, sequence.told) - start, max(start, min(end, sequence.tell)) - start),
             )
         )

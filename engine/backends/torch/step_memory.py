@@ -24,6 +24,9 @@ SLACK_PAIRS = 2048
 _SAMPLING_BYTES = 72
 """Per logit: float32 logits, an edited copy, and what sorting and filtering make of it."""
 
+_TELLING_BYTES = 36
+"""Per logit of a prompt's token: float32 logits, their log-probabilities, and what ranking them takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
@@ -31,7 +34,8 @@ class StepSizes:
 
     rows: tokens fed.  sampled: rows whose logits are wanted.  padded: query rows of the largest attention call, padding
     included.  gathered: tokens whose keys and values the largest call copies out of pages: those that lie apart, or all
-    where they are kept as codes.  masked: elements of all masks.
+    where they are kept as codes.  masked: elements of all masks.  told: rows of a prompt whose log-probabilities are
+    made at once.
     """
 
     rows: int
@@ -39,6 +43,12 @@ class StepSizes:
     padded: int = 0
     gathered: int = 0
     masked: int = 0
+    told: int = 0
+
+
+def told_at_once(sampled: int) -> int:
+    """Rows of a prompt whose log-probabilities take no more than drawing from `sampled` rows does."""
+    return max(1, sampled * _SAMPLING_BYTES // (_TELLING_BYTES + _FLOAT32))
 
 
 def largest_step(*, step_tokens: int, max_prompts: int, context: int, page_tokens: int = 16) -> StepSizes:
@@ -121,5 +131,8 @@ def _mixture_bytes(config: ModelConfig, experts: Experts, rows: int, itemsize: i
 
 
 def _head_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
-    norm = _norm_bytes(sizes.sampled * config.hidden_size, itemsize)
-    return norm + sizes.sampled * config.vocab_size * (itemsize + _SAMPLING_BYTES)
+    """What is told of prompts is done with before the rows that sample are looked at."""
+    return max(
+        _norm_bytes(rows * config.hidden_size, itemsize) + rows * config.vocab_size * (itemsize + each)
+        for rows, each in ((sizes.sampled, _SAMPLING_BYTES), (sizes.told, _TELLING_BYTES))
+    )

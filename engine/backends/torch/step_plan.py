@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -71,6 +71,7 @@ class StepPlan:
     ids, positions, slots: [T].  sampled_rows: rows whose logits are wanted, in the order of the chunks.
     groups: how rows attend over gathered pages; empty where `paged` says how they attend over pages as they lie.
     adapted: the rows that compute with LoRA adapters.
+    told: by number of the chunk, the rows whose final states are wanted besides.
     """
 
     ids: Tensor
@@ -80,15 +81,17 @@ class StepPlan:
     groups: tuple[QueryGroup, ...]
     paged: PagedPlan | None = None
     adapted: tuple[AdaptedRows, ...] = ()
+    told: Mapping[int, range] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> StepPlan:
         """The same step on `device`; itself where it is there."""
         return self if self.ids.device == device else _moved(self, device)
 
-    def sizes(self, page_tokens: int, *, copies_runs: bool = False) -> StepSizes:
+    def sizes(self, page_tokens: int, *, copies_runs: bool = False, most_told: int = 0) -> StepSizes:
         """What the memory that it takes over pages of `page_tokens` depends on.
 
-        copies_runs: whether adjacent pages are copied out as those that lie apart are.
+        copies_runs: whether adjacent pages are copied out as those that lie apart are.  most_told: told rows that are
+        worked on at once.
         """
         views = [view for group in self.groups for view in group.views.values()]
         return StepSizes(
@@ -97,6 +100,7 @@ class StepPlan:
             padded=max((group.sequences * group.width for group in self.groups), default=0),
             gathered=page_tokens * max((view.copied_pages(copies_runs) for view in views), default=0),
             masked=sum(view.mask.numel() for view in views if view.mask is not None),
+            told=min(most_told, max(map(len, self.told.values()), default=0)),
         )
 
 
@@ -155,6 +159,7 @@ class StepPlanner:
             groups=tuple(groups),
             paged=paged,
             adapted=adapted_rows(ordered, self._adapters, self._device),
+            told=_told_rows(chunks, last_row),
         )
 
     def _group(self, members: Sequence[ChunkInput], first_row: int) -> QueryGroup:
@@ -247,6 +252,15 @@ def _slots(chunk: ChunkInput, page_tokens: int) -> list[int]:
         chunk.pages[position // page_tokens] * page_tokens + position % page_tokens
         for position in range(chunk.start, chunk.end)
     ]
+
+
+def _told_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> dict[int, range]:
+    """By number of the chunk, the rows of the tokens that it tells of."""
+    firsts = {index: last_row[index] + 1 - len(chunk.token_ids) for index, chunk in enumerate(chunks) if chunk.told}
+    return {
+        index: range(first + chunks[index].told.start, first + chunks[index].told.stop)
+        for index, first in firsts.items()
+    }
 
 
 def _first_page(chunk: ChunkInput, window: int | None, page_tokens: int) -> int:
