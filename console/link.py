@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from console.addresses import is_loopback
 from console.links.api import ApiLink
 from console.links.conversation import ConversationLink
 from console.links.insight import InsightLink
@@ -25,7 +26,10 @@ from engine.snapshot import LogEntry, Snapshot
 
 
 class ApiStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The HTTP server as the console shows it. clients: connections open now; error: why it could not start."""
+    """The HTTP server as the console shows it. clients: connections open now; error: why it could not start.
+
+    no_auth: whether it may be open to others without a key.  tls: whether it speaks HTTPS.
+    """
 
     running: bool = False
     host: str = "127.0.0.1"
@@ -33,13 +37,20 @@ class ApiStatus(msgspec.Struct, frozen=True, kw_only=True):
     clients: int = 0
     requests: int = 0
     key_required: bool = False
+    no_auth: bool = False
+    tls: bool = False
     error: ErrorInfo | None = None
 
     @property
     def url(self) -> str:
         """Where clients reach it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it listens where others reach it, and needs no key of them."""
+        return self.running and not self.key_required and not is_loopback(self.host)
 
 
 class EngineLink(Protocol):

@@ -129,6 +129,7 @@ def engine_config(settings: Settings, log_dir: Path | None) -> EngineConfig:
     return EngineConfig(
         num_workers=settings.num_workers,
         max_prompts=settings.max_prompts,
+        max_queue=settings.max_queue,
         timeout_s=settings.timeout,
         hang_s=settings.hang_seconds,
         idle_unload_s=settings.idle_unload,

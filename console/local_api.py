@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from console.links.api import ApiReport, NewKey, Scope
+from console.links.api import NO_LIMITS, ApiReport, KeyLimits, NewKey, Scope
 from console.loops import LoopThread
 from console.runtime import Runtime
 
@@ -28,9 +28,9 @@ class LocalApi:
         """Listen at another address."""
         await self._call(self._server.listen(host, port))
 
-    async def make_key(self, name: str, scopes: tuple[Scope, ...]) -> NewKey:
+    async def make_key(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits = NO_LIMITS) -> NewKey:
         """Make a key."""
-        return await self._call(self._server.make_key(name, scopes))
+        return await self._call(self._server.make_key(name, scopes, limits))
 
     async def revoke_key(self, name: str) -> None:
         """Refuse a key from now on."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from console.api.server import ApiServer
-from console.api.settings import ApiSettings
 from console.doctor import diagnose
 from console.estimate import estimate_for
 from console.link import ApiStatus, EngineLink
@@ -24,6 +23,7 @@ from console.loops import LoopThread as LoopThread
 from console.loops import OwnLoop
 from console.operating import RuntimeOperator
 from console.saving import RunningSettings
+from console.serving import api_settings
 from console.settings import Settings
 from console.sources import Sources, changed
 from engine.backends.base import LoadProgress
@@ -70,7 +70,7 @@ class Runtime:
             probe=cluster.probe() if cluster is not None else None,
         )
         self.engine.publish_for(settings.refresh_hz)
-        self.api = ApiServer(self.engine, _api_settings(settings, state_dir), RuntimeOperator(self), self.own_link)
+        self.api = ApiServer(self.engine, api_settings(settings, state_dir), RuntimeOperator(self), self.own_link)
         self._api_error: ErrorInfo | None = None
         self._link: EngineLink | None = None
         self._finding: _Finding | None = None
@@ -231,7 +231,7 @@ class Runtime:
         status = self.api.status()
         if self._api_error is None or status.running:
             return status
-        return ApiStatus(host=status.host, port=status.port, key_required=status.key_required, error=self._api_error)
+        return msgspec.structs.replace(status, clients=0, requests=0, error=self._api_error)
 
     def own_link(self) -> EngineLink:
         """What a console elsewhere gets: the link that one in this process would have, made on the engine's loop."""
@@ -265,8 +265,3 @@ class _Finding:
 
     def report(self, progress: LoadProgress) -> None:
         self.progress = progress
-
-
-def _api_settings(settings: Settings, state_dir: Path | None) -> ApiSettings:
-    key = settings.api_key.get_secret_value() if settings.api_key else None
-    return ApiSettings(host=settings.host, port=settings.port, api_key=key, state_dir=state_dir)

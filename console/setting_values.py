@@ -36,6 +36,12 @@ def whole_number(value: object) -> object:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+def _plain_words(value: tuple[str, ...]) -> tuple[str, ...]:
+    if any(not word or any(map(str.isspace, word)) for word in value):
+        raise ValueError("it must be words with commas between them")
+    return tuple(word.lower().rstrip("/") for word in value)
+
+
 def _existing_folder(value: Path) -> Path:
     if not home_expanded(value).is_dir():
         raise ValueError(f"there is no folder {value}")
@@ -89,6 +95,7 @@ def duration_s(value: object) -> object:
 
 GigabyteList = Annotated[tuple[float, ...], BeforeValidator(_split_list), AfterValidator(_positive)]
 MegabyteList = Annotated[tuple[int, ...], BeforeValidator(_split_list), AfterValidator(_not_negative)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_plain_words)]
 Folders = Annotated[tuple[Path, ...], BeforeValidator(_split_paths), AfterValidator(_existing_folders)]
 Folder = Annotated[Path, AfterValidator(_existing_folder)]
 AdapterFolder = Annotated[Folder, AfterValidator(_adapter)]

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import platformdirs
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import BeforeValidator, ConfigDict, Field, SecretStr
 from pydantic.fields import FieldInfo
 
+from console.served_settings import ServedSettings
+from console.setting_flags import Flag, Group, When
 from console.setting_values import (
     AdapterFolder,
     Duration,
@@ -25,38 +26,14 @@ from console.setting_values import (
     SimulatedDevices,
     whole_number,
 )
-from engine.config import MAX_STRETCH, MAX_TIMEOUT_S, AttentionName, BackendKind, CacheBits
+from engine.config import MAX_STRETCH, MAX_TIMEOUT_S, AttentionName, CacheBits
 from engine.models.files import home_expanded
+
+__all__ = ["Flag", "Group", "Settings", "When"]
 
 APP_NAME = "ericllm"
 ENV_PREFIX = "ERICLLM_"
 MAX_TOKENS = 10**9
-
-Group = Literal["Model", "Engine", "API", "Console"]
-When = Literal["now", "load", "start"]
-"""When a value that is saved while the program runs is used: at once, by the next model loaded, at the next start."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """What a field is besides its type: its group in the help, and which backends honour it.
-
-    metavar: how the help shows its value.  backends: None where every one does.
-    example: what the sample file shows where there is no default.
-    when: when a value saved while the program runs is used; by default, the next load for a model's settings and the
-    next start for all others.
-    """
-
-    group: Group
-    metavar: str = ""
-    backends: tuple[BackendKind, ...] | None = None
-    example: str | int | float | None = None
-    when: When | None = None
-
-    @property
-    def used(self) -> When:
-        """When a value that is saved is used."""
-        return self.when or ("load" if self.group == "Model" else "start")
 
 
 def config_path(env: Mapping[str, str] | None = None) -> Path:
@@ -80,8 +57,8 @@ def state_dir() -> Path:
     return Path(platformdirs.user_state_dir(APP_NAME))
 
 
-class Settings(BaseModel):
-    """All settings of the console and the engine. Build it with `console.sources.load_settings`."""
+class Settings(ServedSettings):
+    """All settings of the console, the engine and the HTTP side. Build it with `console.sources.load_settings`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -256,17 +233,6 @@ class Settings(BaseModel):
         Field(max_length=8, pattern=r"^\S*$", description="What the energy rate is in"),
     ] = ""
 
-    api: Annotated[bool, Flag("API"), Field(description="Serve HTTP from the start")] = True
-    host: Annotated[str, Flag("API", "ADDRESS"), Field(min_length=1, description="Address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Flag("API", "PORT"), Field(ge=0, le=65535, description="Port to listen on; 0: any free")] = (
-        8000
-    )
-    api_key: Annotated[
-        SecretStr | None,
-        Flag("API", "KEY", example="change-me"),
-        Field(min_length=1, description="Key that clients must send as a Bearer token"),
-    ] = None
-
     headless: Annotated[bool, Flag("Console"), Field(description="Engine and API without a screen")] = False
     theme: Annotated[
         str,
@@ -295,8 +261,9 @@ class Settings(BaseModel):
 
 
 def fields() -> Sequence[tuple[str, FieldInfo, Flag]]:
-    """Every setting with its flag, in the order of the model."""
-    return [(name, field, flag_of(name)) for name, field in Settings.model_fields.items()]
+    """Every setting with its flag, by its group, in the order of the model."""
+    found = [(name, field, flag_of(name)) for name, field in Settings.model_fields.items()]
+    return sorted(found, key=lambda each: get_args(Group).index(each[2].group))
 
 
 def flag_of(name: str) -> Flag:

@@ -9,17 +9,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
+from msgspec import structs
 
 from console.api.failing import call_of
 from console.api.generation import Generation
+from console.api.observing import add_work
 from console.api.operator import Operator
 from console.api.prompts import Prompt
 from console.api.sampling import SamplingFields
 from console.api.served import ServedModel, served_model
 from console.api.settings import ApiSettings
 from console.api.traffic import Traffic
+from console.api.watching import Watchers
 from console.links.api import SETTINGS_KEY
-from engine.config import SamplingParams
+from engine.config import SamplingParams, shown
 from engine.engine import Engine
 from engine.errors import EngineClosed, InvalidRequest
 
@@ -29,12 +32,14 @@ class ApiContext:
     """The engine, the settings, and the requests under way, which a stopping server ends.
 
     operator: who carries out what the admin endpoints are asked; None where there are none.
+    watchers: who is told of every request.
     """
 
     engine: Engine
     settings: ApiSettings
     operator: Operator | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    watchers: Watchers = field(default_factory=Watchers)
     _running: set[Generation] = field(default_factory=set)
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
 
@@ -70,7 +75,10 @@ class ApiContext:
         prompts: Sequence[Prompt],
         params: SamplingParams,
     ) -> Iterator[Generation]:
-        """A generation under way; it is cancelled on leaving where it has not ended."""
+        """A generation under way; it is cancelled on leaving where it has not ended. Raises InvalidRequest where that
+        is more than the settings allow."""
+        self.check_choices(len(prompts), body.n)
+        params = within(params, self.settings)
         generation = Generation(
             self.engine,
             request_id,
@@ -81,14 +89,16 @@ class ApiContext:
             client=client_of(request),
             priority=-body.priority,
         )
-        with generation:
-            self._running.add(generation)
-            try:
+        try:
+            with generation:
+                self._running.add(generation)
                 yield generation
-            finally:
-                self._running.discard(generation)
-                used, call = generation.tokens, call_of(request)
-                call.prompt_tokens, call.output_tokens = used.prompt, used.output
+        finally:
+            self._running.discard(generation)
+            used, call = generation.tokens, call_of(request)
+            call.prompt_tokens += used.prompt
+            call.output_tokens += used.output
+            add_work(request, generation.work)
 
     def cut(self) -> None:
         """End every request under way; its client is told that the server stopped."""
@@ -96,6 +106,24 @@ class ApiContext:
             generation.cancel(_stopped())
         for wait in tuple(self._waiting):
             wait.reschedule(asyncio.get_running_loop().time())
+
+
+def within(params: SamplingParams, settings: ApiSettings) -> SamplingParams:
+    """What is asked for, where an answer without a limit has that of the settings. Raises InvalidRequest naming what is
+    more than they allow."""
+    if len(params.stop) > settings.max_stops:
+        raise InvalidRequest(f"stop has {len(params.stop)} strings; the limit is {settings.max_stops}", param="stop")
+    if (longest := max(map(len, params.stop), default=0)) > settings.max_stop_length:
+        most = settings.max_stop_length
+        raise InvalidRequest(f"stop has a string of {longest} characters; the limit is {most}", param="stop")
+    limit = settings.max_output_tokens
+    if limit is None:
+        return params
+    if params.max_tokens is not None and params.max_tokens > limit:
+        raise InvalidRequest(
+            f"max_tokens is {shown(params.max_tokens)}; an answer may have {limit} here", param="max_tokens"
+        )
+    return structs.replace(params, max_tokens=limit) if params.max_tokens is None else params
 
 
 def client_of(request: web.Request) -> str:

@@ -19,6 +19,11 @@ def call_of(request: web.Request) -> Call:
     return request[_CALL]
 
 
+def begun(request: web.Request) -> Call | None:
+    """What counts the request, None where it was answered before that began."""
+    return request.get(_CALL)
+
+
 def begin(request: web.Request, call: Call) -> Call:
     """From now on `call` counts the request."""
     request[_CALL] = call
@@ -28,12 +33,14 @@ def begin(request: web.Request, call: Call) -> Call:
 def failed(request: web.Request, error: EngineError) -> web.Response:
     """The answer to a request that failed, which is counted."""
     note(request, error)
-    return error_response(error, call_of(request).tells)
+    call = call_of(request)
+    return error_response(_signed(error, call), call.tells)
 
 
 def told(request: web.Request, error: EngineError) -> object:
     """The JSON of an error in the shape of the request's dialect."""
-    return call_of(request).tells(error)
+    call = call_of(request)
+    return call.tells(_signed(error, call))
 
 
 def note(request: web.Request, error: EngineError) -> None:
@@ -46,3 +53,9 @@ def note_left(request: web.Request) -> None:
     call = call_of(request)
     if call.failure is None and request.method not in LOOKING:
         call.failure = _LEFT
+
+
+def _signed(error: EngineError, call: Call) -> EngineError:
+    """With the id of its request among its details, for shapes that have room for it."""
+    error.details = {**error.details, "request_id": call.request_id}
+    return error

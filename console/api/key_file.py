@@ -9,10 +9,12 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from console.links.api import Scope
+from console.api.key_hash import Hashed, rehashed
+from console.links.api import KeyLimits, Scope
 from engine.errors import EngineError
 
 log = logging.getLogger("api")
@@ -60,13 +62,21 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a key. digest: HMAC-SHA-256 of the key with the file's secret, in hex."""
+    """What is kept of a key. tag, salt, hash: as `key_hash.Hashed` has them."""
 
     name: str
     scopes: tuple[Scope, ...]
-    digest: str
+    tag: str
+    salt: str
+    hash: str
+    limits: KeyLimits = KeyLimits()
     made_at: float | None = None
     use: Use = Use()
+
+    @property
+    def hashed(self) -> Hashed:
+        """What a key that is given is compared with."""
+        return Hashed(self.tag, self.salt, self.hash)
 
 
 class KeyRecords(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,18 +84,51 @@ class KeyRecords(msgspec.Struct, frozen=True, kw_only=True):
 
     secret: str
     keys: tuple[KeptKey, ...] = ()
+    version: Literal[2] = 2
 
     def __post_init__(self) -> None:
-        for text in (self.secret, *(kept.digest for kept in self.keys)):
+        for text in (self.secret, *(part for kept in self.keys for part in kept.hashed)):
             bytes.fromhex(text)
 
 
+class _OldKey(msgspec.Struct, frozen=True, kw_only=True):
+    """As it was before scrypt. digest: HMAC-SHA-256 of the key with the file's secret, in hex."""
+
+    name: str
+    scopes: tuple[Scope, ...]
+    digest: str
+    made_at: float | None = None
+    use: Use = Use()
+
+    def now(self, secret: str) -> KeptKey:
+        """The same key, as it is kept now."""
+        hashed = rehashed(secret, bytes.fromhex(self.digest))
+        return KeptKey(name=self.name, scopes=self.scopes, made_at=self.made_at, use=self.use, **hashed._asdict())
+
+
+class _OldRecords(msgspec.Struct, frozen=True, kw_only=True):
+    secret: str
+    keys: tuple[_OldKey, ...] = ()
+
+    def now(self) -> KeyRecords:
+        """The same keys, as they are kept now. Blocking: scrypt is slow."""
+        return KeyRecords(secret=self.secret, keys=tuple(key.now(self.secret) for key in self.keys))
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    version: int = 1
+
+
 class KeyFile:
-    """The file in `folder`; without one there is no file. Blocking, but for a stat: it is a few hundred bytes."""
+    """The file in `folder`; without one there is no file. Blocking, but for a stat: it is a few hundred bytes.
+
+    is_old: whether what was read last is of an earlier version, which takes long to read.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._seen: tuple[int, ...] | None = None
+        self.is_old = False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -110,7 +153,7 @@ class KeyFile:
         with _told(path, "read"):
             self._seen = self._stamp()
             try:
-                return msgspec.json.decode(path.read_bytes(), type=KeyRecords)
+                return self._decoded(path.read_bytes())
             except FileNotFoundError:
                 return None
 
@@ -141,6 +184,13 @@ class KeyFile:
             with suppress(FileNotFoundError):
                 new.unlink()
         self._seen = self._stamp()
+
+    def _decoded(self, content: bytes) -> KeyRecords:
+        """Raises ValueError."""
+        self.is_old = msgspec.json.decode(content, type=_Kind).version == 1
+        if self.is_old:
+            return msgspec.json.decode(content, type=_OldRecords).now()
+        return msgspec.json.decode(content, type=KeyRecords)
 
     def _stamp(self) -> tuple[int, ...] | None:
         """What changes whenever the file does."""

@@ -1,11 +1,12 @@
 """Keys: who may ask over HTTP, and for what. What a key consists of is told once, when it is made, and never kept.
 
-keys.json has a digest of each, keyed (HMAC-SHA-256) with a secret of that file. So a key is found by its digest at
-once, however many there are: what the time of that tells is of digests that nobody else can compute.
+keys.json has scrypt of each (see `key_hash`). That is slow, so a key is put through it once, beside the event loop;
+from then on it is known by a digest that is keyed with a secret of this process and never leaves its memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 import secrets
@@ -18,8 +19,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from console.api.key_file import KeptKey, KeyFile, KeyRecords, Use
+from console.api.key_hash import Hashed, digest, hashed, matches, tag
+from console.api.limits import Gate
 from console.api.scopes import ALL, SCOPES
-from console.links.api import SETTINGS_KEY, KeyReading, NewKey, Scope
+from console.links.api import NO_LIMITS, SETTINGS_KEY, KeyLimits, KeyReading, NewKey, Scope
 from engine.errors import InvalidRequest
 
 PREFIX = "eric_"
@@ -31,9 +34,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,39}")
 
 @dataclass(slots=True)
 class Key:
-    """A key that is valid. kept: as the file has it; used: what it was used for since that was written."""
+    """A key that is valid. kept: as the file has it; used: what it was used for since that was written.
+
+    gate: what its limits let pass.
+    """
 
     kept: KeptKey
+    gate: Gate
     used: Use = field(default_factory=Use)
 
     @property
@@ -53,6 +60,7 @@ class Key:
         return KeyReading(
             name=self.name,
             scopes=self.scopes,
+            limits=self.kept.limits,
             made_at=self.kept.made_at,
             last_used_at=use.last_at,
             requests=use.requests,
@@ -64,7 +72,7 @@ class Key:
 class Keys:
     """The key of the settings and those in a folder's keys.json, which several programs may share.
 
-    Safe from any thread.  folder: None keeps what is made in memory.  now: unix time.
+    Safe from any thread; `find` belongs to one loop.  folder: None keeps what is made in memory.  now: unix time.
     look_s: how soon keys that another program makes or revokes are known here.
     """
 
@@ -81,20 +89,28 @@ class Keys:
         self._changing = threading.Lock()
         self._lock = threading.Lock()
         self._records = KeyRecords(secret=secrets.token_hex(32))
-        self._by_digest: dict[bytes, Key] = {}
+        self._by_hash: dict[str, Key] = {}
         self._own_secret = secrets.token_hex(32)
+        self._proven: dict[bytes, str] = {}
+        """Digests of keys that were given and are valid, with their hashes."""
+        self._proving = asyncio.Lock()
         self._settings: Key | None = None
+        self._settings_digest = b""
         if settings_key is not None:
-            digest = _digest(self._own_secret, settings_key).hex()
-            self._settings = Key(KeptKey(name=SETTINGS_KEY, scopes=ALL, digest=digest))
+            self._settings_digest = digest(self._own_secret, settings_key)
+            kept = KeptKey(name=SETTINGS_KEY, scopes=ALL, tag="", salt="", hash="")
+            self._settings = Key(kept, Gate(NO_LIMITS, time.monotonic))
         self._look_s = look_s
         self._looked_at = -look_s
 
     def open(self) -> None:
-        """Read the file. Raises KeysUnavailable where it cannot be read: else everybody would be let in."""
+        """Read the file, and write it anew where it is of an earlier version. Raises KeysUnavailable where it cannot be
+        read: else everybody would be let in. Blocking."""
         if (records := self._file.read()) is not None:
             with self._lock:
                 self._take(records)
+            if self._file.is_old:
+                self._change(lambda records: records)
 
     @property
     def required(self) -> bool:
@@ -103,16 +119,19 @@ class Keys:
             return True
         with self._lock:
             self._look()
-            return bool(self._by_digest)
+            return bool(self._by_hash)
 
-    def find(self, given: str) -> Key | None:
+    async def find(self, given: str) -> Key | None:
         """The valid key that `given` is, None where it is none."""
-        settings = self._settings
-        if settings is not None and hmac.compare_digest(_digest(self._own_secret, given).hex(), settings.kept.digest):
-            return settings
-        with self._lock:
-            self._look()
-            return self._by_digest.get(_digest(self._records.secret, given))
+        own = digest(self._own_secret, given)
+        if self._settings is not None and hmac.compare_digest(own, self._settings_digest):
+            return self._settings
+        found = self._known(own)
+        if found is not None or not self._candidates(given)[1]:
+            return found
+        async with self._proving:  # scrypt takes memory: one at a time
+            found = self._known(own)
+            return found if found is not None else await asyncio.to_thread(self._prove, given, own)
 
     def note(self, key: Key, *, requests: int = 0, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         """Count what a key is used for now."""
@@ -125,9 +144,9 @@ class Keys:
         with self._lock:
             self._look()
             first = () if self._settings is None else (self._settings,)
-            return tuple(key.reading for key in (*first, *self._by_digest.values()))
+            return tuple(key.reading for key in (*first, *self._by_hash.values()))
 
-    def make(self, name: str, scopes: tuple[Scope, ...]) -> NewKey:
+    def make(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits = NO_LIMITS) -> NewKey:
         """A new key. Raises InvalidRequest for a name that is taken or is none, or for no scopes; KeysUnavailable where
         it cannot be kept. Blocking."""
         name = name.strip()
@@ -144,8 +163,8 @@ class Keys:
         def added(records: KeyRecords) -> KeyRecords:
             if name == SETTINGS_KEY or any(kept.name == name for kept in records.keys):
                 raise InvalidRequest(f"There is a key called {name} already; choose another name", param="name")
-            digest = _digest(records.secret, key).hex()
-            kept = KeptKey(name=name, scopes=wanted, digest=digest, made_at=self._now())
+            parts = hashed(records.secret, key)._asdict()
+            kept = KeptKey(name=name, scopes=wanted, limits=limits, made_at=self._now(), **parts)
             return replace(records, keys=(*records.keys, kept))
 
         self._change(added)
@@ -168,7 +187,7 @@ class Keys:
     def save(self) -> None:
         """Write down what keys were used for since the last time. Raises KeysUnavailable where it cannot. Blocking."""
         with self._lock:
-            unsaved = any(key.used.last_at for key in self._by_digest.values())
+            unsaved = any(key.used.last_at for key in self._by_hash.values())
         if unsaved:
             self._change(lambda records: records)
 
@@ -177,14 +196,39 @@ class Keys:
         with self._changing, self._file.locked():
             found = self._file.read()
             with self._lock:
-                used = {digest.hex(): key.used for digest, key in self._by_digest.items()}
-                records = change(found if found is not None else self._records)
+                used = {kept: key.used for kept, key in self._by_hash.items()}
+                known = self._records
+            records = change(found if found is not None else known)
             records = replace(records, keys=tuple(_counted(kept, used) for kept in records.keys))
             self._file.write(records)
             with self._lock:
                 self._take(records)
-                for key in self._by_digest.values():
-                    key.used = key.used.minus(used.get(key.kept.digest))
+                for key in self._by_hash.values():
+                    key.used = key.used.minus(used.get(key.kept.hash))
+
+    def _candidates(self, given: str) -> tuple[bytes, list[Hashed]]:
+        """The digest by which the file's keys are found, and those that have such a one."""
+        with self._lock:
+            self._look()
+            digested = digest(self._records.secret, given)
+            return digested, [key.kept.hashed for key in self._by_hash.values() if key.kept.tag == tag(digested)]
+
+    def _prove(self, given: str, own: bytes) -> Key | None:
+        """The valid key that `given` is, known from then on. Blocking: scrypt is slow."""
+        digested, candidates = self._candidates(given)
+        proven = next((kept for kept in candidates if matches(kept, digested)), None)
+        if proven is None:
+            return None
+        with self._lock:
+            if proven.hash in self._by_hash:
+                self._proven[own] = proven.hash
+            return self._by_hash.get(proven.hash)
+
+    def _known(self, own: bytes) -> Key | None:
+        """The key that was proven to be this one and is still valid."""
+        with self._lock:
+            self._look()
+            return self._by_hash.get(self._proven.get(own, ""))
 
     # -- under the lock ---------------------------------------------------------------------------------------------
 
@@ -198,18 +242,14 @@ class Keys:
 
     def _take(self, records: KeyRecords) -> None:
         """Know these keys and no others; those that were known stay the same objects, which requests under way hold."""
-        before, self._by_digest, self._records = self._by_digest, {}, records
+        before, self._by_hash, self._records = self._by_hash, {}, records
         for kept in records.keys:
-            digest = bytes.fromhex(kept.digest)
-            key = before.get(digest) or Key(kept)
+            key = before.get(kept.hash) or Key(kept, Gate(kept.limits, time.monotonic))
             key.kept = kept
-            self._by_digest[digest] = key
+            self._by_hash[kept.hash] = key
+        self._proven = {own: proven for own, proven in self._proven.items() if proven in self._by_hash}
 
 
 def _counted(kept: KeptKey, used: Mapping[str, Use]) -> KeptKey:
-    more = used.get(kept.digest)
+    more = used.get(kept.hash)
     return kept if more is None else replace(kept, use=kept.use.plus(more))
-
-
-def _digest(secret: str, key: str) -> bytes:
-    return hmac.digest(bytes.fromhex(secret), key.encode(errors="surrogateescape"), "sha256")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import ssl
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -23,10 +24,11 @@ class Address:
 
 
 class Listener:
-    """The one address at which an application takes connections."""
+    """The one address at which an application takes connections. tls: what it speaks TLS with, None for plain HTTP."""
 
-    def __init__(self, runner: web.AppRunner) -> None:
+    def __init__(self, runner: web.AppRunner, tls: ssl.SSLContext | None = None) -> None:
         self._runner = runner
+        self._tls = tls
         self._site: web.TCPSite | None = None
         self._host = ""
 
@@ -37,7 +39,7 @@ class Listener:
 
     async def open(self, address: Address) -> None:
         """Listen; raises CannotListen with the reason, in words, with what to do about it."""
-        site = web.TCPSite(self._runner, address.host, address.port)
+        site = web.TCPSite(self._runner, address.host, address.port, ssl_context=self._tls)
         try:
             await site.start()
         except (OSError, OverflowError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What happens to every request: an id, a count, a key check, and errors in the shape of its dialect."""
+"""What happens to every request: an id, a count, and errors in the shape of its dialect."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import asyncio
 import logging
 import re
 import uuid
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from console.addresses import is_loopback
+from console.api.connections import REQUEST_ID
 from console.api.dialects import Dialects
 from console.api.errors import (
     BadHttp,
     BodyTooLarge,
     DialectOff,
-    Forbidden,
     InternalError,
     MethodNotAllowed,
-    NotAuthorized,
     NotFound,
 )
-from console.api.failing import begin, call_of, failed, note_left
-from console.api.keys import Key, Keys
-from console.api.scopes import ADMIN, LOOKING, OPEN_PATHS, allows, in_words, scope_needed
+from console.api.failing import begin, begun, call_of, failed, note_left
+from console.api.scopes import ADMIN, LOOKING, OPEN_PATHS
 from console.api.traffic import Traffic
 from engine.errors import EngineClosed, EngineError
 
@@ -38,7 +36,6 @@ _POLLED = f"{ADMIN}call/"
 _UNHEARD = logging.DEBUG - 1
 """A console elsewhere polls: a line for each time that it reads the log would have it read again."""
 
-_PROXIED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -52,6 +49,7 @@ def counting(traffic: Traffic, dialects: Dialects) -> Middleware:
         agent = request.headers.get("User-Agent", "")
         call = begin(request, traffic.enter(request.remote or "", agent, request.method, request.path))
         call.tells = dialects.tells(request)
+        call.request_id = _id_of(request)
         status: int | None = None
         try:
             if traffic.closing and request.method not in LOOKING:
@@ -69,7 +67,7 @@ def counting(traffic: Traffic, dialects: Dialects) -> Middleware:
                 _loudness(request),
                 "%s %s %d in %.3f s",
                 request.method,
-                request.raw_path,
+                request.raw_path.partition("?")[0],
                 status or LEFT_STATUS,
                 clock() - began,
             )
@@ -91,48 +89,8 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ConnectionError:
         raise
     except Exception:
-        log.exception("%s %s broke", request.method, request.raw_path)
+        log.exception("%s %s broke", request.method, request.raw_path.partition("?")[0])
         return failed(request, InternalError("The server failed to answer; its log says why"))
-
-
-def authorizing(traffic: Traffic, keys: Keys) -> Middleware:
-    """Asks for a key that may do what is asked, as `Authorization: Bearer KEY` or `X-API-Key: KEY`, where there are
-    keys. Where there are none, admin endpoints answer on this machine alone."""
-
-    @web.middleware
-    async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
-        key: Key | None = None
-        if request.path not in OPEN_PATHS:
-            if keys.required:
-                key = _allowed(request, keys)
-            elif request.path.startswith(ADMIN) and not _is_local(request):
-                raise Forbidden("Without an API key, admin requests are taken from this machine alone: set --api-key")
-        call = call_of(request)
-        traffic.admit(call, "" if key is None else key.name)
-        if key is None:
-            return await handler(request)
-        keys.note(key, requests=1)
-        try:
-            return await handler(request)
-        finally:
-            keys.note(key, prompt_tokens=call.prompt_tokens, output_tokens=call.output_tokens)
-
-    return authorize
-
-
-def _allowed(request: web.Request, keys: Keys) -> Key:
-    """The request's key; raises NotAuthorized where it has none that is valid, Forbidden where that may not do so."""
-    given = _given_key(request)
-    if given is None:
-        raise NotAuthorized("This server needs a key: send it as Authorization: Bearer KEY")
-    key = keys.find(given)
-    if key is None:
-        raise NotAuthorized("That key is not valid here")
-    needed = scope_needed(request.method, request.path)
-    if not allows(key.scopes, needed):
-        asked = f"{request.method} {request.path}"
-        raise Forbidden(f"The key {key.name} may only {in_words(key.scopes)}; {asked} needs the scope {needed}")
-    return key
 
 
 def speaking(dialects: Dialects) -> Middleware:
@@ -154,10 +112,24 @@ def speaking(dialects: Dialects) -> Middleware:
     return speak
 
 
-async def sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Put an id on the answer: the client's own where it is harmless, else a new one."""
-    given = request.headers.get("X-Request-Id", "")
-    response.headers["X-Request-Id"] = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+def signing(
+    share: Callable[[web.Request, web.StreamResponse], None],
+) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """What is done to every answer as it begins: it gets the id of its request, and what `share` puts on it."""
+
+    async def sign(request: web.Request, response: web.StreamResponse) -> None:
+        if (call := begun(request)) is not None:
+            call.began = True
+            response.headers[REQUEST_ID] = call.request_id
+        share(request, response)
+
+    return sign
+
+
+def _id_of(request: web.Request) -> str:
+    """The client's own where it is harmless, else a new one."""
+    given = request.headers.get(REQUEST_ID, "")
+    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _loudness(request: web.Request) -> int:
@@ -165,28 +137,6 @@ def _loudness(request: web.Request) -> int:
     if request.method in LOOKING and request.path.startswith(_POLLED):
         return _UNHEARD
     return logging.DEBUG if request.path in _QUIET_PATHS else logging.INFO
-
-
-def _given_key(request: web.Request) -> str | None:
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and key.strip():
-        return key.strip()
-    return request.headers.get("X-API-Key")
-
-
-def _is_local(request: web.Request) -> bool:
-    """Whether a program on this machine asks for itself: not a proxy for somebody else, and not a browser for a page
-    from elsewhere (pages send Origin; one whose name was pointed at this address sends that name as Host)."""
-    handed_on = any(name in request.headers for name in ("Origin", *_PROXIED))
-    return not handed_on and is_loopback(request.remote or "") and is_loopback(_named_host(request))
-
-
-def _named_host(request: web.Request) -> str:
-    """The host that the client believes it asks; "" where that is none."""
-    try:
-        return request.url.host or ""
-    except ValueError:
-        return ""
 
 
 def _from_http(request: web.Request, error: web.HTTPException) -> EngineError:

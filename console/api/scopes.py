@@ -9,6 +9,9 @@ from console.links.api import Scope
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What load balancers ask, which hold no key."""
 
+_PAGES = frozenset({"/chat", "/docs", "/openapi.json"})
+_PAGE_FILES = ("/chat/", "/docs/")
+
 ADMIN = "/admin/"
 """What operators and those who watch alone may ask."""
 
@@ -23,6 +26,11 @@ LOOKING = frozenset({"GET", "HEAD", "OPTIONS"})
 _WATCHED = frozenset({"/metrics"})
 _EVERY_KEY = frozenset({"/"})
 _MAY = {"use": "ask models", "watch": "watch", "admin": "do everything"}
+
+
+def is_open(path: str) -> bool:
+    """Whether no key is needed: for what load balancers ask, and for pages, which are the same for everybody."""
+    return path in OPEN_PATHS or path in _PAGES or path.startswith(_PAGE_FILES)
 
 
 def scope_needed(method: str, path: str) -> Scope | None:

@@ -6,27 +6,34 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from aiohttp import web
 
 from console.addresses import is_loopback
 from console.api.admin import Admin
+from console.api.authorizing import Door, authorizing
 from console.api.calls import Calls
+from console.api.certificates import Certificate
+from console.api.connections import Runner
 from console.api.context import ApiContext
 from console.api.dialects import Dialects
-from console.api.errors import CannotListen
+from console.api.errors import CannotListen, Unprotected
 from console.api.events import Events
+from console.api.guarding import guarding, sharing
 from console.api.key_file import KeysUnavailable
 from console.api.keys import Keys
+from console.api.limits import Addresses
 from console.api.listening import Address, Listener
-from console.api.middleware import authorizing, counting, errors, sign, speaking
+from console.api.middleware import counting, errors, signing, speaking
+from console.api.observing import observing
 from console.api.operations import Operations
 from console.api.operator import Operator
+from console.api.pages.pages import Pages
+from console.api.receiving import ending, receiving
 from console.api.scopes import in_words
 from console.api.settings import ApiSettings
 from console.link import ApiStatus, EngineLink
-from console.links.api import ApiReport, NewKey, Scope
+from console.links.api import NO_LIMITS, ApiReport, KeyLimits, NewKey, Scope
 from engine.engine import Engine
 from engine.errors import EngineError, ErrorInfo, InvalidRequest
 
@@ -62,6 +69,8 @@ class ApiServer:
         self._context = ApiContext(engine, settings, operator)
         self._traffic = self._context.traffic
         self._keys = Keys(settings.state_dir, settings.api_key)
+        self._door = Door(self._keys, lambda: self._is_reached_at(self._wanted.host), settings.admin_remote)
+        self._certificate: Certificate | None = None
         self._dialects = Dialects(self._context)
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
@@ -78,23 +87,29 @@ class ApiServer:
             await self._close_runner()
             try:
                 await asyncio.to_thread(self._keys.open)
+                await self._context.watchers.open(self._settings)
                 await self._open()
             except EngineError as error:
                 self._error = error.info
+                await self._context.watchers.close()
                 raise
             self._traffic.closing, self._error = False, None
             self._saving = self._saving or asyncio.create_task(self._save_now_and_then())
 
     async def _open(self) -> None:
-        runner = web.AppRunner(
+        self._refuse_unprotected(self._wanted)
+        longest = self._settings.max_header_bytes
+        self._certificate = self._new_certificate()
+        runner = Runner(
             self._app(),
             handler_cancellation=True,
-            access_log=None,
-            logger=_PeerLog(log),
             shutdown_timeout=_FAREWELL_S,
+            keepalive_timeout=self._settings.idle_timeout_s,
+            max_line_size=longest,
+            max_field_size=longest,
         )
         await runner.setup()
-        listener = Listener(runner)
+        listener = Listener(runner, None if self._certificate is None else self._certificate.context)
         try:
             await listener.open(self._wanted)
         except CannotListen:
@@ -118,6 +133,7 @@ class ApiServer:
             self._context.cut()
             await self._traffic.wait_idle(_FAREWELL_S)
             await self._close_runner()
+            await self._context.watchers.close()
             if self._saving is not None:
                 self._saving.cancel()
                 self._saving = None
@@ -126,7 +142,8 @@ class ApiServer:
     async def listen(self, host: str, port: int) -> None:
         """Listen at another address from now on; where it is off, when it is started next. Requests under way go on.
 
-        Raises CannotListen where that address cannot be had: it listens where it did, then.
+        Raises CannotListen where that address cannot be had, Unprotected where it may not be listened on without a key:
+        it listens where it did, then.
         """
         async with self._changing:
             wanted = Address(host.strip(), port)
@@ -137,6 +154,7 @@ class ApiServer:
                 return
             if wanted == self._listener.address:
                 return
+            self._refuse_unprotected(wanted)
             try:
                 await self._listener.move(wanted)
             except CannotListen as error:
@@ -147,16 +165,16 @@ class ApiServer:
             log.info("listening on %s", self.status().url)
             self._warn_where_open()
 
-    async def make_key(self, name: str, scopes: tuple[Scope, ...]) -> NewKey:
+    async def make_key(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits = NO_LIMITS) -> NewKey:
         """A new key, told this once. Raises InvalidRequest, or KeysUnavailable where it cannot be kept."""
-        made = await asyncio.to_thread(self._keys.make, name, scopes)
+        made = await asyncio.to_thread(self._keys.make, name, scopes, limits)
         log.info("the key %s was made; it may %s", made.name, in_words(made.scopes))
         return made
 
     async def revoke_key(self, name: str) -> None:
         """Refuse a key from now on. Raises InvalidRequest, also for the last key of a server that others can reach."""
         is_last = [key.name for key in self._keys.readings()] == [name]
-        if is_last and self._listener is not None and not is_loopback(self._wanted.host):
+        if is_last and self._listener is not None and self._is_reached_at(self._wanted.host):
             raise InvalidRequest(
                 f"{name} is the last key, and without one everybody who reaches {self._wanted} may ask: "
                 "make another first, or listen on 127.0.0.1",
@@ -181,7 +199,9 @@ class ApiServer:
             port=self._wanted.port if address is None else address.port,
             clients=0 if server is None else len(server.connections),
             requests=self._traffic.total,
-            key_required=self._keys.required,
+            key_required=self._door.key_required,
+            no_auth=self._settings.no_auth,
+            tls=self._settings.tls_cert is not None,
             error=self._error,
         )
 
@@ -213,6 +233,7 @@ class ApiServer:
         while True:
             await asyncio.sleep(_SAVE_S)
             await self._save()
+            await self._renew_certificate()
 
     async def _save(self) -> None:
         """Write down what keys were used for."""
@@ -221,40 +242,69 @@ class ApiServer:
         except KeysUnavailable as error:
             log.warning("%s", error.message)
 
-    def _warn_where_open(self) -> None:
-        status = self.status()
-        if not is_loopback(status.host) and not status.key_required:
-            log.warning(
-                "No key is needed to ask %s: set --api-key, make a key, or listen on 127.0.0.1",
-                status.url,
+    def _new_certificate(self) -> Certificate | None:
+        """What TLS is spoken with, None for none. Raises CannotListen."""
+        cert, key = self._settings.tls_cert, self._settings.tls_key
+        if cert is None and key is None:
+            return None
+        if cert is None or key is None:
+            missing = "--tls-cert" if cert is None else "--tls-key"
+            raise CannotListen(f"TLS takes a certificate and its key: {missing} is missing")
+        return Certificate(cert, key)
+
+    async def _renew_certificate(self) -> None:
+        """Take what a renewal wrote."""
+        try:
+            if self._certificate is not None and await asyncio.to_thread(self._certificate.renew):
+                log.info("the renewed certificate is in use")
+        except CannotListen as error:
+            log.warning("%s; the old certificate stays in use", error.message)
+
+    def _is_reached_at(self, host: str) -> bool:
+        """Whether others reach it there, which nobody said is to be open to all."""
+        return not is_loopback(host) and not self._settings.no_auth
+
+    def _refuse_unprotected(self, address: Address) -> None:
+        """Raise Unprotected where everybody who reaches that address could ask."""
+        if self._is_reached_at(address.host) and not self._keys.required:
+            raise Unprotected(
+                f"Not listening on {address} without a key: everybody who reaches it could ask. Make one (ericllm "
+                "api-keys make NAME), set --api-key, or say --no-auth",
+                host=address.host,
+                port=address.port,
             )
 
+    def _warn_where_open(self) -> None:
+        if (status := self.status()).is_open:
+            log.warning("--no-auth: everybody who reaches %s may ask, without a key", status.url)
+
     def _app(self) -> web.Application:
+        settings = self._settings
         app = web.Application(
             middlewares=[
+                observing(self._context.watchers),
                 counting(self._traffic, self._dialects),
                 errors,
-                authorizing(self._traffic, self._keys),
+                guarding(
+                    Addresses(settings.address_rate, time.monotonic),
+                    settings.cors_origins,
+                    settings.allowed_hosts,
+                    lambda: is_loopback(self._wanted.host),
+                ),
+                authorizing(self._traffic, self._door),
+                receiving(settings),
                 speaking(self._dialects),
+                ending(settings),
             ],
             client_max_size=self._settings.max_body_bytes,
         )
         app.add_routes(Operations(self._context).routes())
         app.add_routes(self._dialects.routes())
+        app.add_routes(Pages().routes())
         if self._context.operator is not None:
             app.add_routes(Admin(self._context, self._context.operator).routes())
         if self._context.operator is not None and self._link is not None:
             app.add_routes(Events(self._context, self._link).routes())
             app.add_routes(Calls(self._context, self._link, self._context.operator.admit).routes())
-        app.on_response_prepare.append(sign)
+        app.on_response_prepare.append(signing(sharing(settings.cors_origins)))
         return app
-
-
-class _PeerLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's log. What it calls exceptions are bytes that are no HTTP: the client's fault, so one line is enough."""
-
-    def exception(self, msg: object, *args: object, exc_info: Any = True, **_: Any) -> None:
-        """One line; the traceback where debugging was asked for."""
-        said = str(getattr(exc_info, "message", exc_info))  # a parser's own sentence, then what it pointed at
-        self.warning("%s: %s", str(msg) % args, said.partition("\n")[0])
-        self.debug("its traceback", exc_info=exc_info)

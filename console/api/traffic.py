@@ -51,7 +51,9 @@ class Call:
     """One request under way, and what it turns out to be. key: the name of its key, "" for none.
 
     client: None until it is known whose the request is.  failure: None where all went well.
-    tells: how a failure is put for the client.
+    sent_bytes: of an answer that is streamed.
+    tells: how a failure is put for the client.  request_id: what its answer goes by.
+    began: whether an answer did; it cannot be another one any more.
     """
 
     address: str
@@ -62,8 +64,11 @@ class Call:
     dialect: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    sent_bytes: int = 0
     failure: Ending | None = None
     tells: Tells = envelope
+    request_id: str = ""
+    began: bool = False
     client: _Client | None = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 
@@ -13,6 +13,32 @@ changes anything.  admin: everything."""
 SETTINGS_KEY = "settings"
 """The name of the key that --api-key gives."""
 
+MAX_LIMIT = 10**9
+
+
+class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be asked with a key: requests and tokens (of prompts and answers) in a minute, requests at once; 0: any.
+
+    Requests are counted where they ask a model for something. Tokens are known afterwards: who has used more than a
+    minute's waits until that is made up for.
+    """
+
+    requests_per_min: Annotated[int, msgspec.Meta(ge=0, le=MAX_LIMIT)] = 0
+    tokens_per_min: Annotated[int, msgspec.Meta(ge=0, le=MAX_LIMIT)] = 0
+    concurrent: Annotated[int, msgspec.Meta(ge=0, le=MAX_LIMIT)] = 0
+
+    def in_words(self) -> str:
+        """ "60 requests/min, 2 at once", "" where there are none."""
+        parts = [
+            (self.requests_per_min, "requests/min"),
+            (self.tokens_per_min, "tokens/min"),
+            (self.concurrent, "at once"),
+        ]
+        return ", ".join(f"{number:,} {what}" for number, what in parts if number)
+
+
+NO_LIMITS = KeyLimits()
+
 
 class KeyReading(msgspec.Struct, frozen=True, kw_only=True):
     """One key, without what it consists of. Times are unix times, None where that never was.
@@ -22,6 +48,7 @@ class KeyReading(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     scopes: tuple[Scope, ...]
+    limits: KeyLimits = NO_LIMITS
     made_at: float | None = None
     last_used_at: float | None = None
     requests: int = 0
@@ -117,7 +144,7 @@ class ApiLink(Protocol):
         port: 0 takes any free one. Raises with the reason where it cannot; it listens where it did, then.
         """
 
-    async def make_key(self, name: str, scopes: tuple[Scope, ...]) -> NewKey:
+    async def make_key(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits = NO_LIMITS) -> NewKey:
         """Make a key; raises InvalidRequest for a name that is taken or is none, or where there are no scopes."""
 
     async def revoke_key(self, name: str) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from console.api.errors import CannotListen
+from console.api.errors import CannotListen, Unprotected
 from console.api.key_file import KeysUnavailable
+from console.api.keys import Keys
 from console.api.server import ApiSettings
 from console.links.api import Scope
 from engine.errors import InvalidRequest
@@ -29,6 +30,13 @@ async def keyed(tmp_path: Path) -> AsyncIterator[Served]:
     """A server with the settings' key, whose made keys are kept in a folder."""
     settings = ApiSettings(port=0, api_key="open sesame", state_dir=tmp_path / "state")
     async with serving(tmp_path, settings=settings, operator=FolderOperator(tmp_path)) as api:
+        yield api
+
+
+@pytest.fixture
+async def unlocked(tmp_path: Path) -> AsyncIterator[Served]:
+    """A server that may be open to everybody."""
+    async with serving(tmp_path, settings=ApiSettings(port=0, no_auth=True)) as api:
         yield api
 
 
@@ -105,7 +113,16 @@ async def test_keys_are_compared_in_constant_time(keyed: Served, monkeypatch: py
     for key in ("open sesame", "open", "x" * 4000):
         await answer(keyed, "GET", "/v1/models", {"X-API-Key": key})
     assert len(compared) == 3
-    assert {len(str(each)) for pair in compared for each in pair} == {64}
+    assert {len(each) for pair in compared for each in pair} == {32}
+
+
+async def test_a_made_key_s_hash_is_compared_in_constant_time(keyed: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = await bearer(keyed, "app", "use")
+    compared: list[int] = []
+    compare = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append(len(a)) or compare(a, b))
+    assert (await answer(keyed, "GET", "/v1/models", headers))[0] == 200
+    assert compared == [32, 64]
 
 
 async def test_what_a_key_did_is_counted(keyed: Served) -> None:
@@ -185,7 +202,7 @@ async def test_who_has_no_key_is_not_told_which_dialects_are_off(keyed: Served) 
 async def test_every_dialect_says_its_routes_and_how_often_it_was_asked(api: Served) -> None:
     await api.post("/v1/completions", **PROMPT)
     await api.refusal("/v1/completions", prompt=3)
-    openai, generate = api.server.report().dialects
+    openai, generate, *_ = api.server.report().dialects
     assert openai.routes == ("/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions")
     assert (openai.requests, generate.requests) == (2, 0)
 
@@ -281,7 +298,8 @@ async def test_listening_elsewhere_loses_no_request(paced_api: Served) -> None:
             await http.get(f"{before}/ready")
 
 
-async def test_another_address_with_the_same_port_can_be_taken(api: Served) -> None:
+async def test_another_address_with_the_same_port_can_be_taken(unlocked: Served) -> None:
+    api = unlocked
     port = api.server.status().port
     await api.server.listen("0.0.0.0", port)
     status = api.server.status()
@@ -311,7 +329,8 @@ async def test_a_port_that_is_taken_leaves_the_old_address_as_it_was(api: Served
     await api.get("/ready")
 
 
-async def test_an_address_that_cannot_be_had_puts_the_old_one_back(api: Served) -> None:
+async def test_an_address_that_cannot_be_had_puts_the_old_one_back(unlocked: Served) -> None:
+    api = unlocked
     before = api.server.status()
     with pytest.raises(CannotListen, match=r"192\.0\.2\.1 is no address of this machine.*It goes on listening"):
         await api.server.listen("192.0.2.1", before.port)
@@ -331,10 +350,54 @@ async def test_an_address_set_while_it_is_off_holds_when_it_is_started(api: Serv
 @pytest.mark.parametrize(
     ("host", "key", "warned"), [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("::1", None, False)]
 )
-async def test_serving_others_without_a_key_is_warned_about(
+async def test_serving_others_without_a_key_is_warned_about_where_it_was_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, key: str | None, warned: bool
 ) -> None:
+    settings = ApiSettings(port=0, host=host, api_key=key, no_auth=True)
     with caplog.at_level(logging.WARNING, logger="api"):
-        async with serving(tmp_path, settings=ApiSettings(port=0, host=host, api_key=key), load=False):
+        async with serving(tmp_path, settings=settings, load=False) as api:
+            assert api.server.status().is_open == warned
+            assert await answer(api, "GET", "/v1/models", {"X-API-Key": key or ""}) == (200, "")
+    assert any("--no-auth" in line for line in caplog.messages) == warned
+
+
+async def test_serving_others_without_a_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unprotected, match=r"Not listening on 0\.0\.0\.0 port 0 without a key.*--api-key.*--no-auth"):
+        async with serving(tmp_path, settings=ApiSettings(port=0, host="0.0.0.0"), load=False):
             pass
-    assert any("No key is needed" in line for line in caplog.messages) == warned
+
+
+async def test_listening_for_others_without_a_key_is_refused_and_changes_nothing(api: Served) -> None:
+    before = api.server.status()
+    with pytest.raises(Unprotected):
+        await api.server.listen("0.0.0.0", 0)
+    assert api.server.status() == before
+    await bearer(api, "app", "use")
+    await api.server.listen("0.0.0.0", 0)
+    assert not api.server.status().is_open
+
+
+async def test_a_server_whose_last_key_was_revoked_from_outside_lets_nobody_in(tmp_path: Path) -> None:
+    outside = Keys(tmp_path / "state")
+    key = outside.make("app", ("use",)).key
+    async with serving(tmp_path, settings=ApiSettings(port=0, host="0.0.0.0", state_dir=tmp_path / "state")) as api:
+        headers = {"Authorization": f"Bearer {key}"}
+        assert (await answer(api, "GET", "/v1/models", headers))[0] == 200
+        outside.revoke("app")
+        await until(lambda: not api.server.report().keys)
+        for given in (headers, {}):
+            assert (await answer(api, "GET", "/v1/models", given))[0] == 401
+
+
+async def test_keys_made_and_revoked_by_another_program_hold_without_a_restart(tmp_path: Path) -> None:
+    outside = Keys(tmp_path / "state")
+    kept = outside.make("kept", ("use",)).key
+    async with serving(tmp_path, settings=ApiSettings(port=0, state_dir=tmp_path / "state")) as api:
+        assert (await answer(api, "GET", "/v1/models", {"X-API-Key": kept}))[0] == 200
+        new = outside.make("new", ("use",)).key
+        await until(lambda: len(api.server.report().keys) == 2)
+        assert (await answer(api, "GET", "/v1/models", {"X-API-Key": new}))[0] == 200
+        outside.revoke("kept")
+        await until(lambda: len(api.server.report().keys) == 1)
+        assert (await answer(api, "GET", "/v1/models", {"X-API-Key": kept}))[0] == 401
+        assert (await answer(api, "GET", "/v1/models", {"X-API-Key": new}))[0] == 200

@@ -99,7 +99,7 @@ class TestALeavingClient:
 async def test_a_client_that_leaves_in_the_middle_of_its_body_starts_nothing(api: Served) -> None:
     address = urlsplit(api.url)
     _, writer = await asyncio.open_connection(address.hostname, address.port)
-    writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
     await writer.drain()
     await until(lambda: api.server.status().clients == 1)
     writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 
 import pytest
@@ -114,15 +115,27 @@ async def test_what_is_wrong_with_a_shape_is_said_in_json_s_words(api: Served) -
 
 @pytest.mark.parametrize(
     "head",
-    ["FOO /health HTTP/1.1", "GET /health HTTP/1.1\r\nContent-Length: -5", f"GET /{'a' * 9000} HTTP/1.1"],
-    ids=["method", "header", "long line"],
+    [
+        "FOO /health HTTP/1.1",
+        "GET /health HTTP/1.1\r\nContent-Length: -5",
+        f"GET /{'a' * 9000} HTTP/1.1",
+        f"GET / HTTP/1.1\r\nX-Long: {'a' * 9000}",
+        "GET / HTTP/1.1\r\nExpect: miracles",
+    ],
+    ids=["method", "header", "long line", "long header", "expectation"],
 )
-async def test_what_is_no_http_is_a_400_and_at_most_one_line_in_the_log(
+async def test_what_is_no_http_is_an_error_in_json_and_at_most_one_line_in_the_log(
     api: Served, caplog: pytest.LogCaptureFixture, head: str
 ) -> None:
     caplog.set_level(logging.INFO)
     reader, writer = await asyncio.open_connection("127.0.0.1", api.server.status().port)
-    writer.write(f"{head}\r\nHost: x\r\n\r\n".encode())
-    assert b" 400 " in await reader.readline()
+    writer.write(f"{head}\r\nHost: localhost\r\n\r\n".encode())
+    status, _, headers = (await reader.readuntil(b"\r\n\r\n")).decode().partition("\r\n")
+    answer = json.loads(await reader.read())
     writer.close()
+    assert status.split()[1] == ("431" if len(head) > 9000 else "400")
+    assert "x-request-id: " in headers.lower()
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert "\n" not in answer["error"]["message"]
+    assert "Traceback" not in str(answer)
     assert len(caplog.text.splitlines()) <= 1

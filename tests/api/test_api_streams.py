@@ -96,7 +96,9 @@ async def test_a_reader_that_stops_reading_holds_up_nobody_and_is_cut_off(tmp_pa
     spec = fake_spec(tmp_path, kv_cache_tokens=1_000_000)
     async with serving(tmp_path, FakeBackend(reply=echo, max_model_len=500_000), settings=settings, spec=spec) as api:
         body = json.dumps({"prompt": "x" * 400_000, "max_tokens": 5000, "stream": True}).encode()
-        reader = _dead_reader(api.url, b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+        reader = _dead_reader(
+            api.url, b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
         reader.sendall(body)
         await api.until_row(state="decode", prompt_tokens=400_000)
         other = {"prompt": "other", "max_tokens": 10}

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from console.links.api import (
+    NO_LIMITS,
     ApiReport,
     ClientReading,
     DialectReading,
     Failure,
     FailureCount,
+    KeyLimits,
     KeyReading,
     NewKey,
     Scope,
@@ -150,12 +152,14 @@ class FakeApi:
         await self._link.record("listen", host=host, port=port)
         self._link.served = msgspec.structs.replace(self._link.served, host=host, port=port)
 
-    async def make_key(self, name: str, scopes: tuple[Scope, ...]) -> NewKey:
+    async def make_key(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits = NO_LIMITS) -> NewKey:
         """One more, or InvalidRequest for a name that is taken."""
-        await self._link.record("make_key", name=name, scopes=scopes)
+        await self._link.record(
+            "make_key", name=name, scopes=scopes, **({"limits": limits} if limits != NO_LIMITS else {})
+        )
         if any(key.name == name for key in self.seen.keys):
             raise InvalidRequest(f"There is a key called {name} already; choose another name", param="name")
-        self._keep(*self.seen.keys, KeyReading(name=name, scopes=scopes, made_at=NOW))
+        self._keep(*self.seen.keys, KeyReading(name=name, scopes=scopes, limits=limits, made_at=NOW))
         return NewKey(name=name, scopes=scopes, key=KEY)
 
     async def revoke_key(self, name: str) -> None:

@@ -1,0 +1,61 @@
+"""TLS: the certificate that the server shows, taken anew where its file is renewed."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from console.api.errors import CannotListen
+from engine.models.files import home_expanded
+
+
+class Certificate:
+    """The files of a certificate (with its chain) and of its key, both PEM. Raises CannotListen where they are none."""
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        self._files = home_expanded(cert), home_expanded(key)
+        self._stamp = self._stamped()
+        self.context = self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+
+    def renew(self) -> bool:
+        """Show the renewed certificate to who connects from now on; whether there is one. Raises CannotListen where the
+        files are none now: the old one stays in use."""
+        stamp = self._stamped()
+        if stamp == self._stamp:
+            return False
+        self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # half a renewal must not spoil the one in use
+        self._loaded(self.context)
+        self._stamp = stamp
+        return True
+
+    def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        cert, key = self._files
+        try:
+            context.load_cert_chain(cert, key, password=_refuse)
+        except _Encrypted:
+            raise CannotListen(f"The key in {key} is encrypted: --tls-key takes one that is not") from None
+        except ssl.SSLError as error:
+            reason = (
+                "they do not belong together" if "MISMATCH" in str(error) else "that is no certificate and key in PEM"
+            )
+            raise CannotListen(f"TLS cannot be had with {cert} and {key}: {reason}") from None
+        except OSError as error:
+            missing = next((str(file) for file in self._files if not file.is_file()), f"{cert} or {key}")
+            raise CannotListen(f"TLS cannot be had: {missing} cannot be read: {error.strerror}") from None
+        return context
+
+    def _stamped(self) -> tuple[int, ...]:
+        try:
+            return tuple(part for file in self._files for part in (file.stat().st_mtime_ns, file.stat().st_size))
+        except OSError:
+            return ()
+
+
+class _Encrypted(Exception):
+    """The key asks for a password."""
+
+
+def _refuse() -> str:
+    """OpenSSL would ask at the terminal."""
+    raise _Encrypted

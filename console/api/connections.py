@@ -1,0 +1,92 @@
+"""Connections as aiohttp serves them, but what it says itself of bytes that are no HTTP is JSON as all errors here."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.typedefs import Handler
+
+from console.api.errors import BadHttp, HeadersTooLarge, InternalError, error_response
+from engine.errors import EngineError
+
+log = logging.getLogger("api")
+
+REQUEST_ID = "X-Request-Id"
+
+
+class Runner(web.AppRunner):
+    """Runs an application. options: what aiohttp's connections take."""
+
+    def __init__(self, app: web.Application, **options: Any) -> None:
+        super().__init__(app, access_log=None, logger=_PeerLog(log), **options)
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(
+            _answering(made.request_handler),
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            **made._kwargs,
+        )
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class _Connection(web.RequestHandler):
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is no HTTP that we understand, and whatever broke outside the application."""
+        super().handle_error(request, status, exc, message)
+        return _told(_foreseen(exc, message) if status < 500 else InternalError("The server failed to answer"))
+
+
+def _answering(handle: Any) -> Any:
+    """The application's handler; what it refuses before any middleware sees it is told in the same shape."""
+    inner: Handler = handle
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await inner(request)
+        except web.HTTPException as error:
+            return _told(BadHttp(error.reason))
+
+    return answer
+
+
+def _foreseen(exc: BaseException | None, message: str | None) -> EngineError:
+    if isinstance(exc, LineTooLong):
+        return HeadersTooLarge("A line of the request, its address or a header, is longer than is allowed")
+    return BadHttp(
+        f"That is no HTTP that is understood here: {(message or 'malformed').partition(chr(10))[0].rstrip(':')}"
+    )
+
+
+def _told(error: EngineError) -> web.Response:
+    response = error_response(error)
+    response.headers[REQUEST_ID] = uuid.uuid4().hex
+    response.force_close()
+    return response
+
+
+class _PeerLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's log. What it calls exceptions are bytes that are no HTTP: the client's fault, so one line is enough."""
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **_: Any) -> None:
+        """One line; the traceback where debugging was asked for."""
+        said = str(getattr(exc_info, "message", exc_info))  # a parser's own sentence, then what it pointed at
+        self.warning("%s: %s", str(msg) % args, said.partition("\n")[0])
+        self.debug("its traceback", exc_info=exc_info)

@@ -1,0 +1,116 @@
+"""What is refused whoever asks: pages from elsewhere, names that were pointed at this machine, too many requests.
+
+A page in a browser asks with the rights of the machine that it is shown on: it reaches loopback there, and where its
+own name was pointed at that (DNS rebinding) may even read the answer. It cannot hide its name: Host or Origin has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from console.addresses import is_loopback
+from console.api.connections import REQUEST_ID
+from console.api.errors import Forbidden, Misdirected
+from console.api.limits import Addresses
+from console.api.scopes import LOOKING, OPEN_PATHS
+
+EVERY = "*"
+_METHODS = "GET, POST, DELETE, OPTIONS"
+_HEADERS = f"Authorization, Content-Type, X-API-Key, {REQUEST_ID}, anthropic-version, anthropic-beta"
+_EXPOSED = f"{REQUEST_ID}, Retry-After"
+_PREFLIGHT_S = 600
+
+
+def guarding(
+    addresses: Addresses, origins: Collection[str], hosts: Collection[str], on_loopback: Callable[[], bool]
+) -> Middleware:
+    """Checks who is asked, from where and how often, and answers what browsers ask first.
+
+    origins: those whose pages may ask ("*": all).  hosts: names that this server goes by besides those of loopback.
+    on_loopback: whether it listens there alone.
+    """
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if on_loopback() and not is_ours(request, hosts):
+            raise Misdirected(
+                f"This server is not called {request.headers['Host'][:100]}: ask for localhost, or name it with "
+                "--allowed-hosts"
+            )
+        origin = request.headers.get("Origin")
+        if origin is not None and not _is_open(origin, request, origins) and _could_change(request):
+            raise Forbidden("Pages from elsewhere may not ask here; --cors-origins lets in those that it names")
+        if request.path not in OPEN_PATHS:
+            addresses.enter(request.remote or "")
+        if origin is not None and _is_preflight(request):
+            return web.Response(status=204)
+        return await handler(request)
+
+    return guard
+
+
+def sharing(origins: Collection[str]) -> Callable[[web.Request, web.StreamResponse], None]:
+    """What tells a browser which pages may read an answer. Nothing where there are no such. Cookies are none of our
+    ways of knowing who asks, so none are ever asked for."""
+
+    def share(request: web.Request, response: web.StreamResponse) -> None:
+        if not origins:
+            return
+        response.headers.add("Vary", "Origin")
+        origin = request.headers.get("Origin")
+        if origin is None or not _is_listed(origin, origins):
+            return
+        response.headers["Access-Control-Allow-Origin"] = EVERY if EVERY in origins else origin
+        response.headers["Access-Control-Expose-Headers"] = _EXPOSED
+        if _is_preflight(request):
+            response.headers["Access-Control-Allow-Methods"] = _METHODS
+            response.headers["Access-Control-Allow-Headers"] = _HEADERS
+            response.headers["Access-Control-Max-Age"] = str(_PREFLIGHT_S)
+
+    return share
+
+
+def is_ours(request: web.Request, hosts: Collection[str]) -> bool:
+    """Whether the name that a client asks for is one of this server on loopback. None at all is no browser's."""
+    named = request.headers.get("Host", "")
+    if not named:
+        return True
+    name = named_host(named)
+    return is_loopback(name) or name.endswith(".localhost") or EVERY in hosts or name in hosts
+
+
+def named_host(named: str) -> str:
+    """The name in a Host header, "" where it is none."""
+    try:
+        parts = urlsplit(f"//{named}")
+        _ = parts.port  # which must be one
+        return (parts.hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _is_open(origin: str, request: web.Request, origins: Collection[str]) -> bool:
+    """Whether a page from there may ask: one of ours, or of those that are let in."""
+    return _is_listed(origin, origins) or _host_of(origin) == request.headers.get("Host", "").lower()
+
+
+def _is_listed(origin: str, origins: Collection[str]) -> bool:
+    return EVERY in origins or origin.lower() in origins
+
+
+def _host_of(origin: str) -> str | None:
+    """Host and port of an origin, None where it has none, as "null"."""
+    return origin.lower().partition("://")[2] or None
+
+
+def _could_change(request: web.Request) -> bool:
+    """A websocket begins as a GET, and any page may open one; what a browser asks first would be done next."""
+    return request.method not in LOOKING or "Upgrade" in request.headers or _is_preflight(request)
+
+
+def _is_preflight(request: web.Request) -> bool:
+    return request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers

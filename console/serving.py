@@ -1,0 +1,43 @@
+"""What the settings say to the API server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from console.api.settings import ApiSettings
+from console.settings import Settings
+
+
+def api_settings(settings: Settings, state_dir: Path | None) -> ApiSettings:
+    """The HTTP side's part of the settings. state_dir: where keys are kept, None for nowhere.
+
+    The engine ends an answer in time; who sends or takes it slowly gets the time for that besides.
+    """
+    slack_s = settings.body_timeout + settings.write_timeout
+    return ApiSettings(
+        host=settings.host,
+        port=settings.port,
+        api_key=settings.api_key.get_secret_value() if settings.api_key else None,
+        no_auth=settings.no_auth,
+        admin_remote=settings.admin_remote,
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+        cors_origins=settings.cors_origins,
+        allowed_hosts=settings.allowed_hosts,
+        state_dir=state_dir,
+        address_rate=settings.request_rate,
+        max_header_bytes=settings.max_header_bytes,
+        max_body_bytes=settings.max_body_kib * 2**10,
+        max_json_depth=settings.max_json_depth,
+        max_choices=settings.max_choices,
+        max_output_tokens=settings.max_output_len,
+        max_stops=settings.max_stops,
+        max_stop_length=settings.max_stop_length,
+        idle_timeout_s=settings.idle_timeout,
+        body_timeout_s=settings.body_timeout,
+        write_timeout_s=settings.write_timeout,
+        total_timeout_s=settings.timeout + slack_s if settings.timeout else None,
+        access_log=settings.access_log,
+        owns_stdout=settings.headless,
+        otlp_traces_endpoint=settings.otlp_traces_endpoint,
+    )
