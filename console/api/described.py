@@ -25,6 +25,7 @@ class Described:
     answer: a type that msgspec knows, a media type as text where the answer is no JSON, None where nothing is known of
     it.  event: what each chunk of a stream holds; media: the stream's content type.
     query: parameters in the address, and what each means.  example: a body that is answered.
+    group: under which heading it stands where it is in no dialect.
     """
 
     summary: str
@@ -35,6 +36,7 @@ class Described:
     media: str = "text/event-stream"
     query: Mapping[str, str] = field(default_factory=dict)
     example: Mapping[str, object] | None = None
+    group: str = ""
 
 
 def describes(summary: str, **fields: Any) -> Callable[[H], H]:

@@ -1,0 +1,80 @@
+// What this browser keeps: conversations in IndexedDB, settings in localStorage. Nothing of it leaves the browser.
+
+const DATABASE = "ericllm-chat";
+const TABLE = "conversations";
+const SETTINGS = "ericllm-chat-settings";
+const KEY = "ericllm-chat-key";
+
+const promised = (request) =>
+  new Promise((resolve, reject) => {
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+
+/** The conversations of this browser. */
+export class Conversations {
+  #database;
+
+  /** Opens them; where the browser keeps nothing (a private window), they last as long as the page. */
+  static async open() {
+    const kept = new Conversations();
+    try {
+      const opening = indexedDB.open(DATABASE, 1);
+      opening.onupgradeneeded = () => opening.result.createObjectStore(TABLE, { keyPath: "id" });
+      kept.#database = await promised(opening);
+    } catch {
+      kept.#database = null;
+    }
+    return kept;
+  }
+
+  /** Whether they outlast the page. */
+  get lasting() {
+    return this.#database !== null;
+  }
+
+  /** All of them, the one that changed last first. */
+  async all() {
+    const found = this.#database ? await promised(this.#table("readonly").getAll()) : [];
+    return found.sort((one, other) => other.changedAt - one.changedAt);
+  }
+
+  async put(conversation) {
+    if (this.#database) await promised(this.#table("readwrite").put(conversation));
+  }
+
+  async delete(id) {
+    if (this.#database) await promised(this.#table("readwrite").delete(id));
+  }
+
+  #table(mode) {
+    return this.#database.transaction(TABLE, mode).objectStore(TABLE);
+  }
+}
+
+/** The settings as they were left, {} at first. */
+export function readSettings() {
+  try {
+    const found = JSON.parse(localStorage.getItem(SETTINGS) ?? "{}");
+    return found && typeof found === "object" ? found : {};
+  } catch {
+    return {};
+  }
+}
+
+export const writeSettings = (settings) => quietly(() => localStorage.setItem(SETTINGS, JSON.stringify(settings)));
+
+/** The key that was kept, "" where none was. */
+export const readKey = () => quietly(() => localStorage.getItem(KEY)) ?? "";
+
+/** Keep a key, or, where `keep` is false, nothing. */
+export const writeKey = (key, keep) =>
+  quietly(() => (keep && key ? localStorage.setItem(KEY, key) : localStorage.removeItem(KEY)));
+
+function quietly(action) {
+  try {
+    return action();
+  } catch {
+    return null; // the browser keeps nothing
+  }
+}
