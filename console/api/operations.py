@@ -78,6 +78,7 @@ class Operations:
         self._context = context
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(SnapshotCollector(context.engine.snapshot, context.engine.usage))
+        self._registry.register(context.watchers)
 
     def routes(self) -> list[web.RouteDef]:
         """Where they are found."""

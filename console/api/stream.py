@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from console.api.errors import InternalError
-from console.api.failing import note, note_left, told
+from console.api.failing import call_of, note, note_left, told
 from console.api.settings import ApiSettings
 from engine.errors import EngineError
 
@@ -44,6 +44,7 @@ class ChunkStream:
 
     def __init__(self, request: web.Request, settings: ApiSettings, framing: Framing = SSE) -> None:
         self._request = request
+        self._call = call_of(request)
         self._settings = settings
         self._framing = framing
         self._clock = asyncio.get_running_loop().time
@@ -83,7 +84,9 @@ class ChunkStream:
     async def send_raw(self, document: bytes) -> None:
         """Send bytes as one chunk."""
         self._sent_at = self._clock()
-        await self._in_time(self.response.write(self._framing.frame(document)))
+        chunk = self._framing.frame(document)
+        await self._in_time(self.response.write(chunk))
+        self._call.sent_bytes += len(chunk)
 
     async def _in_time(self, writing: Awaitable[None]) -> None:
         """Write, and cut off a client that reads nothing for too long: its buffers are memory of ours."""

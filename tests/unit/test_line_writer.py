@@ -1,0 +1,67 @@
+"""Lines into a file by a thread: order, rotation, files that others move, and what cannot be written."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from console.line_writer import KEPT_FILES, LineWriter
+
+
+def encode(line: object) -> bytes:
+    return str(line).encode()
+
+
+def test_lines_come_in_order_and_all_of_them(tmp_path: Path) -> None:
+    writer = LineWriter(tmp_path / "lines", encode, max_bytes=10**6)
+    writer.open()
+    for number in range(5000):
+        writer.put(number)
+    writer.close()
+    assert (tmp_path / "lines").read_text().split() == [str(number) for number in range(5000)]
+    assert writer.lost == 0
+
+
+def test_a_file_that_grows_too_long_is_put_aside(tmp_path: Path) -> None:
+    for number in range(KEPT_FILES + 3):
+        writer = LineWriter(tmp_path / "lines", encode, max_bytes=10)
+        writer.open()
+        writer.put(f"number {number}")
+        writer.close()
+    assert (tmp_path / "lines").read_text() == "number 6\n"
+    assert (tmp_path / "lines.1").read_text() == "number 5\n"
+    assert len(list(tmp_path.iterdir())) == KEPT_FILES + 1
+
+
+def test_a_file_that_somebody_else_put_aside_is_begun_anew(tmp_path: Path) -> None:
+    written = threading.Event()
+
+    def telling(line: object) -> bytes:
+        written.set()
+        return encode(line)
+
+    writer = LineWriter(tmp_path / "lines", telling, max_bytes=10**6)
+    writer.open()
+    (tmp_path / "lines").rename(tmp_path / "moved")
+    writer.put("after")
+    assert written.wait(20)
+    writer.close()
+    assert (tmp_path / "lines").read_text() == "after\n"
+    assert (tmp_path / "moved").read_text() == ""
+
+
+def test_what_cannot_be_written_is_counted_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "folder"
+    writer = LineWriter(folder / "lines", encode, max_bytes=10**6)
+    writer.open()
+    (folder / "lines").unlink()
+    folder.rmdir()
+    folder.write_text("in the way")
+    writer.put("one")
+    writer.put("two")
+    writer.close()
+    assert writer.lost == 2
+    assert len(caplog.messages) == 1
+    assert "cannot be written" in caplog.text
