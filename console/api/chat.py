@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import msgspec
 from aiohttp import web
 from pydantic import Field
 
 from console.api.body import read
+from console.api.chat_prompt import chat_prompt
+from console.api.chat_shapes import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatPiece,
+    message_of,
+    piece_of,
+)
 from console.api.context import ApiContext, new_id
-from console.api.conversation import Turn, guided_away_from, read_messages, render
+from console.api.conversation import Turn, guided_away_from, read_messages
 from console.api.errors import json_response
-from console.api.generation import Generation
+from console.api.generation import Answer, Generation
 from console.api.logprobs import ChatLogprobs, chat_logprobs
-from console.api.openai import OpenAiFields, Usage, UsageField, now, usage_of
+from console.api.openai import OpenAiFields, UsageField, now, usage_of
 from console.api.parameters import CHAT_REFUSED, OPENAI_INERT
 from console.api.prompts import Prompt
 from console.api.sampling import sampling_params
 from console.api.served import ServedModel
 from console.api.stream import DONE, ChunkStream
-from engine.backends.base import FinishReason, TokenLogprob
+from console.api.tools import (
+    CallReader,
+    ToolUse,
+    finish_of,
+    tool_use,
+    whole,
+)
+from console.api.tools.openai import ToolField, read_choice, read_tools
+from engine.backends.base import TokenLogprob
 from engine.config import MAX_LOGPROBS
+from engine.engine import StreamDelta
 from engine.errors import InvalidRequest
-from engine.request import compact
-from engine.text.tokenizer import Tokenizer
-
-MANY_MESSAGES = 256
-"""More are rendered beside the event loop: a template is a program, and runs for each of them."""
 
 
 class ChatBody(OpenAiFields):
@@ -44,6 +57,9 @@ class ChatBody(OpenAiFields):
     inert = OPENAI_INERT
 
     messages: list[Any]
+    tools: list[ToolField] | None = None
+    tool_choice: object = None
+    parallel_tool_calls: bool = True
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -51,6 +67,11 @@ class ChatBody(OpenAiFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+
+    def tool_use(self, model: ServedModel) -> ToolUse:
+        """The tools that the model is told of; raises InvalidRequest."""
+        choice = read_choice(self.tool_choice)
+        return tool_use(model.tokenizer, read_tools(self.tools), choice, parallel=self.parallel_tool_calls)
 
     @property
     def token_limit(self) -> int | None:
@@ -76,61 +97,6 @@ class ChatBody(OpenAiFields):
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 
-class ChatAnswer(msgspec.Struct, frozen=True):
-    """The message that answers."""
-
-    content: str
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
-
-
-class ChatPiece(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds. role comes with the first of a choice only."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class ChatChoice(msgspec.Struct, frozen=True):
-    """One answer."""
-
-    index: int
-    message: ChatAnswer
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-
-
-class ChatChunkChoice(msgspec.Struct, frozen=True):
-    """A piece of one answer."""
-
-    index: int
-    delta: ChatPiece
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
-
-
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a stream. usage is left out, or asked for: null until the last one."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: UsageField = msgspec.UNSET
-
-
 class Chat:
     """The endpoint."""
 
@@ -144,15 +110,17 @@ class Chat:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ChatBody)
         model = await self._context.served(body)
+        use = body.tool_use(model)
         params = sampling_params(
             body,
             model,
             max_tokens=body.token_limit,
             logprobs=body.wanted_logprobs,
-            negative_prompt_ids=await _negative_prompt_ids(body, model),
+            negative_prompt_ids=await _negative_prompt_ids(body, model, use),
         )
-        call = _Call(body, model, body.include_usage)
-        prompts = [await _prompt(body, model, read_messages(body.messages))]
+        params = use.applied(params)
+        call = _Call(body, model, use)
+        prompts = [await _prompt(body, model, read_messages(body.messages), use)]
         with self._context.generate(request, call.id, body, model, prompts, params) as generation:
             if not body.stream:
                 return json_response(await call.whole(generation))
@@ -161,50 +129,40 @@ class Chat:
             return chunks.response
 
 
-async def _negative_prompt_ids(body: ChatBody, model: ServedModel) -> list[int]:
+async def _negative_prompt_ids(body: ChatBody, model: ServedModel, use: ToolUse) -> list[int]:
     """What is guided away from: the same conversation under another system message. Empty without guidance."""
     if body.cfg_scale == 1.0:
         return []
     turns = guided_away_from(read_messages(body.messages), body.negative_prompt)
-    return list((await _prompt(body, model, turns)).ids)
+    return list((await _prompt(body, model, turns, use)).ids)
 
 
-async def _prompt(body: ChatBody, model: ServedModel, turns: Sequence[Turn]) -> Prompt:
+async def _prompt(body: ChatBody, model: ServedModel, turns: Sequence[Turn], use: ToolUse) -> Prompt:
     """The conversation as the model's template and tokenizer have it, and how another model would."""
-    as_text = partial(
-        render,
-        turns=turns,
-        add_generation_prompt=body.opens_answer,
+    return await chat_prompt(
+        model,
+        turns,
         continue_final=body.continue_final_message,
+        opens_answer=body.opens_answer,
         variables=body.chat_template_kwargs,
+        tools=use.definitions,
     )
-    many = len(turns) > MANY_MESSAGES
-    text = await asyncio.to_thread(as_text, model.tokenizer) if many else as_text(model.tokenizer)
-    ids = (await model.encode([text], add_special_tokens=False))[0]
-    return Prompt(compact(ids), "", partial(_encode, as_text))
-
-
-def _encode(as_text: Callable[[Tokenizer], str], tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode(as_text(tokenizer), add_special_tokens=False)
 
 
 class _Call:
     """One request on its way to its answer."""
 
-    def __init__(self, body: ChatBody, model: ServedModel, include_usage: bool) -> None:
+    def __init__(self, body: ChatBody, model: ServedModel, use: ToolUse) -> None:
         self.id = new_id("chatcmpl")
         self._body = body
         self._model = model
-        self._include_usage = include_usage
+        self._use = use
+        self._include_usage = body.include_usage
         self._created = now()
 
     async def whole(self, generation: Generation) -> ChatCompletion:
         """All answers at once."""
-        answers = await generation.answers()
-        choices = [
-            ChatChoice(i, ChatAnswer(answer.text), self._logprobs(answer.logprobs), answer.finish)
-            for i, answer in enumerate(answers)
-        ]
+        choices = [self._choice(i, answer) for i, answer in enumerate(await generation.answers())]
         return ChatCompletion(
             id=self.id, created=self._created, model=self._model.name, choices=choices, usage=usage_of(generation)
         )
@@ -212,22 +170,39 @@ class _Call:
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
         """The role, every piece as it comes, the reason why it ended, and what ends the stream."""
         so_far = partial(self._body.usage_so_far, generation)
-        opened: set[int] = set()
+        opened: dict[int, CallReader | None] = {}
         async with aclosing(generation.deltas()) as deltas:
             async for i, delta in deltas:
                 if i not in opened:
-                    opened.add(i)
+                    opened[i] = self._use.reader()
                     opening = ChatChunkChoice(i, ChatPiece(role="assistant", content=""))
                     await chunks.send(self._chunk([opening], so_far()))
-                if delta.text or delta.logprobs:
-                    piece = ChatChunkChoice(i, ChatPiece(content=delta.text), self._logprobs(delta.logprobs))
+                for piece in self._pieces(i, delta, opened[i]):
                     await chunks.send(self._chunk([piece], so_far()))
                 if delta.finish:
-                    end = ChatChunkChoice(i, ChatPiece(), finish_reason=delta.finish)
+                    end = ChatChunkChoice(i, ChatPiece(), finish_reason=finish_of(opened[i], delta.finish))
                     await chunks.send(self._chunk([end], so_far()))
         if self._include_usage:
             await chunks.send(self._chunk([], usage_of(generation)))
         await chunks.send_raw(DONE)
+
+    def _choice(self, i: int, answer: Answer) -> ChatChoice:
+        reader = self._use.reader()
+        message = ChatAnswer(answer.text) if reader is None else message_of(*whole(reader, answer.text))
+        return ChatChoice(i, message, self._logprobs(answer.logprobs), finish_of(reader, answer.finish))
+
+    def _pieces(self, i: int, delta: StreamDelta, reader: CallReader | None) -> Iterator[ChatChunkChoice]:
+        """What a delta adds to an answer; its log-probabilities go with the first piece."""
+        logprobs = self._logprobs(delta.logprobs)
+        added = [ChatPiece(content=delta.text)] if delta.text else []
+        if reader is not None:
+            read = reader.feed(delta.text) + (reader.finish() if delta.finish else [])
+            added = [piece for found in read if (piece := piece_of(found)) is not None]
+        if not added and delta.logprobs:
+            added = [ChatPiece(content="")]
+        for piece in added:
+            yield ChatChunkChoice(i, piece, logprobs)
+            logprobs = None
 
     def _logprobs(self, records: list[TokenLogprob]) -> ChatLogprobs | None:
         return chat_logprobs(records, self._model.tokenizer) if self._body.logprobs else None

@@ -1,4 +1,4 @@
-"""The prompt that a model's chat template makes of a conversation, for dialects other than OpenAI's own chat."""
+"""The prompt that a model's chat template makes of a conversation."""
 
 from __future__ import annotations
 
@@ -24,24 +24,29 @@ async def chat_prompt(
     turns: Sequence[Turn],
     *,
     continue_final: bool = False,
+    opens_answer: bool | None = None,
     variables: Mapping[str, object] = _NOTHING,
+    tools: Sequence[Mapping[str, object]] | None = None,
 ) -> Prompt:
-    """The conversation as the model's template and tokenizer have it, and how another model would.
+    """The conversation as the model's template and tokenizer have it, and how another model would; with tools no other
+    would do, for how calls are read depends on the model.
 
-    continue_final: the last turn is an answer begun, which goes on.  variables: for the template.
+    continue_final: the last turn is an answer begun, which goes on.  opens_answer: the prompt ends with the start of an
+    answer; None is where none goes on.  variables: for the template; tools: definitions, as `ToolUse` has them.
     Raises InvalidRequest where the template cannot render the turns.
     """
     as_text = partial(
         render,
         turns=turns,
-        add_generation_prompt=not continue_final,
+        add_generation_prompt=not continue_final if opens_answer is None else opens_answer,
         continue_final=continue_final,
         variables=variables,
+        tools=tools,
     )
     many = len(turns) > MANY_MESSAGES
     text = await asyncio.to_thread(as_text, model.tokenizer) if many else as_text(model.tokenizer)
     ids = (await model.encode([text], add_special_tokens=False))[0]
-    return Prompt(compact(ids), text, partial(_encode, as_text))
+    return Prompt(compact(ids), text, None if tools else partial(_encode, as_text))
 
 
 def _encode(as_text: Callable[[Tokenizer], str], tokenizer: Tokenizer) -> list[int]:

@@ -6,12 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from console.api.parameters import MESSAGE_REFUSED
+from console.api.tools import calling_turn, fitting, format_of, named, result_turn
+from console.api.tools.openai import read_calls
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 
 Turn = dict[str, object]
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_FIELDS: Mapping[str, frozenset[str]] = {
+    "assistant": frozenset({"role", "content", "name", "tool_calls"}),
+    "tool": frozenset({"role", "content", "name", "tool_call_id"}),
+}
+_FIELDS_OF_OTHERS = frozenset({"role", "content", "name"})
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 
@@ -19,7 +26,7 @@ def read_messages(messages: Sequence[object]) -> list[Turn]:
     """The turns as a template wants them, each with plain text; raises InvalidRequest saying which message is wrong."""
     if not messages:
         raise InvalidRequest("messages is empty; there is nothing to answer", param="messages")
-    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return named([_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)])
 
 
 def guided_away_from(turns: Sequence[Turn], negative_prompt: str) -> list[Turn]:
@@ -44,31 +51,63 @@ def render(
     add_generation_prompt: bool,
     continue_final: bool,
     variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
     """The prompt text. continue_final: it ends within the last turn, so that the answer goes on from there.
 
-    Raises InvalidRequest where the template cannot render the turns.
+    tools: what the template is told of them. Raises InvalidRequest where the template cannot render the turns.
     """
     if taken := sorted(_RESERVED & variables.keys()):
         raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]}", param="chat_template_kwargs")
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, **variables)
+    if any("tool_calls" in turn for turn in turns):
+        turns = _with_calls(tokenizer, turns)
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
     return _up_to(text, str(turns[-1]["content"]).strip()) if continue_final else text
+
+
+def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:
+    """Turns with calls as the model's template takes them; raises InvalidRequest for one that would leave them out."""
+    template = tokenizer.tool_template
+    if template is not None and "tool_calls" not in template.source:
+        raise InvalidRequest(
+            "this model's chat template has no place for the tool_calls of a message", param="messages"
+        )
+    return fitting(turns, format_of(tokenizer))
 
 
 def _read_message(message: object, where: str) -> Turn:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{where} should be an object with role and content", param=where)
+    role = _role(message.get("role"), where)
+    fields = _FIELDS.get(role, _FIELDS_OF_OTHERS)
     for name, value in message.items():
         if name in MESSAGE_REFUSED:
             MESSAGE_REFUSED[name].check(f"{where}.{name}", value)
-        elif name not in ("role", "content", "name"):
-            raise InvalidRequest(f"{where}.{name} is not a field of a message", param=f"{where}.{name}")
-    turn: Turn = {"role": _role(message.get("role"), where), "content": _content(message.get("content"), where)}
+        elif name not in fields and value is not None:
+            raise InvalidRequest(f"{where}.{name} is not a field of such a message", param=f"{where}.{name}")
+    turn = _turn(role, message, where)
     if (name := message.get("name")) is not None:
         if not isinstance(name, str):
             raise InvalidRequest(f"{where}.name should be a string", param=f"{where}.name")
         turn["name"] = name
     return turn
+
+
+def _turn(role: str, message: Mapping[str, object], where: str) -> Turn:
+    """The turn by its role: with the calls that it made, or the call that it answers."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if role == "assistant" and calls:
+        said = "" if content is None else _content(content, where)
+        at = f"{where}.tool_calls"
+        return calling_turn(said, read_calls(calls, at), at)
+    said = _content(content, where)
+    if role != "tool":
+        return {"role": role, "content": said}
+    call_id = message.get("tool_call_id")
+    if not isinstance(call_id, str) or not call_id:
+        at = f"{where}.tool_call_id"
+        raise InvalidRequest(f"{at} should be the id of the call that this answers", param=at)
+    return result_turn(call_id, said)
 
 
 def _role(role: object, where: str) -> str:

@@ -29,7 +29,8 @@ def _same_kind(value: object, neutral: object) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool)
 
 
-_NO_TOOLS = "this server does not call tools"
+_NO_TOOLS = "this dialect does not call tools here"
+_TOOLS_INSTEAD = "use tools and tool_choice, which replaced it"
 _NO_GRAMMAR = "answers cannot be held to a format"
 _NO_BEAMS = "answers are sampled; there is no beam search"
 _TEXT_ONLY = "this server takes and gives text only"
@@ -56,7 +57,7 @@ SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "no_repeat_ngram_size": Refusal("use dry_multiplier", (0,)),
     "num_beams": Refusal(_NO_BEAMS, (1,)),
     "penalty_alpha": Refusal(_NO_SAMPLER, (0,)),
-    "prompt_logprobs": Refusal(_NO_PROMPT_LOGPROBS),
+    "prompt_logprobs": Refusal("use /v1/completions or /v1/chat/completions"),
     "regex_pattern": Refusal(_NO_GRAMMAR, ("",)),
     "response_format": Refusal(_NO_GRAMMAR, ({"type": "text"},)),
     "skew": Refusal(_NO_SAMPLER, (0,)),
@@ -83,14 +84,12 @@ CHAT_REFUSED: Mapping[str, Refusal] = {
     "chat_template": Refusal("the model's own chat template is used"),
     "documents": Refusal("put documents into the messages", ([],)),
     "echo": Refusal("the answer alone is given; use continue_final_message to go on from a text", (False,)),
-    "function_call": Refusal(_NO_TOOLS, ("none",)),
-    "functions": Refusal(_NO_TOOLS, ([],)),
+    "function_call": Refusal(_TOOLS_INSTEAD, ("none", "auto")),
+    "functions": Refusal(_TOOLS_INSTEAD, ([],)),
     "modalities": Refusal(_TEXT_ONLY, (["text"],)),
     "prediction": Refusal("answers are not predicted"),
     "reasoning_effort": Refusal("use chat_template_kwargs where the model's template knows it"),
     "store": Refusal("answers are not kept", (False,)),
-    "tool_choice": Refusal(_NO_TOOLS, ("none", "auto")),
-    "tools": Refusal(_NO_TOOLS, ([],)),
     "verbosity": Refusal("say in a message how long the answer should be", ("medium",)),
     "web_search_options": Refusal("this server does not search the web"),
 }
@@ -107,16 +106,13 @@ TGI_REFUSED: Mapping[str, Refusal] = {
 
 MESSAGE_REFUSED: Mapping[str, Refusal] = {
     "audio": Refusal(_TEXT_ONLY),
-    "function_call": Refusal(_NO_TOOLS),
+    "function_call": Refusal("use tool_calls, which replaced it"),
     "refusal": Refusal("put what was said into content"),
-    "tool_call_id": Refusal(_NO_TOOLS),
-    "tool_calls": Refusal(_NO_TOOLS, ([],)),
 }
 
 OPENAI_INERT = frozenset(
     {
         "metadata",  # labels of the client's own
-        "parallel_tool_calls",  # there are no tools, so none run in parallel
         "prompt_cache_key",  # a hint: prefixes are cached by what they are
         "request_id",  # answers carry ids of our own
         "safety_identifier",  # who asks; not looked at

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -88,7 +89,7 @@ def tool_use(
     )
 
 
-def finish_of(reader: CallReader | None, finish: FinishReason | None) -> FinishReason | str | None:
+def finish_of(reader: CallReader | None, finish: FinishReason | None) -> FinishReason | Literal["tool_calls"] | None:
     """Why an answer ended, as OpenAI names it: one that calls tools and was not cut off ends with `tool_calls`."""
     return "tool_calls" if reader is not None and reader.called and finish == "stop" else finish
 
