@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from engine.config import SamplingParams
+from engine.config import Grammar, SamplingParams
 from engine.snapshot import RequestRow
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def unlike_neutral(params: SamplingParams) -> dict[str, Setting]:
         value = getattr(params, name)
         if value == getattr(neutral, name):
             continue
-        found[name] = value if isinstance(value, int | float | str) else _counted(name, value)
+        found[name] = value if isinstance(value, int | float | str) else _shortened(name, value)
     return found
 
 
@@ -167,7 +167,9 @@ def _both_ends(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     return f"\n… {len(token_ids) - 2 * half:,} tokens left out …\n".join(ends)
 
 
-def _counted(name: str, values: Sequence[object] | dict[int, float]) -> str:
+def _shortened(name: str, values: Sequence[object] | dict[int, float] | Grammar) -> str:
+    if isinstance(values, Grammar):
+        return f"{values.kind}, {len(values.source)} characters" if values.source else values.kind
     noun = "token" if name.endswith("ids") or name == "logit_bias" else "string"
     return f"{len(values)} {noun}" + ("" if len(values) == 1 else "s")
 
