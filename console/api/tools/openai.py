@@ -1,0 +1,110 @@
+"""Tools as OpenAI's clients send them, and Ollama's: the fields of a body, read into what every dialect works with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from console.api.tools.calls import Tool, ToolCall, ToolChoice
+from engine.errors import InvalidRequest
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_MODES: Mapping[str, ToolChoice] = {
+    "none": ToolChoice("none"),
+    "auto": ToolChoice("auto"),
+    "required": ToolChoice("required"),
+}
+
+
+class FunctionField(BaseModel):
+    """A function that may be called. parameters: JSON Schema of an object; strict: arguments are held to it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolField(BaseModel):
+    """A tool; functions are all there are."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    type: Literal["function"]
+    function: FunctionField
+
+
+def read_tools(fields: Sequence[ToolField] | None) -> tuple[Tool, ...]:
+    """The tools of a body. Raises InvalidRequest naming what is wrong."""
+    return tuple(read_tool(field.function, f"tools[{i}].function") for i, field in enumerate(fields or ()))
+
+
+def read_tool(field: FunctionField, where: str) -> Tool:
+    """One of them; where: what the client called it."""
+    if not _NAME.fullmatch(field.name):
+        raise InvalidRequest(
+            f"{where}.name should be 1 to 128 letters, digits and any of _ . : / -", param=f"{where}.name"
+        )
+    schema = field.parameters
+    if schema is not None and schema.setdefault("type", "object") != "object":
+        raise InvalidRequest(
+            f"{where}.parameters should be the schema of an object: arguments have names", param=f"{where}.parameters"
+        )
+    return Tool(
+        name=field.name,
+        description=field.description or "",
+        parameters=schema,
+        strict=bool(field.strict),
+    )
+
+
+def read_choice(value: object) -> ToolChoice:
+    """`tool_choice`: none, auto, required, or {"type": "function", "function": {"name": ...}}; None is auto."""
+    match value:
+        case None:
+            return _MODES["auto"]
+        case str() if value in _MODES:
+            return _MODES[value]
+        case {"type": "function", "function": {"name": str(name), **others}, **more} if not others and not more:
+            return ToolChoice("required", name)
+        case _:
+            raise InvalidRequest(
+                'tool_choice should be none, auto, required or {"type": "function", "function": {"name": ...}}',
+                param="tool_choice",
+            )
+
+
+def read_calls(value: object, where: str) -> list[ToolCall]:
+    """`tool_calls` of a message, calls that were made earlier. Raises InvalidRequest naming what is wrong."""
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{where} should be an array of calls", param=where)
+    return [_read_call(call, f"{where}[{i}]") for i, call in enumerate(value)]
+
+
+def _read_call(value: object, where: str) -> ToolCall:
+    match value:
+        case {"id": str(call_id), "function": {"name": str(name), **given}, **others} if call_id and name:
+            _refuse_others(others, {"type": "function"}, where)
+            arguments = given.pop("arguments", None)
+            _refuse_others(given, {}, f"{where}.function")
+            if not isinstance(arguments, str | None):
+                at = f"{where}.function.arguments"
+                raise InvalidRequest(f"{at} should be a JSON object, as text", param=at)
+            return ToolCall(id=call_id, name=name, arguments=arguments or "")
+        case _:
+            raise InvalidRequest(
+                f'{where} should be a call: {{"id", "type": "function", "function": {{"name", "arguments"}}}}',
+                param=where,
+            )
+
+
+def _refuse_others(given: Mapping[Any, object], neutral: Mapping[str, object], where: str) -> None:
+    """Raise InvalidRequest for a field that a call does not have. index: where streams put a call."""
+    for name, value in given.items():
+        if name != "index" and value is not None and neutral.get(name) != value:
+            raise InvalidRequest(f"{where}.{name} is not known here", param=f"{where}.{name}")
