@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -27,7 +28,7 @@ from console.api.conversation import Turn, guided_away_from, read_messages
 from console.api.errors import json_response
 from console.api.generation import Answer, Generation
 from console.api.logprobs import ChatLogprobs, chat_logprobs
-from console.api.openai import OpenAiFields, UsageField, now, usage_of
+from console.api.openai import OpenAiFields, UsageField, now, prompt_logprobs_of, usage_of
 from console.api.parameters import CHAT_REFUSED, OPENAI_INERT
 from console.api.prompts import Prompt
 from console.api.sampling import sampling_params
@@ -109,13 +110,15 @@ class Chat:
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ChatBody)
+        body.check_prompt_logprobs()
         model = await self._context.served(body)
-        use = body.tool_use(model)
+        use = await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
         params = sampling_params(
             body,
             model,
             max_tokens=body.token_limit,
             logprobs=body.wanted_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             negative_prompt_ids=await _negative_prompt_ids(body, model, use),
         )
         params = use.applied(params)
@@ -162,9 +165,14 @@ class _Call:
 
     async def whole(self, generation: Generation) -> ChatCompletion:
         """All answers at once."""
-        choices = [self._choice(i, answer) for i, answer in enumerate(await generation.answers())]
+        answers = await generation.answers()
         return ChatCompletion(
-            id=self.id, created=self._created, model=self._model.name, choices=choices, usage=usage_of(generation)
+            id=self.id,
+            created=self._created,
+            model=self._model.name,
+            choices=[self._choice(i, answer) for i, answer in enumerate(answers)],
+            usage=usage_of(generation),
+            prompt_logprobs=prompt_logprobs_of(answers[0].prompt_logprobs, self._model, self._body),
         )
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:

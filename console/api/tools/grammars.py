@@ -10,16 +10,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from console.api.structured import json_grammar, lark_grammar
 from console.api.tools.calls import Tool, ToolChoice
 from console.api.tools.formats import ToolFormat
 from console.api.tools.shapes import JsonCalls, MistralCalls, NamedCalls, XmlCalls
-from engine.config import Grammar
+from engine.config import MAX_GRAMMAR_BYTES, Grammar
 from engine.errors import InvalidRequest
 
 Spell = Callable[[str], str]
 """A marker as the grammar has it."""
 
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACING: Mapping[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 
 
@@ -39,7 +40,9 @@ def call_grammar(
 ) -> Grammar | None:
     """What the answer is held to, None for nothing. ids: those markers that are control tokens.
 
-    Raises InvalidRequest for strict tools where this model's calls cannot be told from text before they are whole.
+    Raises InvalidRequest for strict tools where this model's calls cannot be told from text before they are whole, and
+    for a schema that nothing can be held to. What keywords ask that no answer can be held to is left aside, but not in
+    strict tools.
     """
     required = choice.mode == "required"
     strict = next((i for i, tool in enumerate(tools) if tool.strict), None)
@@ -52,8 +55,16 @@ def call_grammar(
         )
     callable_tools = [tool for tool in tools if choice.name in ("", tool.name)]
     block = _block(written, callable_tools, parallel, required, lambda marker: _spelled(marker, ids))
+    _check_schemas(tools, required)
     rules = _required(block, parallel) if required else _at_will(block, parallel, written.shape.openings[0] in ids)
-    return Grammar(kind="lark", source="\n".join([*rules, *block.rules]), param="tool_choice" if required else "tools")
+    source = "\n".join([*rules, *block.rules])
+    return lark_grammar(source, "tool_choice" if required else "tools", max_bytes=MAX_GRAMMAR_BYTES)
+
+
+def _check_schemas(tools: Sequence[Tool], required: bool) -> None:
+    for i, tool in enumerate(tools):
+        if required or tool.strict:
+            json_grammar(tool.schema, f"tools[{i}].function.parameters", lenient=not tool.strict)
 
 
 def _required(block: _Block, parallel: bool) -> list[str]:
@@ -71,7 +82,7 @@ def _at_will(block: _Block, parallel: bool, is_token: bool) -> list[str]:
 
 def _block(written: ToolFormat, tools: Sequence[Tool], parallel: bool, required: bool, spell: Spell) -> _Block:
     shape = written.shape
-    schemas = [_json(tool.schema if required or tool.strict else _ANY_OBJECT) for tool in tools]
+    schemas = [_json(tool.schema if required or tool.strict else _ANY_OBJECT, tool.strict) for tool in tools]
     many = "call" if not parallel else 'call (", " call)*'
     match shape:
         case JsonCalls(array=True):
@@ -144,14 +155,14 @@ def _xml(tools: Sequence[Tool]) -> list[str]:
             tail = '"\\n"' if text else '"\\n</parameter>\\n"'
             rules.append(f"p_{i}_{j}: {head} {'value' if text else f'v_{i}_{j}'} {tail}")
             if not text:
-                rules.append(f"v_{i}_{j}: %json {_json(schema)}")
+                rules.append(f"v_{i}_{j}: %json {_json(schema, tool.strict)}")
     return rules
 
 
-def _json(schema: object) -> str:
-    """A schema in the spacing that templates write JSON in."""
-    spaced = {**schema, "x-guidance": _SPACING} if isinstance(schema, Mapping) else schema
-    return json.dumps(spaced)
+def _json(schema: object, strict: bool) -> str:
+    """A schema in the spacing that templates write JSON in. `::=` would make the grammar another dialect's."""
+    spaced = {**schema, "x-guidance": {**_SPACING, "lenient": not strict}} if isinstance(schema, Mapping) else schema
+    return json.dumps(spaced).replace("::=", "\\u003a:=")
 
 
 def _quoted(text: str) -> str:
