@@ -1,0 +1,8 @@
+"""Ollama's dialect: /api/generate, /api/chat and what its clients ask of models."""
+
+from console.api.ollama.chat import Chat
+from console.api.ollama.errors import ollama_error as tells
+from console.api.ollama.generate import Generate
+from console.api.ollama.models import ModelList
+
+__all__ = ["Chat", "Generate", "ModelList", "tells"]

@@ -1,0 +1,112 @@
+"""What Ollama's endpoints take."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from console.api.body import Body
+from console.api.ollama.options import Options, read_options
+from console.api.parameters import OLLAMA_REFUSED
+from engine.config import MAX_LOGPROBS
+from engine.errors import InvalidRequest
+
+LATEST = ":latest"
+"""The tag that a name without one has."""
+
+_DURATION = re.compile(r"-?(\d+(\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+
+
+class OllamaBody(Body):
+    """What all requests to a model may have. options: see `Options`.
+
+    keep_alive: how long the model is to stay in memory. That is the operator's to say, so it changes nothing; 0, which
+    asks to unload the model, is refused.
+    """
+
+    refused = OLLAMA_REFUSED
+
+    model: str | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: object = None
+
+    @property
+    def model_name(self) -> str | None:
+        """The model's name as it is known here."""
+        return self.model and self.model.removesuffix(LATEST)
+
+    def check_keep_alive(self) -> None:
+        """Raise InvalidRequest for one that is none, or that asks to unload the model."""
+        if self.keep_alive is not None and not _seconds(self.keep_alive):
+            raise InvalidRequest(
+                "keep_alive 0 would unload the model, which the operator does: POST /admin/unload", param="keep_alive"
+            )
+
+
+class AnswerBody(OllamaBody):
+    """What /api/generate and /api/chat share. stream: answers are streamed unless it is false.
+
+    think: false keeps a model that can think from it, where its template knows how; true is refused.
+    """
+
+    stream: bool = True
+    think: bool | str | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+
+    def read(self) -> Options:
+        """Its options; raises InvalidRequest for what is wrong with them or any other field."""
+        self.check_keep_alive()
+        if self.think:
+            raise InvalidRequest(
+                "think is not supported: answers have no thinking apart from their text", param="think"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return read_options(self.options, self.model_name, self.stream)
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives per token, None for no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def variables(self) -> dict[str, object]:
+        """For the chat template."""
+        return {} if self.think is None else {"enable_thinking": bool(self.think)}
+
+
+class GenerateBody(AnswerBody):
+    """What /api/generate takes. raw: the prompt is taken as it is, without a chat template.
+
+    context: what an earlier answer gave; the prompt follows after it.
+    """
+
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+    context: Annotated[list[int], Field(default_factory=list)]
+
+
+class ChatBody(AnswerBody):
+    """What /api/chat takes."""
+
+    messages: Annotated[list[Any], Field(default_factory=list)]
+
+
+def _seconds(keep_alive: object) -> float:
+    """A number of seconds or a duration as Go writes it ("1h30m"); raises InvalidRequest where it is neither."""
+    if isinstance(keep_alive, int | float) and not isinstance(keep_alive, bool):
+        return keep_alive
+    text = keep_alive if isinstance(keep_alive, str) else ""
+    if text.lstrip("-") == "0":
+        return 0.0
+    parts = list(_DURATION.finditer(text.removeprefix("-")))
+    if not parts or "".join(part[0] for part in parts) != text.removeprefix("-"):
+        raise InvalidRequest(
+            "keep_alive should be a number of seconds or a duration, as 5m or 1h30m", param="keep_alive"
+        )
+    return math.fsum(float(part[1]) for part in parts)

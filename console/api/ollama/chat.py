@@ -1,0 +1,61 @@
+"""POST /api/chat: Ollama's answer to a conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+from msgspec import UNSET
+
+from console.api.body import read
+from console.api.chat_prompt import chat_prompt
+from console.api.context import ApiContext, new_id
+from console.api.conversation import read_messages
+from console.api.described import describes
+from console.api.ollama.answering import Answering
+from console.api.ollama.answers import Chatted, Part, Said, Stopwatch, ToolCalled
+from console.api.ollama.body import ChatBody
+from console.api.ollama.conversation import goes_on, read_conversation
+from console.api.ollama.options import options_params
+
+
+class Chat:
+    """The endpoint."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        return [web.post("/api/chat", self._post)]
+
+    @describes(
+        "Answer a conversation",
+        body=ChatBody,
+        answer=Chatted,
+        event=Chatted,
+        media="application/x-ndjson",
+        example={
+            "messages": [{"role": "user", "content": "Hello"}],
+            "stream": False,
+            "options": {"num_predict": 16},
+        },
+    )
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        watch = Stopwatch()
+        body = await read(request, ChatBody)
+        options = body.read()
+        said = read_conversation(body.messages)
+        model = await watch.loading(self._context.served(options))
+        answering = Answering(model, watch, _shape, logprobs=body.logprobs)
+        if not said:
+            return answering.loaded()
+        turns = read_messages(said)
+        prompt = await chat_prompt(model, turns, continue_final=goes_on(said), variables=body.variables)
+        params = options_params(options, model, prompt_tokens=len(prompt.ids), logprobs=body.wanted_logprobs)
+        with self._context.generate(request, new_id("chat"), options, model, [prompt], params) as generation:
+            return await answering.answer(request, self._context.settings, generation, body.stream)
+
+
+def _shape(text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> Part:
+    return Chatted(message=Said(content=text, tool_calls=calls or UNSET), **fields)

@@ -1,0 +1,100 @@
+"""Ollama's messages, put as OpenAI's: that is what templates and everything behind them know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from console.api.parameters import OLLAMA_MESSAGE_REFUSED
+from engine.errors import InvalidRequest
+
+Spoken = dict[str, Any]
+"""One of OpenAI's messages."""
+
+_KNOWN = {
+    "system": frozenset({"role", "content"}),
+    "user": frozenset({"role", "content"}),
+    "assistant": frozenset({"role", "content", "tool_calls"}),
+    "tool": frozenset({"role", "content", "tool_name", "tool_call_id"}),
+}
+"""Fields by role."""
+
+
+def read_conversation(messages: Sequence[object]) -> list[Spoken]:
+    """All that was said. Calls without an id get one, and results without one are of the first call that is open, of
+    the tool that they name. Raises InvalidRequest naming what is wrong."""
+    said: list[Spoken] = []
+    open_calls: list[tuple[str, str]] = []
+    for i, message in enumerate(messages):
+        spoken = _message(message, f"messages[{i}]")
+        for j, call in enumerate(spoken.get("tool_calls", ())):
+            call["id"] = call["id"] or f"call_{i}_{j}"
+            open_calls.append((call["id"], call["function"]["name"]))
+        if spoken["role"] == "tool":
+            spoken["tool_call_id"] = _answered(spoken, open_calls, f"messages[{i}]")
+        said.append(spoken)
+    return said
+
+
+def goes_on(turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last turn is an answer begun, from which the answer goes on."""
+    last = turns[-1]
+    return bool(last["role"] == "assistant" and last["content"] and not last.get("tool_calls"))
+
+
+def _answered(spoken: Spoken, open_calls: list[tuple[str, str]], where: str) -> str:
+    """The id of the call that a result is of, which is open no more."""
+    given, tool = spoken.pop("tool_call_id"), spoken.pop("tool_name")
+    if given:
+        open_calls[:] = [call for call in open_calls if call[0] != given]
+        return str(given)
+    found = next((call for call in open_calls if tool in ("", call[1])), None)
+    if found is None:
+        raise InvalidRequest(f"{where} is the result of a call that was not made", param=where)
+    open_calls.remove(found)
+    return found[0]
+
+
+def _message(message: object, where: str) -> Spoken:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{where} should be an object with role and content", param=where)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _KNOWN:
+        raise InvalidRequest(f"{where}.role should be one of {', '.join(_KNOWN)}", param=f"{where}.role")
+    for name, value in message.items():
+        if name in OLLAMA_MESSAGE_REFUSED:
+            OLLAMA_MESSAGE_REFUSED[name].check(f"{where}.{name}", value)
+        elif name not in _KNOWN[role] and value is not None:
+            raise InvalidRequest(f"{where}.{name} is not a field of a {role} message", param=f"{where}.{name}")
+    spoken: Spoken = {"role": role, "content": _string(message, "content", where)}
+    if role == "tool":
+        return spoken | {name: _string(message, name, where) for name in ("tool_name", "tool_call_id")}
+    if calls := message.get("tool_calls"):
+        spoken["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+    return spoken
+
+
+def _calls(calls: object, where: str) -> list[Spoken]:
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{where} should be an array", param=where)
+    return [_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+
+
+def _call(call: object, where: str) -> Spoken:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, dict):
+        raise InvalidRequest(f"{where} should have a function with a name and arguments, an object", param=where)
+    name = _string(function, "name", f"{where}.function")
+    text = msgspec.json.encode(arguments).decode()
+    return {"id": _string(call, "id", where), "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _string(fields: Mapping[str, Any], name: str, where: str) -> str:
+    """A field that is text; "" where it is not there."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequest(f"{where}.{name} should be a string", param=f"{where}.{name}")
+    return value or ""

@@ -1,0 +1,97 @@
+"""Ollama's options: its names, its values for what is off, and its defaults, as the sampling fields of all dialects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec.structs import replace
+from pydantic import Field
+
+from console.api.naming import renamed
+from console.api.parameters import OLLAMA_OPTIONS_INERT, OLLAMA_OPTIONS_REFUSED
+from console.api.sampling import SamplingFields, sampling_params
+from console.api.served import ServedModel
+from engine.config import SamplingParams
+from engine.errors import ContextLengthExceeded, InvalidRequest
+
+_NAMES = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict", "tfs": "tfs_z"}
+"""What Ollama calls our fields."""
+
+_OF_THE_BODY = ("model", "lora", "priority", "n", "best_of", "stream")
+"""Fields of ours that are none of Ollama's options."""
+
+_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1}
+"""Ollama's, where neither the client nor the model's makers say anything."""
+
+_RANDOM_SEED = -1
+_NO_RANGE = 0
+
+
+class Options(SamplingFields):
+    """What `options` may hold; other samplers of ours may be set there too, by their own names.
+
+    num_predict: -1 and -2 are up to the context's end.  num_ctx: prompt and answer together; more than the model was
+    loaded with is that.  repeat_last_n: tokens that the penalties look at; 0 turns them off, -1 is all.
+    seed: -1 draws one.
+    """
+
+    refused = OLLAMA_OPTIONS_REFUSED
+    inert = OLLAMA_OPTIONS_INERT
+    aliases: ClassVar[Mapping[str, str]] = {
+        **SamplingFields.aliases,
+        "repeat_penalty": "repetition_penalty",
+        "tfs_z": "tfs",
+    }
+
+    n: Literal[1] = 1
+    num_predict: Annotated[int, Field(ge=-2)] = -1
+    num_ctx: Annotated[int | None, Field(ge=1)] = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] = 64
+
+
+def read_options(options: Mapping[str, Any] | None, model: str | None, stream: bool) -> Options:
+    """The options with what the body says beside them; raises InvalidRequest naming the field."""
+    given = dict(options or {})
+    for name in _OF_THE_BODY:
+        if name in given:
+            raise InvalidRequest(f"{name} is not an option", param=f"options.{name}")
+    return Options.of({**given, "model": model, "stream": stream})
+
+
+def options_params(
+    options: Options, model: ServedModel, *, prompt_tokens: int, logprobs: int | None = None
+) -> SamplingParams:
+    """What the engine is told of a prompt. Raises InvalidRequest naming the field as Ollama does."""
+    recommended = model.tokenizer.generation_defaults
+    missing = {
+        name: default
+        for name, default in _DEFAULTS.items()
+        if getattr(options, name) is None and getattr(recommended, name) is None
+    }
+    fields = options.model_copy(update=missing)
+    try:
+        params = sampling_params(fields, model, max_tokens=_room(options, model, prompt_tokens), logprobs=logprobs)
+    except InvalidRequest as error:
+        raise InvalidRequest(renamed(error.message, _NAMES), **error.details) from None
+    params = replace(params, seed=None if params.seed == _RANDOM_SEED else params.seed)
+    if options.repeat_last_n == _NO_RANGE:
+        return replace(params, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0)
+    return params if options.repetition_range else replace(params, repetition_range=max(0, options.repeat_last_n))
+
+
+def _room(options: Options, model: ServedModel, prompt_tokens: int) -> int | None:
+    """The most tokens that the answer may have, None for as many as fit."""
+    asked = options.num_predict if options.num_predict > 0 else None
+    if options.num_ctx is None or options.num_ctx >= model.loaded.max_model_len:
+        return asked
+    if prompt_tokens >= options.num_ctx:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_tokens} tokens; with the answer's first token, num_ctx lets it have "
+            f"{options.num_ctx - 1}, and a prompt is never cut",
+            param="num_ctx",
+            prompt_tokens=prompt_tokens,
+            limit=options.num_ctx,
+        )
+    room = options.num_ctx - prompt_tokens
+    return room if asked is None else min(asked, room)
