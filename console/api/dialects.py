@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic_core import from_json
 
-from console.api import tgi
+from console.api import ollama, tgi
 from console.api.anthropic.errors import anthropic_error
 from console.api.anthropic.messages import Messages
 from console.api.chat import Chat
@@ -59,6 +59,7 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect("generate", "EricLLM and vLLM", (Generate,)),
     Dialect("tgi", "TGI", (tgi.Generating, tgi.Telling), tgi.tells, tgi.claims),
     Dialect("anthropic", "Anthropic", (Messages,), anthropic_error),
+    Dialect("ollama", "Ollama", (ollama.Generate, ollama.Chat, ollama.ModelList), ollama.tells),
 )
 
 _PATTERN = re.compile(r"\{(\w+):[^}]*\}")
