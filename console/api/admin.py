@@ -7,13 +7,15 @@ from aiohttp import web
 
 from console.api.body import read
 from console.api.context import ApiContext
+from console.api.described import describes
 from console.api.errors import NotFound, json_response
 from console.api.loads import WHERE, Load, LoadReport, Loads
 from console.api.operator import Operator
 from console.api.orders import AdapterBody, LoadBody, ReconfigureBody, UnloadBody
 from console.api.stream import SSE, ChunkStream
 from engine.errors import EngineClosed, InvalidRequest
-from engine.snapshot import ModelReading
+from engine.estimate import Estimate
+from engine.snapshot import ModelReading, Snapshot
 
 _REFUSAL_S = 0.5
 """Whatever forbids a load is known sooner; a load that goes on longer is told about where it can be looked at."""
@@ -56,17 +58,27 @@ class Admin:
             web.post("/admin/workers/{id}/restart", self._restart),
         ]
 
+    @describes("The models that the engine holds", answer=AdminModels, group="admin")
     async def _models(self, request: web.Request) -> web.Response:
         return self._overview()
 
+    @describes("All that the console shows", answer=Snapshot, group="admin")
     async def _snapshot(self, request: web.Request) -> web.Response:
         return json_response(self._engine.snapshot())
 
+    @describes("The load that was asked for last", answer=LoadReport, group="admin")
     async def _last_load(self, request: web.Request) -> web.Response:
         if self._loads.last is None:
             raise NotFound("No load was asked for yet")
         return json_response(self._loads.last.report())
 
+    @describes(
+        "Load a model; goes on where its client leaves. With Accept: text/event-stream, how it stands until it ends",
+        body=LoadBody,
+        answer=LoadReport,
+        event=LoadReport,
+        group="admin",
+    )
     async def _load(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, LoadBody)
         load = self._loads.begin(body.order())
@@ -95,20 +107,24 @@ class Admin:
             raise load.error
         await chunks.send(load.report())
 
+    @describes("What a load would take of each device", body=LoadBody, answer=Estimate, group="admin")
     async def _estimate(self, request: web.Request) -> web.Response:
         body = await read(request, LoadBody)
         found = await self._operator.estimate(body.order())
         return json_response({"can_load": found.can_load, **msgspec.structs.asdict(found)})
 
+    @describes("Stop the load under way", answer=AdminModels, group="admin")
     async def _cancel_load(self, request: web.Request) -> web.Response:
         await self._operator.cancel_load()
         return self._overview()
 
+    @describes("Unload a model", body=UnloadBody, optional=True, answer=AdminModels, group="admin")
     async def _unload(self, request: web.Request) -> web.Response:
         body = await read(request, UnloadBody, absent=_EMPTY)
         await self._engine.unload(body.model, body.drain_seconds)
         return self._overview()
 
+    @describes("Turn a model's knobs while it serves", body=ReconfigureBody, answer=AdminModels, group="admin")
     async def _reconfigure(self, request: web.Request) -> web.Response:
         body = await read(request, ReconfigureBody)
         if body.is_empty:
@@ -118,15 +134,23 @@ class Admin:
         )
         return self._overview()
 
+    @describes("Attach an adapter to a model", body=AdapterBody, answer=AdminModels, group="admin")
     async def _attach(self, request: web.Request) -> web.Response:
         body = await read(request, AdapterBody)
         await self._engine.attach(await self._operator.find_adapter(body.name, body.path, body.scale), body.model)
         return self._overview()
 
+    @describes(
+        "Detach an adapter",
+        query={"model": "whose; the first model's where it is left out"},
+        answer=AdminModels,
+        group="admin",
+    )
     async def _detach(self, request: web.Request) -> web.Response:
         await self._engine.detach(request.match_info["name"], request.query.get("model", ""))
         return self._overview()
 
+    @describes("Restart a worker", answer=AdminModels, group="admin")
     async def _restart(self, request: web.Request) -> web.Response:
         worker_id = request.match_info["id"]
         there = [worker.id for worker in self._engine.snapshot().workers]

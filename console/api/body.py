@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, from_json
 
+from console.api.body_schema import completed
 from console.api.parameters import Refusal
 from engine.config import shown
 from engine.errors import InvalidRequest
@@ -36,6 +37,13 @@ class Body(BaseModel):
     refused: ClassVar[Mapping[str, Refusal]] = {}
     inert: ClassVar[frozenset[str]] = frozenset()
     aliases: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """What the body takes, as /openapi.json tells it."""
+        schema = handler.resolve_ref_schema(handler(core))
+        schema.update(completed(schema, cls.refused, cls.inert, cls.aliases))
+        return schema
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:

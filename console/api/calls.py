@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from console.api.context import ApiContext
+from console.api.described import describes
 from console.api.errors import MethodNotAllowed, NotFound, json_response
 from console.api.stream import SSE, ChunkStream
 from console.calls import CALLS, Call, Names, carried_out
@@ -41,6 +42,11 @@ class Calls:
         path = "/admin/call/{name}"
         return [web.get(path, self._get, allow_head=False), web.post(path, self._post)]
 
+    @describes(
+        "Ask what a console in this process may look at; its arguments are the query",
+        answer=dict[str, Any],
+        group="admin",
+    )
     async def _get(self, request: web.Request) -> web.StreamResponse:
         call = _known(request)
         if call.scope != "watch":
@@ -48,6 +54,11 @@ class Calls:
         arguments = _arguments(call, dict(request.query), strict=False)
         return json_response({"result": plain(await self._carry_out(call, arguments))})
 
+    @describes(
+        "Ask or order what a console in this process may; its arguments are the body",
+        answer=dict[str, Any],
+        group="admin",
+    )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         call = _known(request)
         arguments = _arguments(call, _document(await request.read()), strict=True)

@@ -101,6 +101,10 @@ class Dialects:
         other_method = self._of_path.get(request.path) if request.match_info.http_exception else None
         return envelope if other_method is None else other_method.tells
 
+    def at(self, method: str, path: str) -> list[Dialect]:
+        """The dialects that have an endpoint at a place."""
+        return [self._dialects[name] for name in self._at.get((method, path), {})]
+
     async def of(self, request: web.Request) -> Dialect | None:
         """The dialect that the request is in, None where it is in none; where several have an endpoint there, its body
         decides, which is read then. A body that is no JSON object is the first one's to refuse."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 
 from console.api.context import ApiContext
+from console.api.described import describes
 from console.api.stream import ChunkStream
 from console.frames import Frame, FrameWriter
 from console.link import EngineLink
@@ -28,6 +30,12 @@ class Events:
         """Where it is found."""
         return [web.get("/admin/events", self._get)]
 
+    @describes(
+        "The engine as its console shows it, as it changes",
+        query={"hz": "events a second, 2 where it is left out"},
+        event=dict[str, Any],
+        group="admin",
+    )
     async def _get(self, request: web.Request) -> web.StreamResponse:
         pause_s = 1 / _rate(request.query.get("hz", str(DEFAULT_HZ)))
         async with ChunkStream(request, self._context.settings) as chunks:

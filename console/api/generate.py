@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field
 
 from console.api.body import read
 from console.api.context import ApiContext, new_id
+from console.api.described import describes
 from console.api.errors import json_response
 from console.api.generation import Generation
 from console.api.parameters import GENERATE_REFUSED
@@ -48,6 +49,8 @@ class GenerateBody(SamplingFields):
     token_repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100.0)] = None
 
 
+_EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 16}
+
 Finishes = list[FinishReason | None]
 
 
@@ -68,6 +71,14 @@ class Generate:
         """Where it is found."""
         return [web.post("/generate", self._post)]
 
+    @describes(
+        "Continue a text, as EricLLM and vLLM's demo server do",
+        body=GenerateBody,
+        answer=GenerateText,
+        event=GenerateText,
+        media=JSON_LINES.content_type,
+        example=_EXAMPLE,
+    )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = _one_penalty(await read(request, GenerateBody))
         model = await self._context.served(body)

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from console.api.context import ApiContext
+from console.api.described import describes
 from console.api.errors import json_response
 from console.api.openai import now
 from engine.errors import ModelNotFound
@@ -52,9 +53,11 @@ class Models:
         """Where they are found."""
         return [web.get("/v1/models", self._list), web.get("/v1/models/{name:.+}", self._get)]
 
+    @describes("The models and adapters that a request may name", answer=ModelList)
     async def _list(self, request: web.Request) -> web.Response:
         return json_response(ModelList(data=list(self._cards().values())))
 
+    @describes("One of them", answer=ModelCard)
     async def _get(self, request: web.Request) -> web.Response:
         name, cards = request.match_info["name"], self._cards()
         if name not in cards:

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from console.api.context import ApiContext
+from console.api.described import describes
 from console.api.errors import json_response
 from console.api.metrics import SnapshotCollector
 from console.api.served import not_ready
@@ -89,12 +90,14 @@ class Operations:
             web.get("/metrics", self._metrics),
         ]
 
+    @describes("What this is", answer=About)
     async def _about(self, request: web.Request) -> web.Response:
         status = self._context.engine.status
         paths = sorted({resource.canonical for resource in request.app.router.resources()})
         name = status.spec.name if status.spec is not None and status.state == "ready" else None
         return json_response(About(version=_version(), model=name, state=status.state, endpoints=paths))
 
+    @describes("Whether the engine lives; 503 where a worker hangs", answer=Health)
     async def _health(self, request: web.Request) -> web.Response:
         """That this runs proves that the engine's loop turns; the workers are judged by their last steps."""
         snapshot = self._context.engine.snapshot()
@@ -109,11 +112,13 @@ class Operations:
         )
         return json_response(health, status=503 if stalled else 200)
 
+    @describes("Whether a model answers; 503 where none does", answer=Ready)
     async def _ready(self, request: web.Request) -> web.Response:
         if self._context.traffic.closing:
             raise EngineClosed("The server is stopping")
         return json_response(_readiness(self._context.engine.snapshot(), self._context.settings.stall_s))
 
+    @describes("Prometheus metrics", answer="text/plain")
     async def _metrics(self, request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})

@@ -26,6 +26,7 @@ from console.api.limits import Addresses
 from console.api.listening import Address, Listener
 from console.api.middleware import counting, errors, signing, speaking
 from console.api.observing import observing
+from console.api.openapi import OpenApi
 from console.api.operations import Operations
 from console.api.operator import Operator
 from console.api.pages.pages import Pages
@@ -301,6 +302,7 @@ class ApiServer:
         app.add_routes(Operations(self._context).routes())
         app.add_routes(self._dialects.routes())
         app.add_routes(Pages().routes())
+        app.add_routes(OpenApi(self._dialects).routes())
         if self._context.operator is not None:
             app.add_routes(Admin(self._context, self._context.operator).routes())
         if self._context.operator is not None and self._link is not None:

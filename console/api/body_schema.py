@@ -1,0 +1,55 @@
+"""What a request body's JSON schema says besides its fields: other names, what is refused, what changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+
+from console.api.parameters import Refusal
+
+JsonSchema = dict[str, Any]
+
+
+def completed(
+    schema: JsonSchema, refused: Mapping[str, Refusal], inert: Collection[str], aliases: Mapping[str, str]
+) -> JsonSchema:
+    """The schema of a body whose fields are those of `schema`. null is the same as leaving a field out."""
+    fields, required = schema.get("properties", {}), schema.get("required", [])
+    properties = {name: field if name in required else _or_null(field) for name, field in fields.items()}
+    for alias, name in sorted(aliases.items()):
+        if name in properties:
+            properties[alias] = {**properties[name], "description": f"The same as {name}"}
+    for name, refusal in sorted(refused.items()):
+        properties.setdefault(name, _refused(refusal))
+    for name in sorted(inert):
+        properties.setdefault(name, {"description": "Taken; it changes nothing about an answer"})
+    return {**schema, "properties": properties}
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedAs:
+    """Annotates a field that holds another body, read on its own: `Annotated[dict[str, Any], ShapedAs(Options)]`."""
+
+    body: type[BaseModel]
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchema:
+        return handler(self.body.__pydantic_core_schema__)
+
+
+def _or_null(field: JsonSchema) -> JsonSchema:
+    kinds = field.get("anyOf", [field])
+    if field.get("type") == "null" or any(kind.get("type") == "null" for kind in kinds):
+        return field
+    if "anyOf" in field:
+        return {**field, "anyOf": [*kinds, {"type": "null"}]}
+    outside: JsonSchema = {name: field[name] for name in ("title", "default", "description") if name in field}
+    inside = {name: value for name, value in field.items() if name not in outside}
+    return {**outside, "anyOf": [inside, {"type": "null"}]} if inside else field
+
+
+def _refused(refusal: Refusal) -> JsonSchema:
+    return {"enum": [*refusal.neutral, None], "description": f"Not supported: {refusal.reason}", "x-refused": True}

@@ -1,0 +1,240 @@
+"""GET /openapi.json: every endpoint that the server answers, made of what each says of itself (`described.py`), of the
+schemas that bodies are read with, and of those that answers are written with. Nothing is written down twice."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+import msgspec
+from aiohttp import web
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from console.api.body_schema import JsonSchema
+from console.api.described import Described, described_of, describes
+from console.api.dialects import Dialects
+from console.api.errors import Tells, envelope
+from console.api.scopes import is_open, scope_needed
+from console.api.versions import product_version
+
+_SCHEMAS = "#/components/schemas/"
+_PARAMETER = re.compile(r"\{(\w+)\}")
+_ABOUT = """\
+One engine, asked in the ways that its clients know. A dialect can be switched off; one that is does not stand here.
+
+A value that is not honoured is a 400 that names it, unless it is one at which that makes no difference: those are the
+values that a parameter marked `x-refused` takes. Streams are server-sent events unless said otherwise; what each event
+holds is `x-event`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One method at one path. groups: under which headings it stands.  tells: how its errors are put."""
+
+    method: str
+    path: str
+    described: Sequence[Described]
+    groups: Sequence[str]
+    tells: Sequence[Tells]
+
+    @property
+    def name(self) -> str:
+        """What generated clients call it."""
+        return "_".join([self.method.lower(), *re.findall(r"\w+", self.path)])
+
+
+class OpenApi:
+    """The endpoint."""
+
+    def __init__(self, dialects: Dialects) -> None:
+        self._dialects = dialects
+        self._made: dict[tuple[str, ...], bytes] = {}
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        return [web.get("/openapi.json", self._get)]
+
+    @describes("This description of the API", answer=dict[str, Any], group="pages")
+    async def _get(self, request: web.Request) -> web.Response:
+        places = tuple(places_of(request.app, self._dialects))
+        key = tuple(f"{place.method} {place.path} {' '.join(place.groups)}" for place in places)
+        if key not in self._made:
+            self._made[key] = await asyncio.to_thread(_encoded, places)
+        return web.Response(body=self._made[key], content_type="application/json")
+
+
+def places_of(app: web.Application, dialects: Dialects) -> Iterator[Place]:
+    """Every place that is answered, by path."""
+    for route in sorted(app.router.routes(), key=lambda route: route.resource.canonical if route.resource else ""):
+        if route.resource is None or route.method == "HEAD":
+            continue
+        path, here = route.resource.canonical, dialects.at(route.method, route.resource.canonical)
+        on = [dialect for dialect in here if dialects.is_on(dialect)]
+        if here and not on:
+            continue
+        described = described_of(route.handler)
+        groups = [dialect.title for dialect in on] or list(dict.fromkeys(each.group or "server" for each in described))
+        yield Place(route.method, path, described, groups, [dialect.tells for dialect in on] or [envelope])
+
+
+def document(places: Sequence[Place], version: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of those places."""
+    schemas = _Schemas(places)
+    paths: dict[str, dict[str, Any]] = {}
+    for place in places:
+        paths.setdefault(place.path, {})[place.method.lower()] = _operation(place, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "EricLLM Console", "version": version, "description": _ABOUT},
+        "servers": [{"url": "/"}],
+        "security": [{}, {"bearer": []}, {"key": []}],
+        "tags": [{"name": group} for group in dict.fromkeys(group for place in places for group in place.groups)],
+        "paths": paths,
+        "components": {
+            "schemas": schemas.components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+            },
+        },
+    }
+
+
+def _encoded(places: Sequence[Place]) -> bytes:
+    return msgspec.json.encode(document(places, product_version()))
+
+
+def _operation(place: Place, schemas: _Schemas) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": place.name,
+        "tags": list(place.groups),
+        "summary": " / ".join(dict.fromkeys(each.summary for each in place.described)) or place.name,
+        "responses": {
+            "200": {"description": "Done", **_content(_answers(place.described, schemas))},
+            "default": {
+                "description": "Why not, in the shape that the dialect's clients read",
+                "content": {"application/json": {"schema": _any_of(map(schemas.error, place.tells))}},
+            },
+        },
+    }
+    if is_open(place.path):
+        operation["security"] = []
+    elif (scope := scope_needed(place.method, place.path)) is not None:
+        operation["x-scope"] = scope
+    if parameters := list(_parameters(place)):
+        operation["parameters"] = parameters
+    if bodies := [each for each in place.described if each.body is not None]:
+        operation["requestBody"] = _request_body(bodies, schemas)
+    return operation
+
+
+def _parameters(place: Place) -> Iterator[dict[str, Any]]:
+    text = {"schema": {"type": "string"}}
+    for name in _PARAMETER.findall(place.path):
+        yield {"name": name, "in": "path", "required": True, **text}
+    for name, meaning in {name: text for each in place.described for name, text in each.query.items()}.items():
+        yield {"name": name, "in": "query", "description": meaning, **text}
+
+
+def _request_body(bodies: Sequence[Described], schemas: _Schemas) -> dict[str, Any]:
+    content: dict[str, Any] = {"schema": _any_of(schemas.body(each) for each in bodies)}
+    examples = [each.example for each in bodies if each.example is not None]
+    if len(examples) == 1:
+        content["example"] = examples[0]
+    elif examples:
+        content["examples"] = {f"example {at}": {"value": value} for at, value in enumerate(examples, 1)}
+    return {"required": not all(each.optional for each in bodies), "content": {"application/json": content}}
+
+
+def _answers(described: Sequence[Described], schemas: _Schemas) -> dict[str, Any]:
+    """What is told, by media type."""
+    found: dict[str, list[JsonSchema]] = {}
+    streams: dict[str, list[JsonSchema]] = {}
+    for each in described:
+        if isinstance(each.answer, str):
+            found.setdefault(each.answer, []).append({"type": "string"})
+        elif each.answer is not None:
+            found.setdefault("application/json", []).append(schemas.answer(each.answer))
+        if each.event is not None:
+            streams.setdefault(each.media, []).append(schemas.answer(each.event))
+    answers: dict[str, Any] = {media: {"schema": _any_of(kinds)} for media, kinds in found.items()}
+    for media, kinds in streams.items():
+        answers[media] = {"schema": {"type": "string"}, "x-event": _any_of(kinds)}
+    return answers
+
+
+def _content(answers: Mapping[str, Any]) -> dict[str, Any]:
+    return {"content": answers} if answers else {}
+
+
+def _any_of(schemas: Iterable[JsonSchema]) -> JsonSchema:
+    """Any of them; each once."""
+    kinds: list[JsonSchema] = []
+    for schema in schemas:
+        if schema not in kinds:
+            kinds.append(schema)
+    return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+
+
+class _Schemas:
+    """The schemas that some places need, and where each stands in `components`."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        described = [each for place in places for each in place.described]
+        bodies = list(dict.fromkeys(each.body for each in described if each.body is not None))
+        shapes = [shape for each in described for shape in (each.answer, each.event) if _is_shape(shape)]
+        shapes += [_told(tells) for place in places for tells in place.tells]
+        self._bodies, asked = _asked(bodies)
+        unique = {repr(shape): shape for shape in shapes}
+        found, given = msgspec.json.schema_components(
+            unique.values(), schema_hook=lambda kind: {"type": "string"}, ref_template=f"{_SCHEMAS}{{name}}"
+        )
+        renames = {name: f"{name}Answer" for name in given.keys() & asked.keys()}
+        self._answers = dict(zip(unique, (_renamed(schema, renames) for schema in found), strict=True))
+        self.components = asked | {renames.get(name, name): _renamed(each, renames) for name, each in given.items()}
+
+    def body(self, described: Described) -> JsonSchema:
+        """What a body holds."""
+        assert described.body is not None
+        return self._bodies[described.body]
+
+    def answer(self, shape: Any) -> JsonSchema:
+        """What an answer or an event holds."""
+        schema: JsonSchema = self._answers[repr(shape)]
+        return schema
+
+    def error(self, tells: Tells) -> JsonSchema:
+        """What a dialect's error holds."""
+        return self.answer(_told(tells))
+
+
+def _asked(bodies: Sequence[type[BaseModel]]) -> tuple[dict[type[BaseModel], JsonSchema], dict[str, JsonSchema]]:
+    """Where each body's schema stands, and all of them."""
+    places, found = models_json_schema([(body, "validation") for body in bodies], ref_template=f"{_SCHEMAS}{{model}}")
+    return {body: places[body, "validation"] for body in bodies}, found.get("$defs", {})
+
+
+def _is_shape(answer: Any) -> bool:
+    return answer is not None and not isinstance(answer, str)
+
+
+def _told(tells: Tells) -> Any:
+    """The type of a dialect's errors."""
+    return get_type_hints(tells).get("return", object)
+
+
+def _renamed(schema: Any, renames: Mapping[str, str]) -> Any:
+    """The schema with some components called otherwise."""
+    if isinstance(schema, list):
+        return [_renamed(each, renames) for each in schema]
+    if not isinstance(schema, dict) or not renames:
+        return schema
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (name := reference.removeprefix(_SCHEMAS)) in renames:
+        return {**schema, "$ref": _SCHEMAS + renames[name]}
+    return {name: _renamed(value, renames) for name, value in schema.items()}
