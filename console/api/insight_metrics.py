@@ -1,5 +1,5 @@
 """Insight as Prometheus metrics. Counters are those of the session: when an operator counts anew they begin at 0, which
-Prometheus takes as a restart."""
+Prometheus takes as a restart. A family of what is not known has no samples."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ def _session(insight: Insight) -> Iterator[Metric]:
         yield CounterMetricFamily(name, text, value=value)
     longest = "Prompt and answer of the longest request that ended"
     yield GaugeMetricFamily("ericllm_longest_context_tokens", longest, value=insight.longest_context_tokens)
+    batch = GaugeMetricFamily("ericllm_mean_batch", "Requests in a step, on average")
     if session.batch is not None:
-        yield GaugeMetricFamily("ericllm_mean_batch", "Requests in a step, on average", value=session.batch)
+        batch.add_metric([], session.batch)
+    yield batch
 
 
 def _energy(insight: Insight) -> Iterator[Metric]:
     energy = insight.energy
-    if energy.power_w is None and not energy.today_joules:
-        return
     drawn = "Energy that the devices in use drew"
-    yield CounterMetricFamily("ericllm_energy_joules", drawn, value=energy.session_joules)
-    yield CounterMetricFamily(
-        "ericllm_busy_energy_joules", f"{drawn} while a worker computed", value=energy.busy_joules
-    )
-    yield GaugeMetricFamily("ericllm_energy_today_joules", f"{drawn} since midnight", value=energy.today_joules)
+    session = CounterMetricFamily("ericllm_energy_joules", drawn)
+    busy = CounterMetricFamily("ericllm_busy_energy_joules", f"{drawn} while a worker computed")
+    today = GaugeMetricFamily("ericllm_energy_today_joules", f"{drawn} since midnight")
+    if energy.power_w is not None or energy.today_joules:
+        session.add_metric([], energy.session_joules)
+        busy.add_metric([], energy.busy_joules)
+        today.add_metric([], energy.today_joules)
+    yield from (session, busy, today)
 
 
 def _work(work: tuple[DeviceWork, ...]) -> Iterator[Metric]:

@@ -1,0 +1,232 @@
+"""What reads vLLM's metrics reads ours: its example dashboards, our own dashboard, and vllmstat."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+
+from console.api.operations import Operations
+from engine.config import EngineConfig
+from tests.api.harness import Served, serving, until
+from tests.fakes.backend import FakeBackend, Gate
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "ericllm.json"
+NAME = re.compile(r"\b(?:vllm:|ericllm_|http_)\w+")
+SPARSE = {"vllm:spec_decode_num_accepted_tokens_per_pos_total"}
+"""There are samples only where tokens are guessed ahead."""
+
+# fmt: off
+VLLM_DASHBOARDS = [
+    "vllm:e2e_request_latency_seconds_bucket", "vllm:e2e_request_latency_seconds_sum",
+    "vllm:e2e_request_latency_seconds_count", "vllm:prompt_tokens_total", "vllm:generation_tokens_total",
+    "vllm:time_per_output_token_seconds_bucket", "vllm:time_per_output_token_seconds_sum",
+    "vllm:time_per_output_token_seconds_count", "vllm:inter_token_latency_seconds_bucket",
+    "vllm:inter_token_latency_seconds_sum", "vllm:inter_token_latency_seconds_count", "vllm:num_requests_running",
+    "vllm:num_requests_waiting", "vllm:time_to_first_token_seconds_bucket", "vllm:time_to_first_token_seconds_sum",
+    "vllm:time_to_first_token_seconds_count", "vllm:gpu_cache_usage_perc", "vllm:kv_cache_usage_perc",
+    "vllm:request_prompt_tokens_bucket", "vllm:request_generation_tokens_bucket", "vllm:request_success_total",
+    "vllm:request_queue_time_seconds_sum", "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_decode_time_seconds_sum", "vllm:request_max_num_generation_tokens_sum",
+    "vllm:iteration_tokens_total_count", "vllm:spec_decode_num_accepted_tokens_total",
+    "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total", "http_requests_total",
+]
+# fmt: on
+"""What the queries of vLLM's examples (grafana.json of several releases, performance_statistics.json,
+query_statistics.json, vllm_speculative_decoding.json) ask Prometheus for."""
+
+VLLM_BUCKETS = {
+    "vllm:time_to_first_token_seconds": "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 "
+    "80 160 640 2560",
+    "vllm:inter_token_latency_seconds": "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80",
+    "vllm:request_time_per_output_token_seconds": "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 "
+    "20 40 80",
+    **dict.fromkeys(
+        (
+            "vllm:e2e_request_latency_seconds",
+            "vllm:request_queue_time_seconds",
+            "vllm:request_inference_time_seconds",
+            "vllm:request_prefill_time_seconds",
+            "vllm:request_decode_time_seconds",
+        ),
+        "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680",
+    ),
+    **dict.fromkeys(
+        (
+            "vllm:request_prompt_tokens",
+            "vllm:request_prefill_kv_computed_tokens",
+            "vllm:request_generation_tokens",
+            "vllm:request_max_num_generation_tokens",
+            "vllm:request_params_max_tokens",
+        ),
+        "1 2 5 10 20 50 100 200 500 1000 2000",
+    ),
+    "vllm:request_params_n": "1 2 5 10 20",
+    "vllm:iteration_tokens_total": "1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384",
+}
+"""vLLM's, those of lengths for a context of 4096 tokens."""
+
+
+async def scraped(api: Served) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """The samples by name: (labels, value)."""
+    async with api.http.get("/metrics") as response:
+        families = list(text_string_to_metric_families(await response.text()))
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in families:
+        found.setdefault(family.name + ("_total" if family.type == "counter" else ""), [])
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return found
+
+
+async def worked(api: Served) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """What a server tells that has answered something."""
+    await api.post("/v1/completions", prompt="four", max_tokens=5, n=2)
+    return await scraped(api)
+
+
+async def test_vllm_s_example_dashboards_find_what_they_ask_for(api: Served) -> None:
+    found = await worked(api)
+    assert not [name for name in VLLM_DASHBOARDS if not found.get(name) and name not in SPARSE]
+    for name in VLLM_DASHBOARDS:
+        for labels, _ in found[name]:
+            assert name.startswith("http_") or (labels["model_name"], labels["engine"]) == ("fake", "0")
+
+
+async def test_buckets_are_vllm_s(api: Served) -> None:
+    found = await worked(api)
+    for name, bounds in VLLM_BUCKETS.items():
+        told = [labels["le"] for labels, _ in found[f"{name}_bucket"]]
+        assert [float(each) for each in told] == [*map(float, bounds.split()), float("inf")], name
+
+
+async def test_what_was_done_is_counted_where_vllm_counts_it(api: Served) -> None:
+    found = await worked(api)
+    values = {name: samples[0][1] for name, samples in found.items() if len(samples) == 1}
+    assert (values["vllm:prompt_tokens_total"], values["vllm:generation_tokens_total"]) == (8, 10)
+    assert (values["vllm:request_params_n_sum"], values["vllm:request_params_n_count"]) == (2, 1)
+    assert values["vllm:request_max_num_generation_tokens_sum"] == 5
+    assert (values["vllm:request_params_max_tokens_sum"], values["vllm:request_params_max_tokens_count"]) == (10, 2)
+    assert values["vllm:iteration_tokens_total_sum"] == 10
+    assert values["vllm:request_time_per_output_token_seconds_count"] == 2
+    reasons = {labels["finished_reason"]: value for labels, value in found["vllm:request_success_total"]}
+    assert reasons == {"stop": 0, "length": 2, "abort": 0, "error": 0}
+    sources = {labels["source"]: value for labels, value in found["vllm:prompt_tokens_by_source_total"]}
+    assert sources == {"local_compute": 8, "local_cache_hit": 0}
+    (labels, _), *others = found["vllm:cache_config_info"]
+    assert not others
+    assert labels == {
+        "model_name": "fake",
+        "engine": "0",
+        "block_size": "16",
+        "num_gpu_blocks": str(api.engine.snapshot().workers[0].kv_tokens // 16),
+        "cache_dtype": "auto",
+        "kv_cache_memory_bytes": labels["kv_cache_memory_bytes"],
+        "enable_prefix_caching": "True",
+    }
+
+
+async def test_http_requests_are_counted_by_route_and_kind_of_status(api: Served) -> None:
+    await api.refusal("/v1/completions", prompt="x", max_tokens=-1)
+    async with api.http.get("/nowhere/at/all") as response:
+        assert response.status == 404
+    found = await worked(api)
+    counted = {
+        (labels["handler"], labels["method"], labels["status"]): value for labels, value in found["http_requests_total"]
+    }
+    assert counted == {
+        ("/v1/completions", "POST", "2xx"): 1,
+        ("/v1/completions", "POST", "4xx"): 1,
+        ("none", "GET", "4xx"): 1,
+    }
+    assert sum(value for _, value in found["http_request_duration_seconds_count"]) == 3
+
+
+def queries(node: Any) -> Iterator[str]:
+    """Every query of a dashboard, those of its variables too."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key in ("expr", "definition") and isinstance(value, str):
+                yield value
+            else:
+                yield from queries(value)
+    elif isinstance(node, list):
+        for each in node:
+            yield from queries(each)
+
+
+async def test_our_dashboard_asks_for_nothing_that_is_not_there(api: Served) -> None:
+    asked = {name for query in queries(json.loads(DASHBOARD.read_bytes())) for name in NAME.findall(query)}
+    assert sorted(asked - set(await worked(api))) == []
+    for noun in ("device", "worker", "queue", "spec_decode"):
+        assert any(noun in name for name in asked), noun
+
+
+def test_our_dashboard_has_panels_that_do_not_overlap() -> None:
+    panels = json.loads(DASHBOARD.read_bytes())["panels"]
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+async def test_vllmstat_reads_us_as_it_reads_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its two looks, two running requests get ten tokens each while a third waits."""
+    scrapes, produced, scrape = 0, asyncio.Event(), Operations._metrics
+
+    async def after_the_tokens(self: Operations, request: web.Request) -> web.Response:
+        nonlocal scrapes
+        scrapes += 1
+        if scrapes > 1:
+            await produced.wait()
+        return await scrape(self, request)
+
+    monkeypatch.setattr(Operations, "_metrics", after_the_tokens)
+    gate = Gate()
+    config = EngineConfig(worker_host="thread", max_prompts=2)
+    async with serving(tmp_path, FakeBackend(gate=gate), config=config) as api:
+        gate.allow(4)
+        await api.post("/v1/completions", prompt="hello", max_tokens=4)
+        asking = asyncio.create_task(api.post("/generate", prompt="x", n=3, max_tokens=500))
+        gate.allow(1)
+        await until(lambda: api.engine.snapshot().totals.output_tokens == 6)
+        looking = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "vllmstat", "--once", "--json", "--no-gpu", "--url", api.url),
+            stdout=asyncio.subprocess.PIPE,
+            env={"XDG_CONFIG_HOME": str(tmp_path), "PATH": ""},
+        )
+        await until(lambda: scrapes >= 1)
+        gate.allow(10)
+        await until(lambda: api.engine.snapshot().totals.output_tokens == 26)
+        produced.set()
+        out, _ = await asyncio.wait_for(looking.communicate(), 20)
+        capacity = api.engine.snapshot().workers[0].kv_tokens
+        gate.open()
+        await asking
+    seen = json.loads(out)
+    assert (seen["connected"], seen["model_names"], seen["engine_count"]) == (True, ["fake"], 1)
+    assert (seen["running"], seen["waiting"], seen["max_model_len"]) == (2, 1, 4096)
+    assert seen["gen_tps"] == pytest.approx(0.3 * 20), "the weight of its first difference is 0.3"
+    assert (seen["session_gen_tokens"], seen["finish_reasons"]["length"]) == (20, 1.0)
+    assert (seen["kv"]["capacity_tokens"], seen["kv"]["dtype"], seen["kv"]["ratio"]) == (capacity, "auto", 1.0)
+    assert seen["kv"]["used_tokens"] == 2 * 16
+    assert seen["prefix_caching_enabled"] is True
+    assert (seen["prompt_len"]["mean"], seen["gen_len"]["mean"]) == (5, 4)
+    assert (seen["max_prompt_tokens"], seen["max_output_tokens"]) == (5, 5)
+    assert (seen["src_compute"], seen["src_cache_hit"], seen["spec_active"]) == (1.0, 0.0, False)
+    for phase in ("ttft", "tpot", "e2e", "queue", "prefill", "decode"):
+        assert 0 <= seen[phase]["p50"] <= seen[phase]["p99"], phase
+    assert seen["tokens_per_iter"] == pytest.approx(26 / 15)
