@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from console.api.logprobs import ChatLogprobs
+from console.api.logprobs import ChatLogprobs, PromptLogprobs
 from console.api.openai import Usage, UsageField
 from console.api.tools import CallArguments, CallBegan, Piece, Said, ToolCall
 from engine.backends.base import FinishReason
@@ -76,7 +76,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer."""
+    """The whole answer. prompt_logprobs: where asked for, as vLLM gives them."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -84,6 +84,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Literal
@@ -11,23 +12,35 @@ from aiohttp import web
 
 from console.api.body import read
 from console.api.context import ApiContext, new_id
+from console.api.described import describes
 from console.api.errors import json_response
-from console.api.generation import Generation
-from console.api.logprobs import CompletionLogprobs, completion_logprobs
-from console.api.openai import OpenAiFields, UsageField, now, usage_of
+from console.api.generation import Generation, best_of_each
+from console.api.logprobs import (
+    CompletionLogprobs,
+    PromptLogprobs,
+    TextOffsets,
+    completion_logprobs,
+    joined,
+)
+from console.api.openai import OpenAiFields, UsageField, now, prompt_logprobs_of, usage_of
 from console.api.parameters import COMPLETION_REFUSED, OPENAI_INERT
 from console.api.prompts import Prompt, count_prompts, negative_prompt_ids, read_prompts
 from console.api.sampling import sampling_params
 from console.api.served import ServedModel
 from console.api.stream import DONE, ChunkStream
 from engine.backends.base import FinishReason, TokenLogprob
-from engine.errors import InvalidRequest
 
 OPENAI_MAX_TOKENS = 16
 
+_EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 16}
+
 
 class CompletionBody(OpenAiFields):
-    """What the endpoint takes. prompt: a string, token ids, or an array of either."""
+    """What the endpoint takes. prompt: a string, token ids, or an array of either.
+
+    max_tokens: 0 where nothing but what is told of the prompt is wanted.  echo: the prompt stands before each answer,
+    and where logprobs are asked for, so do those of its tokens.
+    """
 
     refused = COMPLETION_REFUSED
     inert = OPENAI_INERT
@@ -37,6 +50,17 @@ class CompletionBody(OpenAiFields):
     logprobs: int | None = None
     echo: bool = False
 
+    @property
+    def tells_of_prompt(self) -> bool:
+        """Whether something is wanted that is there without an answer."""
+        return self.echo or self.prompt_logprobs is not None
+
+    @property
+    def alternatives_in_prompt(self) -> int | None:
+        """For how many alternatives the engine is asked at each place of the prompt, None for nothing."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((top for top in asked if top is not None), default=None)
+
 
 class CompletionChoice(msgspec.Struct, frozen=True):
     """One answer, or a piece of it."""
@@ -45,6 +69,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,18 +93,22 @@ class Completions:
         """Where it is found."""
         return [web.post("/v1/completions", self._post)]
 
+    @describes("Continue a text", body=CompletionBody, answer=Completion, event=Completion, example=_EXAMPLE)
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, CompletionBody)
         model = await self._context.served(body)
-        _check_echo(body)
         params = sampling_params(
             body,
             model,
             max_tokens=body.max_tokens,
             logprobs=body.logprobs,
+            prompt_logprobs=body.alternatives_in_prompt,
             negative_prompt_ids=await negative_prompt_ids(body, model),
+            fewest_tokens=0 if body.tells_of_prompt else 1,
+            ranks=True,
         )
-        self._context.check_choices(count_prompts(body.prompt), body.n)
+        body.check_prompt_logprobs()
+        self._context.check_choices(count_prompts(body.prompt), body.answers_each)
         prompts = await read_prompts(body.prompt, model)
         call = _Call(body, model, prompts, body.include_usage)
         with self._context.generate(request, call.id, body, model, prompts, params) as generation:
@@ -88,15 +117,6 @@ class Completions:
             async with ChunkStream(request, self._context.settings) as chunks:
                 await call.send(generation, chunks)
             return chunks.response
-
-
-def _check_echo(body: CompletionBody) -> None:
-    """Refuse to echo a prompt whose log-probabilities we lack."""
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest(
-            "echo cannot be combined with logprobs: log-probabilities are given of the answer's tokens only",
-            param="echo",
-        )
 
 
 class _Call:
@@ -109,25 +129,34 @@ class _Call:
         self._prompts = prompts
         self._include_usage = include_usage
         self._created = now()
-        self._logprobs_text = [0] * (len(prompts) * body.n)
+        self._offsets = [self._offsets_of(prompt) for prompt in prompts for _ in range(body.n)]
 
     async def whole(self, generation: Generation) -> Completion:
         """All answers at once."""
-        answers = await generation.answers()
+        answers = best_of_each(await generation.answers(), self._body.answers_each, self._body.n)
         choices = [
-            CompletionChoice(i, self._echo(i) + answer.text, self._logprobs(i, answer.logprobs), answer.finish)
+            CompletionChoice(
+                i,
+                self._echo(i) + answer.text,
+                joined(self._echoed_logprobs(i, answer.prompt_logprobs), self._logprobs(i, answer.logprobs)),
+                answer.finish,
+                prompt_logprobs_of(answer.prompt_logprobs, self._model, self._body),
+            )
             for i, answer in enumerate(answers)
         ]
         return self._completion(choices, usage_of(generation))
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
-        """Every piece as it comes, then what ends the stream."""
+        """Every piece as it comes, then what ends the stream. Prompts come first, or once they are computed where their
+        log-probabilities are wanted."""
         so_far = partial(self._body.usage_so_far, generation)
-        if self._body.echo:
-            for i in range(len(self._logprobs_text)):
+        if self._body.echo and self._body.logprobs is None:
+            for i in range(len(self._offsets)):
                 await chunks.send(self._completion([CompletionChoice(i, self._echo(i), None, None)], so_far()))
         async with aclosing(generation.deltas()) as deltas:
             async for i, delta in deltas:
+                if (echoed := self._echoed_logprobs(i, delta.prompt_logprobs)) is not None:
+                    await chunks.send(self._completion([CompletionChoice(i, self._echo(i), echoed, None)], so_far()))
                 logprobs = self._logprobs(i, delta.logprobs)
                 if delta.text or delta.logprobs or delta.finish:
                     choice = CompletionChoice(i, delta.text, logprobs, delta.finish)
@@ -139,13 +168,24 @@ class _Call:
     def _echo(self, choice: int) -> str:
         return self._prompts[choice // self._body.n].text if self._body.echo else ""
 
-    def _logprobs(self, choice: int, records: list[TokenLogprob]) -> CompletionLogprobs | None:
-        if self._body.logprobs is None or not records:
+    def _offsets_of(self, prompt: Prompt) -> TextOffsets:
+        """Where the tokens of an answer to it begin in the choice's text."""
+        start = len(prompt.text) if self._body.echo else 0
+        return TextOffsets(self._model.tokenizer, start=start, skip_special_tokens=self._body.skip_special_tokens)
+
+    def _echoed_logprobs(self, choice: int, records: Sequence[TokenLogprob | None]) -> CompletionLogprobs | None:
+        top, prompt = self._body.logprobs, self._prompts[choice // self._body.n]
+        if top is None or not (records and self._body.echo):
             return None
-        offset = self._logprobs_text[choice]
-        shaped = completion_logprobs(records, self._model.tokenizer, offset=offset, top=self._body.logprobs > 0)
-        self._logprobs_text[choice] += sum(len(token) for token in shaped.tokens)
-        return shaped
+        offsets = TextOffsets(self._model.tokenizer, within=prompt.text)
+        return completion_logprobs(prompt.ids, records, self._model.tokenizer, offsets=offsets, top=top)
+
+    def _logprobs(self, choice: int, records: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
+        top = self._body.logprobs
+        if top is None or not records:
+            return None
+        token_ids = [record.token_id for record in records]
+        return completion_logprobs(token_ids, records, self._model.tokenizer, offsets=self._offsets[choice], top=top)
 
     def _completion(self, choices: list[CompletionChoice], usage: UsageField) -> Completion:
         return Completion(id=self.id, created=self._created, model=self._model.name, choices=choices, usage=usage)

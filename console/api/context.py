@@ -16,7 +16,7 @@ from console.api.generation import Generation
 from console.api.observing import add_work
 from console.api.operator import Operator
 from console.api.prompts import Prompt
-from console.api.sampling import SamplingFields
+from console.api.sampling import ModelFields, SamplingFields
 from console.api.served import ServedModel, served_model
 from console.api.settings import ApiSettings
 from console.api.traffic import Traffic
@@ -43,7 +43,7 @@ class ApiContext:
     _running: set[Generation] = field(default_factory=set)
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
 
-    async def served(self, body: SamplingFields) -> ServedModel:
+    async def served(self, body: ModelFields) -> ServedModel:
         """The model that the body names, waiting while it is woken up or replaced. Raises as `served_model` does, and
         EngineClosed where the server stops meanwhile."""
         try:
@@ -77,22 +77,46 @@ class ApiContext:
     ) -> Iterator[Generation]:
         """A generation under way; it is cancelled on leaving where it has not ended. Raises InvalidRequest where that
         is more than the settings allow."""
-        self.check_choices(len(prompts), body.n)
+        self.check_choices(len(prompts), body.answers_each)
         params = within(params, self.settings)
         generation = Generation(
             self.engine,
             request_id,
             prompts,
             params,
-            body.n,
+            body.answers_each,
             model=model,
             client=client_of(request),
             priority=-body.priority,
         )
+        with self._under_way(request, generation):
+            yield generation
+
+    @contextmanager
+    def embed(
+        self, request: web.Request, request_id: str, body: ModelFields, model: ServedModel, prompts: Sequence[Prompt]
+    ) -> Iterator[Generation]:
+        """Likewise, for the prompts' vectors: each answer has one, and nothing else."""
+        generation = Generation(
+            self.engine,
+            request_id,
+            prompts,
+            SamplingParams(max_tokens=0),
+            model=model,
+            client=client_of(request),
+            priority=-body.priority,
+            embed=True,
+        )
+        with self._under_way(request, generation):
+            yield generation
+
+    @contextmanager
+    def _under_way(self, request: web.Request, generation: Generation) -> Iterator[None]:
+        """Submit it; end it on leaving, and write down what it used."""
         try:
             with generation:
                 self._running.add(generation)
-                yield generation
+                yield
         finally:
             self._running.discard(generation)
             used, call = generation.tokens, call_of(request)

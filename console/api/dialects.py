@@ -22,6 +22,7 @@ from console.api.chat import Chat
 from console.api.completions import Completions
 from console.api.context import ApiContext
 from console.api.described import described_of, mark_as
+from console.api.embeddings import Embedder
 from console.api.errors import Tells, envelope
 from console.api.failing import call_of
 from console.api.generate import Generate
@@ -55,7 +56,7 @@ class Dialect:
 
 
 DIALECTS: tuple[Dialect, ...] = (
-    Dialect("openai", "OpenAI", (Models, Completions, Chat)),
+    Dialect("openai", "OpenAI", (Models, Completions, Chat, Embedder)),
     Dialect("generate", "EricLLM and vLLM", (Generate,)),
     Dialect("tgi", "TGI", (tgi.Generating, tgi.Telling), tgi.tells, tgi.claims),
     Dialect("anthropic", "Anthropic", (Messages,), anthropic_error),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from statistics import fmean
 from types import TracebackType
 
 import msgspec
@@ -30,6 +32,13 @@ class Answer:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] = ()
+    vector: bytes = b""
+
+    @property
+    def likelihood(self) -> float:
+        """Its mean log-probability per token; the least of all where it has none."""
+        return fmean(record.logprob for record in self.logprobs) if self.logprobs else -math.inf
 
 
 @dataclass(slots=True)
@@ -46,7 +55,7 @@ class Generation:
 
     Use it with `with`: entering submits, leaving cancels whatever has not ended, so a client that goes away at any
     moment leaves nothing running. Entering raises what Engine.submit raises.
-    client, priority: as in GenerateRequest.
+    client, priority, embed: as in GenerateRequest.
     """
 
     def __init__(
@@ -60,6 +69,7 @@ class Generation:
         model: ServedModel,
         client: str = "",
         priority: int = 0,
+        embed: bool = False,
     ) -> None:
         self._engine = engine
         movable = not _names_tokens(params)
@@ -77,6 +87,7 @@ class Generation:
                 client=client,
                 encode=prompt.encode if movable else None,
                 choices=together[i],
+                embed=embed,
             )
             for i, prompt in enumerate(prompts)
             for choice in range(n)
@@ -149,6 +160,8 @@ class Generation:
                 pieces[choice].append(delta.text)
                 answers[choice].logprobs.extend(delta.logprobs)
                 answers[choice].finish = delta.finish
+                answers[choice].prompt_logprobs = delta.prompt_logprobs or answers[choice].prompt_logprobs
+                answers[choice].vector = delta.vector
         for answer, texts in zip(answers, pieces, strict=True):
             answer.text = "".join(texts)
         return answers
@@ -185,6 +198,17 @@ class Generation:
                 task.cancel()
 
 
+def best_of_each(answers: Sequence[Answer], made: int, given: int) -> list[Answer]:
+    """Of every `made` answers, which are those to one prompt, the `given` likeliest, best first."""
+    if made == given:
+        return list(answers)
+    return [
+        answer
+        for first in range(0, len(answers), made)
+        for answer in sorted(answers[first : first + made], key=lambda answer: -answer.likelihood)[:given]
+    ]
+
+
 def _next(stream: RequestStream) -> asyncio.Future[StreamDelta]:
     return asyncio.ensure_future(stream.__anext__())
 
@@ -198,8 +222,9 @@ def _for_choice(params: SamplingParams, choice: int) -> SamplingParams:
 
 
 def _names_tokens(params: SamplingParams) -> bool:
-    """Whether these settings hold ids of one tokenizer, so that they mean nothing to another model."""
-    return bool(
+    """Whether these settings hold ids of one tokenizer, or ask for some of its, so that they mean nothing to another
+    model."""
+    return params.prompt_logprobs is not None or bool(
         params.logit_bias
         or params.stop_token_ids
         or params.dry_breaker_ids

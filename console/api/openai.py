@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 from pydantic import BaseModel, ConfigDict
 
 from console.api.generation import Generation
+from console.api.logprobs import PromptLogprobs, prompt_logprobs
 from console.api.sampling import SamplingFields
+from console.api.served import ServedModel
+from engine.backends.base import TokenLogprob
 from engine.errors import InvalidRequest
 
 
@@ -42,9 +46,16 @@ class StreamOptions(BaseModel):
 
 
 class OpenAiFields(SamplingFields):
-    """Fields of both dialects besides sampling."""
+    """Fields of both dialects besides sampling. prompt_logprobs: as vLLM has it, alternatives at each place of the
+    prompt."""
 
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
+
+    def check_prompt_logprobs(self) -> None:
+        """Raise InvalidRequest where prompt_logprobs are asked for in a stream, whose chunks have no place for them."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs are not given in a stream", param="prompt_logprobs")
 
     @property
     def include_usage(self) -> bool:
@@ -71,6 +82,14 @@ def usage_of(generation: Generation) -> Usage:
         total_tokens=tokens.prompt + tokens.output,
         prompt_tokens_details=PromptDetails(tokens.cached),
     )
+
+
+def prompt_logprobs_of(
+    records: Sequence[TokenLogprob | None], model: ServedModel, fields: OpenAiFields
+) -> PromptLogprobs | msgspec.UnsetType:
+    """What is told of a prompt, where vLLM's field for it was asked for."""
+    top = fields.prompt_logprobs
+    return msgspec.UNSET if top is None else prompt_logprobs(records, model.tokenizer, top)
 
 
 def now() -> int:

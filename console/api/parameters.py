@@ -37,7 +37,6 @@ _TEXT_ONLY = "this server takes and gives text only"
 _NO_SAMPLER = "this sampler is not there; docs/sampling.md names those that are"
 _NO_THINKING = "answers have no thinking apart from their text"
 _NOT_CUT = "a prompt that is too long is refused, never cut"
-_NO_PROMPT_LOGPROBS = "log-probabilities are given of the answer's tokens only"
 
 SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "allowed_token_ids": Refusal("use logit_bias", ([],)),
@@ -102,6 +101,16 @@ GENERATE_REFUSED: Mapping[str, Refusal] = {
 
 TGI_REFUSED: Mapping[str, Refusal] = {
     "watermark": Refusal("answers carry no watermark", (False,)),
+}
+
+EMBEDDING_REFUSED: Mapping[str, Refusal] = {
+    "add_special_tokens": Refusal("texts are tokenized with the model's own special tokens", (True,)),
+    "embed_dtype": Refusal("vectors are float32", ("float32",)),
+    "endianness": Refusal("vectors are in the machine's byte order", ("native",)),
+    "input_type": Refusal("the model makes the same vector of a query as of a document"),
+    "messages": Refusal("send the text as input"),
+    "normalize": Refusal("vectors have length 1", (True,)),
+    "truncate_prompt_tokens": Refusal("a text that is too long is refused, never cut"),
 }
 
 MESSAGE_REFUSED: Mapping[str, Refusal] = {

@@ -25,19 +25,22 @@ class Prompt:
     encode: Encode | None = None
 
 
-async def read_prompts(value: object, model: ServedModel) -> list[Prompt]:
-    """`prompt` as OpenAI takes it: a string, token ids, or an array of either. Raises InvalidRequest."""
-    items = _items(value)
+async def read_prompts(value: object, model: ServedModel, param: str = "prompt") -> list[Prompt]:
+    """`prompt` as OpenAI takes it: a string, token ids, or an array of either. param: what the dialect calls it.
+
+    Raises InvalidRequest.
+    """
+    items = _items(value, param)
     texts = [item for item in items if isinstance(item, str)]
     encoded = iter(await model.encode(texts))
     prompts = [
         Prompt(compact(next(encoded)), item, partial(_encode, item))
         if isinstance(item, str)
-        else _read_ids(item, model)
+        else _read_ids(item, model, param)
         for item in items
     ]
     if not all(prompt.ids for prompt in prompts):
-        raise InvalidRequest("prompt is empty; there is nothing to continue", param="prompt")
+        raise InvalidRequest(f"{param} is empty; there is nothing to continue", param=param)
     return prompts
 
 
@@ -56,30 +59,30 @@ async def negative_prompt_ids(fields: SamplingFields, model: ServedModel) -> lis
     return [model.tokenizer.bos_token_id]
 
 
-def count_prompts(value: object) -> int:
+def count_prompts(value: object, param: str = "prompt") -> int:
     """How many prompts `value` holds. Raises InvalidRequest where it is no array, string or token ids."""
-    return len(_items(value))
+    return len(_items(value, param))
 
 
 def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(text)
 
 
-def _items(value: object) -> list[object]:
+def _items(value: object, param: str) -> list[object]:
     """The single prompts in `value`."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise _misshapen()
+        raise _misshapen(param)
     if not value:
-        raise InvalidRequest("prompt is an empty array", param="prompt")
+        raise InvalidRequest(f"{param} is an empty array", param=param)
     return [value] if _is_id(value[0]) else value
 
 
-def _read_ids(item: object, model: ServedModel) -> Prompt:
+def _read_ids(item: object, model: ServedModel, param: str) -> Prompt:
     if not isinstance(item, list) or not all(_is_id(part) for part in item):
-        raise _misshapen()
-    model.check_token_ids(item, "prompt")
+        raise _misshapen(param)
+    model.check_token_ids(item, param)
     return Prompt(compact(item), model.tokenizer.decode(item))
 
 
@@ -87,5 +90,5 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _misshapen() -> InvalidRequest:
-    return InvalidRequest("prompt should be a string, an array of strings, or token ids", param="prompt")
+def _misshapen(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} should be a string, an array of strings, or token ids", param=param)

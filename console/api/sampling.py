@@ -10,6 +10,7 @@ from pydantic import Field
 
 from console.api.body import Body
 from console.api.dry import breaker_ids
+from console.api.sampler_order import in_order
 from console.api.served import ServedModel
 from engine.config import SamplingParams, shown
 from engine.errors import InvalidRequest
@@ -19,40 +20,66 @@ T = TypeVar("T")
 TOP_K_OFF = -1
 MAX_N = 128
 MAX_PRIORITY = 10**6
+NO_SEED = -1
+BANNED = -100.0
+"""The bias of a token that must not come."""
+
 _ALIASES: Mapping[str, str] = {
     "dry_penalty_last_n": "dry_range",
     "dynatemp_exponent": "temp_exponent",
     "dynatemp_high": "max_temp",
     "dynatemp_low": "min_temp",
+    "dynatemp_max": "max_temp",
+    "dynatemp_min": "min_temp",
     "guidance_scale": "cfg_scale",
+    "min_length": "min_tokens",
     "mirostat": "mirostat_mode",
     "penalty_range": "repetition_range",
+    "rep_pen": "repetition_penalty",
+    "rep_pen_range": "repetition_range",
+    "repeat_last_n": "repetition_range",
+    "repeat_penalty": "repetition_penalty",
     "repetition_penalty_range": "repetition_range",
+    "stop_sequence": "stopping_strings",
+    "tfs_z": "tfs",
     "typical": "typical_p",
 }
-"""What TabbyAPI, text-generation-webui and llama.cpp call our fields."""
+"""What TabbyAPI, text-generation-webui, KoboldCpp and llama.cpp call our fields."""
 
 _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
-class SamplingFields(Body):
-    """OpenAI's sampling fields and those that vLLM's clients add. None takes the model's default, else the neutral one.
+class ModelFields(Body):
+    """What every request may say of the model, and of its turn.
 
     model: None or "" is the first one; an adapter's name is its model with it.  lora: an adapter of the model.
-    priority: as vLLM has it, lower goes first.  best_of: n, if anything.  top_k: 0 and -1 are off.
-    stop: a string or several.  logit_bias: keyed by token ids as text, as JSON wants it.
-    repetition_range, dry_range: 0 and -1 are everything.
-    dynamic_temperature: False turns it off whatever its range.  dry_sequence_breakers: see `console.api.dry`.
-    negative_prompt: text; each dialect says how it becomes a prompt.  bad_words: more banned_strings.
+    priority: as vLLM has it, lower goes first.
     """
-
-    aliases = _ALIASES
 
     model: str | None = None
     lora: str | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+
+
+class SamplingFields(ModelFields):
+    """OpenAI's sampling fields and those that vLLM's clients add. None takes the model's default, else the neutral one.
+
+    best_of: how many answers are made, of which n are given.  top_k: 0 and -1 are off.
+    stop: a string or several.  logit_bias: keyed by token ids as text, as JSON wants it.
+    repetition_range, dry_range: 0 and -1 are everything.
+    dynamic_temperature: False turns it off whatever its range.  dry_sequence_breakers: see `console.api.dry`.
+    negative_prompt: text; each dialect says how it becomes a prompt.  bad_words: more banned_strings.
+    stopping_strings: more of stop.  seed, sampler_seed: one seed under two names; -1 is none, as vLLM has it.
+    dynatemp_range: how far a dynamic temperature lies around `temperature`, where no bounds are given.
+    ban_eos_token: whether end tokens must not come.  custom_token_bans: ids of others, an array or text with commas.
+    sampler_order, sampler_priority: see `console.api.sampler_order`.
+    rep_pen_slope: only 0 and 1, which are off, where there is a penalty for it to bend.
+    """
+
+    aliases = _ALIASES
+
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    best_of: int | None = None
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_N)] = None
     stream: bool = False
     temperature: float | None = None
     top_k: Annotated[int | None, Field(ge=TOP_K_OFF)] = None
@@ -64,6 +91,7 @@ class SamplingFields(Body):
     dynamic_temperature: bool | None = None
     min_temp: float = 0.0
     max_temp: float = 0.0
+    dynatemp_range: Annotated[float, Field(ge=0)] = 0.0
     temp_exponent: float = 1.0
     smoothing_factor: float = 0.0
     temperature_last: bool = False
@@ -75,6 +103,7 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
     repetition_range: Annotated[int, Field(ge=-1)] = 0
     repetition_decay: int = 0
+    rep_pen_slope: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     dry_multiplier: float = 0.0
@@ -87,13 +116,24 @@ class SamplingFields(Body):
     banned_strings: Annotated[list[str], Field(default_factory=list)]
     bad_words: Annotated[list[str], Field(default_factory=list)]
     logit_bias: Annotated[dict[str, float], Field(default_factory=dict)]
+    ban_eos_token: bool = False
+    custom_token_bans: object = None
+    sampler_order: object = None
+    sampler_priority: object = None
     seed: int | None = None
+    sampler_seed: int | None = None
     min_tokens: int = 0
     stop: object = ()
+    stopping_strings: Annotated[list[str], Field(default_factory=list)]
     stop_token_ids: Annotated[list[int], Field(default_factory=list)]
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+
+    @property
+    def answers_each(self) -> int:
+        """How many answers are made to each prompt."""
+        return self.n if self.best_of is None else self.best_of
 
 
 def sampling_params(
@@ -102,20 +142,27 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     negative_prompt_ids: Sequence[int] = (),
+    fewest_tokens: int = 1,
+    ranks: bool = False,
 ) -> SamplingParams:
     """What the engine is told, with the model's recommendations for what the client left open.
 
     negative_prompt_ids: what the dialect makes of negative_prompt where cfg_scale asks for it.
+    fewest_tokens: 0 where the dialect has a use for a prompt without an answer.  ranks: whether it gives the n best of
+    best_of answers.
     Raises InvalidRequest naming the field.
     """
-    if fields.best_of is not None and fields.best_of != fields.n:
-        asked = shown(fields.best_of)
-        raise InvalidRequest(f"best_of is {asked}, not n, {fields.n}: answers are not ranked", param="best_of")
+    _check_best_of(fields, ranks)
+    if max_tokens is not None and max_tokens < fewest_tokens:
+        raise InvalidRequest(
+            f"max_tokens is {shown(max_tokens)}; it must be at least {fewest_tokens}", param="max_tokens"
+        )
     model.check_token_ids(fields.stop_token_ids, "stop_token_ids")
     defaults = model.tokenizer.generation_defaults
     min_temp, max_temp = _temperature_range(fields)
-    return SamplingParams(
+    params = SamplingParams(
         temperature=_first(fields.temperature, defaults.temperature, 1.0),
         top_k=max(0, _first(fields.top_k, defaults.top_k, 0)),
         top_p=_first(fields.top_p, defaults.top_p, 1.0),
@@ -146,25 +193,83 @@ def sampling_params(
         cfg_scale=fields.cfg_scale,
         negative_prompt_ids=tuple(negative_prompt_ids),
         banned_strings=tuple(dict.fromkeys([*fields.banned_strings, *fields.bad_words])),
-        logit_bias=_biases(fields.logit_bias, model),
-        seed=fields.seed,
+        logit_bias=_biases(fields.logit_bias, model) | _bans(fields, model),
+        seed=_seed(fields),
         max_tokens=max_tokens,
         min_tokens=fields.min_tokens,
-        stop=_stops(fields.stop),
+        stop=tuple(dict.fromkeys([*_stops(fields.stop), *fields.stopping_strings])),
         stop_token_ids=tuple(fields.stop_token_ids),
         ignore_eos=fields.ignore_eos,
         include_stop=fields.include_stop_str_in_output,
         skip_special_tokens=fields.skip_special_tokens,
-        logprobs=logprobs,
+        logprobs=0 if logprobs is None and fields.answers_each > fields.n else logprobs,
+        prompt_logprobs=prompt_logprobs,
     ).validate()
+    return _as_ordered(params, fields)
+
+
+def _check_best_of(fields: SamplingFields, ranks: bool) -> None:
+    """Raise InvalidRequest where answers cannot be ranked as best_of asks."""
+    made, given = fields.answers_each, fields.n
+    if made == given:
+        return
+    if not ranks:
+        why = "answers are not ranked here; /v1/completions ranks them"
+    elif made < given:
+        why = "no more answers can be given than are made"
+    elif fields.stream:
+        why = "which answers are the best is known at the end, so they cannot be streamed"
+    else:
+        return
+    raise InvalidRequest(f"best_of is {made}, not n, {given}: {why}", param="best_of")
 
 
 def _temperature_range(fields: SamplingFields) -> tuple[float, float]:
     """min_temp and max_temp. Clients send a range of one temperature where dynamic temperature is off."""
+    if fields.dynatemp_range and fields.dynamic_temperature is not False and fields.min_temp == fields.max_temp:
+        middle = 1.0 if fields.temperature is None else fields.temperature
+        return max(0.0, middle - fields.dynatemp_range), middle + fields.dynatemp_range
     off = fields.dynamic_temperature is False or fields.min_temp == fields.max_temp
     if off and fields.dynamic_temperature:
         raise InvalidRequest("dynamic_temperature needs a max_temp of more than min_temp", param="dynamic_temperature")
     return (0.0, 0.0) if off else (fields.min_temp, fields.max_temp)
+
+
+def _as_ordered(params: SamplingParams, fields: SamplingFields) -> SamplingParams:
+    """The params with what an order of samplers changes; raises InvalidRequest for what cannot be had."""
+    if params.repetition_penalty != 1 and fields.rep_pen_slope not in (0, 1):
+        raise InvalidRequest(
+            "rep_pen_slope is not supported: penalties weigh the same over the whole of their range",
+            param="rep_pen_slope",
+        )
+    for param in ("sampler_order", "sampler_priority"):
+        if order := getattr(fields, param):
+            params = in_order(params, order, param)
+    return params
+
+
+def _seed(fields: SamplingFields) -> int | None:
+    """The one that is given under either name."""
+    given = {seed for seed in (fields.seed, fields.sampler_seed) if seed is not None and seed != NO_SEED}
+    if len(given) > 1:
+        raise InvalidRequest("sampler_seed and seed differ; send one of them", param="sampler_seed")
+    return next(iter(given), None)
+
+
+def _bans(fields: SamplingFields, model: ServedModel) -> dict[int, float]:
+    """Biases of the tokens that must not come."""
+    ids = [*(model.tokenizer.eos_token_ids if fields.ban_eos_token else ()), *_banned_ids(fields.custom_token_bans)]
+    model.check_token_ids(ids, "custom_token_bans")
+    return dict.fromkeys(ids, BANNED)
+
+
+def _banned_ids(value: object) -> list[int]:
+    items = [text.strip() for text in value.split(",") if text.strip()] if isinstance(value, str) else value or []
+    if not isinstance(items, list) or not all(_TOKEN_ID.fullmatch(str(item)) for item in items):
+        raise InvalidRequest(
+            "custom_token_bans should be token ids: an array, or text with commas", param="custom_token_bans"
+        )
+    return [int(item) for item in items]
 
 
 def _first(asked: T | None, recommended: T | None, neutral: T) -> T:

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from console.api.logprobs import LOWEST, chat_logprobs, completion_logprobs
+from console.api.logprobs import LOWEST, TextOffsets, chat_logprobs, completion_logprobs
 from engine.backends.base import TokenLogprob
 from engine.text.tokenizer import Tokenizer
-from tests.fakes.model import write_fake_model
+from tests.fakes.model import EOS_ID, write_fake_model
 
 A, B, C = b"abc"
 RECORDS = [
@@ -26,7 +26,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 
 def test_the_completions_shape_has_the_chosen_token_among_the_alternatives(tokenizer: Tokenizer) -> None:
-    shaped = completion_logprobs(RECORDS, tokenizer, offset=7, top=True)
+    shaped = completion_logprobs([A, C], RECORDS, tokenizer, offsets=TextOffsets(tokenizer, start=7), top=2)
     assert shaped.tokens == ["a", "c"]
     assert shaped.top_logprobs == [{"a": -0.1, "b": -2.5}, {"a": -0.2, "b": -1.5, "c": LOWEST}]
     assert shaped.text_offset == [7, 8]
@@ -42,3 +42,24 @@ def test_the_chat_shape_has_exactly_the_alternatives_best_first(tokenizer: Token
 def test_a_probability_of_zero_is_valid_json(tokenizer: Tokenizer) -> None:
     encoded = msgspec.json.encode(chat_logprobs(RECORDS, tokenizer))
     assert msgspec.json.decode(encoded)["content"][1]["logprob"] == LOWEST
+
+
+@pytest.mark.parametrize(
+    ("text", "token_ids", "offsets"),
+    [
+        ("né!", [*"né!".encode()], [0, 1, 1, 2]),
+        ("a<eos>b", [A, EOS_ID, B], [0, 1, 6]),  # written out
+        ("ab", [EOS_ID, A, EOS_ID, B], [0, 0, 1, 1]),  # put there by the tokenizer
+    ],
+)
+def test_offsets_are_those_of_the_text(
+    tokenizer: Tokenizer, text: str, token_ids: list[int], offsets: list[int]
+) -> None:
+    found = TextOffsets(tokenizer, within=text)
+    assert [found.push(token_id) for token_id in token_ids] == offsets
+
+
+def test_skipped_control_tokens_take_no_room_in_an_answer(tokenizer: Tokenizer) -> None:
+    for skip, offsets in ((True, [3, 4, 4]), (False, [3, 4, 9])):
+        found = TextOffsets(tokenizer, start=3, skip_special_tokens=skip)
+        assert [found.push(token_id) for token_id in (A, EOS_ID, B)] == offsets

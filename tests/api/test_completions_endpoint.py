@@ -134,10 +134,10 @@ async def test_logprobs_come_as_parallel_lists_with_offsets(tmp_path: Path) -> N
         "tokens": ["n", "�", "�"],
         "token_logprobs": [-0.5, -0.5, -0.5],
         "top_logprobs": [],
-        "text_offset": [0, 1, 2],
+        "text_offset": [0, 1, 1],  # the last two are one character
     }
     streamed = [choice["logprobs"] for event in events[:-1] for choice in event["choices"] if choice["logprobs"]]
-    assert [offset for piece in streamed for offset in piece["text_offset"]] == [0, 1, 2]
+    assert [offset for piece in streamed for offset in piece["text_offset"]] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,16 @@ async def test_logprobs_come_as_parallel_lists_with_offsets(tmp_path: Path) -> N
         ({"prompt": "x", "seed": 2**63}, "seed"),
         ({"prompt": "x", "n": 0}, "n"),
         ({"prompt": "x", "n": 129}, "n"),
-        ({"prompt": "x", "best_of": 2}, "best_of"),
+        ({"prompt": "x", "best_of": 0}, "best_of"),
+        ({"prompt": "x", "best_of": 1, "n": 2}, "best_of"),
+        ({"prompt": "x", "best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": -1, "echo": True}, "max_tokens"),
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
         ({"prompt": "x", "logprobs": True}, "logprobs"),
-        ({"prompt": "x", "logprobs": 1, "echo": True}, "echo"),
+        ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt": "x", "suffix": "end"}, "suffix"),
         ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 from zlib import crc32
@@ -26,6 +27,7 @@ from tests.fakes.model import VOCAB_SIZE
 
 PATIENCE_S = 20.0
 WEIGHTS_BYTES = 4000
+HIDDEN_SIZE = 64
 
 Reply = Callable[[Sequence[int], int], int]
 
@@ -49,6 +51,29 @@ def saying(text: str, *, then: int | None = None) -> Reply:
 def expected_text(prompt_ids: Sequence[int], count: int, reply: Reply = letters) -> str:
     """The first `count` tokens of the answer as the fake model's tokenizer shows them."""
     return bytes(reply(prompt_ids, index) for index in range(count)).decode(errors="replace")
+
+
+def foretold(request: BackendRequest) -> tuple[TokenLogprob | None, ...]:
+    """What is told of a prompt: token i has the log-probability -i and, as alternatives, ids of its own and higher."""
+    top = request.params.prompt_logprobs
+    if top is None:
+        return ()
+    told = [
+        TokenLogprob(
+            token_id=token_id,
+            logprob=-float(place),
+            top=tuple((token_id + other, -float(place) - other) for other in range(top)),
+            rank=1,
+        )
+        for place, token_id in enumerate(request.prompt_ids[1:], 1)
+    ]
+    return (None, *told)
+
+
+def vector_of(prompt_ids: Sequence[int]) -> list[float]:
+    """The vector of a prompt, of length 1 and exact in float32: one axis, which depends on the prompt."""
+    axis = crc32(b",".join(str(token_id).encode() for token_id in prompt_ids)) % HIDDEN_SIZE
+    return [float(place == axis) for place in range(HIDDEN_SIZE)]
 
 
 class Gate:
@@ -96,7 +121,8 @@ class FakeBackend:
     load_error: raised in the middle of every load until set to None.   fail_at_steps: numbers of steps (from 1,
     over the backend's life) that raise RuntimeError.   check_error: raised by check().
     A token in banned_next becomes the next byte that is not.
-    It ends no request by itself: the text stage does. `submitted` and `cancelled` are kept for the test to look at.
+    It ends no request that is to have an answer: the text stage does. `submitted` and `cancelled` are kept for the
+    test to look at.
     """
 
     def __init__(
@@ -111,6 +137,7 @@ class FakeBackend:
         max_model_len: int = 4096,
         load_steps: int = 4,
         adapters_per_request: bool = True,
+        embeds: bool = True,
     ) -> None:
         self.reply = reply
         self.gate = gate
@@ -121,6 +148,7 @@ class FakeBackend:
         self.max_model_len = max_model_len
         self.load_steps = load_steps
         self.adapters_per_request = adapters_per_request
+        self.embeds = embeds
         self.loaded: ModelSpec | None = None
         self.max_prompts = 0
         self.page_tokens = 16
@@ -172,6 +200,7 @@ class FakeBackend:
             kv_bytes=self.kv_tokens,
             parameters=1000,
             adapters_per_request=self.adapters_per_request,
+            hidden_size=HIDDEN_SIZE if self.embeds else 0,
         )
 
     def submit(self, request: BackendRequest) -> None:
@@ -206,10 +235,12 @@ class FakeBackend:
             if len(self._started) >= self.max_prompts:
                 break
             self._started.add(request_id)
-        return [self._produce(request_id) for request_id in self._live if request_id in self._started]
+        return [self._produce(request_id) for request_id in tuple(self._live) if request_id in self._started]
 
     def _produce(self, request_id: str) -> TokenEvent:
         request, tokens = self._live[request_id]
+        if not request.params.max_tokens:
+            return self._end(request)
         token_id = self.reply(request.prompt_ids, len(tokens))
         first = len(tokens) == len(request.generated)
         while first and token_id in request.banned_next:
@@ -221,6 +252,18 @@ class FakeBackend:
             token_id=token_id,
             logprob=TokenLogprob(token_id=token_id, logprob=-0.5) if wanted else None,
             cached_tokens=0 if first else None,
+            prompt_logprobs=foretold(request) if first else (),
+        )
+
+    def _end(self, request: BackendRequest) -> TokenEvent:
+        self._live.pop(request.id)
+        self._started.discard(request.id)
+        return TokenEvent(
+            request_id=request.id,
+            finish="stop" if request.embed else "length",
+            cached_tokens=0,
+            prompt_logprobs=foretold(request),
+            vector=array("f", vector_of(request.prompt_ids)).tobytes() if request.embed else b"",
         )
 
     def has_work(self) -> bool:

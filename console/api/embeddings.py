@@ -1,0 +1,123 @@
+"""POST /v1/embeddings: OpenAI's vectors of texts, made by the loaded model.
+
+A vector is the mean of the model's final hidden states over the text's tokens, of length 1 as OpenAI's are. The model
+was trained to go on with texts, not for this; the answer says how its vectors were made.
+"""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from console.api.body import read
+from console.api.context import ApiContext, new_id
+from console.api.described import describes
+from console.api.errors import json_response
+from console.api.naming import renamed
+from console.api.parameters import EMBEDDING_REFUSED, OPENAI_INERT
+from console.api.prompts import Prompt, count_prompts, read_prompts
+from console.api.sampling import ModelFields
+from console.api.served import ServedModel
+from engine.config import shown
+from engine.errors import ContextLengthExceeded, InvalidRequest
+
+MAX_INPUTS = 2048
+"""What OpenAI takes at once."""
+
+
+class EmbeddingBody(ModelFields):
+    """What the endpoint takes. input: a string, token ids, or an array of either.
+
+    dimensions: as many as the model's vectors have, if anything.
+    """
+
+    refused = EMBEDDING_REFUSED
+    inert = OPENAI_INERT
+
+    input: object
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """One input's vector: numbers, or base64 of them as float32 (little-endian)."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer. pooling: how the model's states became vectors."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    pooling: Literal["mean"] = "mean"
+
+
+class Embedder:
+    """The endpoint."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        return [web.post("/v1/embeddings", self._post)]
+
+    @describes(
+        "Turn texts into vectors", body=EmbeddingBody, answer=Embeddings, example={"input": ["a text", "another"]}
+    )
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        body = await read(request, EmbeddingBody)
+        model = await self._context.served(body)
+        _check(body, model)
+        try:
+            return json_response(await self._embedded(request, body, model))
+        except ContextLengthExceeded as error:  # it knows of prompts alone
+            message = renamed(error.message, {"prompt": "input"})
+            raise ContextLengthExceeded(message, **error.details | {"param": "input"}) from None
+
+    async def _embedded(self, request: web.Request, body: EmbeddingBody, model: ServedModel) -> Embeddings:
+        prompts = await read_prompts(body.input, model, "input")
+        data: list[Embedding] = []
+        tokens = 0
+        # As many at once as a request may ask for answers: the queue has a limit, and others are in it.
+        for some in _parts(prompts, self._context.settings.max_choices):
+            with self._context.embed(request, new_id("embd"), body, model, some) as generation:
+                for answer in await generation.answers():
+                    data.append(Embedding(index=len(data), embedding=_written(answer.vector, body.encoding_format)))
+                tokens += generation.tokens.prompt
+        return Embeddings(data=data, model=model.name, usage=EmbeddingUsage(tokens, tokens))
+
+
+def _check(body: EmbeddingBody, model: ServedModel) -> None:
+    """Raise InvalidRequest for what is refused before any text is read."""
+    if (inputs := count_prompts(body.input, "input")) > MAX_INPUTS:
+        raise InvalidRequest(f"input has {inputs} texts; the limit is {MAX_INPUTS}", param="input")
+    size = model.loaded.hidden_size
+    if body.dimensions not in (None, size) and size:
+        asked = shown(body.dimensions or 0)
+        raise InvalidRequest(f"dimensions is {asked}; this model's vectors have {size}", param="dimensions")
+
+
+def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+    return (prompts[first : first + size] for first in range(0, len(prompts), size))
+
+
+def _written(vector: bytes, encoding: Literal["float", "base64"]) -> list[float] | str:
+    return base64.b64encode(vector).decode() if encoding == "base64" else array("f", vector).tolist()
