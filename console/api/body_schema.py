@@ -6,12 +6,38 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, GetJsonSchemaHandler
+from pydantic import BaseModel, GetJsonSchemaHandler, WithJsonSchema
 from pydantic_core import CoreSchema
 
 from console.api.parameters import Refusal
 
 JsonSchema = dict[str, Any]
+
+TEXTS = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
+"""One text, or several."""
+
+_TOKENS: JsonSchema = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_PROMPT: JsonSchema = {"anyOf": [{"type": "string"}, _TOKENS]}
+PROMPTS = WithJsonSchema({"anyOf": [*_PROMPT["anyOf"], {"type": "array", "items": _PROMPT, "minItems": 1}]})
+"""One prompt as text or token ids, or several."""
+
+MESSAGES = WithJsonSchema(
+    {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {
+                "role": {"type": "string"},
+                "content": {
+                    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]
+                },
+            },
+            "required": ["role"],
+        },
+        "minItems": 1,
+    }
+)
+"""A conversation."""
 
 
 def completed(
@@ -19,7 +45,8 @@ def completed(
 ) -> JsonSchema:
     """The schema of a body whose fields are those of `schema`. null is the same as leaving a field out."""
     fields, required = schema.get("properties", {}), schema.get("required", [])
-    properties = {name: field if name in required else _or_null(field) for name, field in fields.items()}
+    untitled = {name: {key: field[key] for key in field if key != "title"} for name, field in fields.items()}
+    properties = {name: field if name in required else _or_null(field) for name, field in untitled.items()}
     for alias, name in sorted(aliases.items()):
         if name in properties:
             properties[alias] = {**properties[name], "description": f"The same as {name}"}
@@ -46,7 +73,7 @@ def _or_null(field: JsonSchema) -> JsonSchema:
         return field
     if "anyOf" in field:
         return {**field, "anyOf": [*kinds, {"type": "null"}]}
-    outside: JsonSchema = {name: field[name] for name in ("title", "default", "description") if name in field}
+    outside: JsonSchema = {name: field[name] for name in ("default", "description") if name in field}
     inside = {name: value for name, value in field.items() if name not in outside}
     return {**outside, "anyOf": [inside, {"type": "null"}]} if inside else field
 

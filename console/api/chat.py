@@ -12,6 +12,7 @@ from aiohttp import web
 from pydantic import Field
 
 from console.api.body import read
+from console.api.body_schema import MESSAGES
 from console.api.chat_prompt import chat_prompt
 from console.api.chat_shapes import (
     ChatAnswer,
@@ -25,6 +26,7 @@ from console.api.chat_shapes import (
 )
 from console.api.context import ApiContext, new_id
 from console.api.conversation import Turn, guided_away_from, read_messages
+from console.api.described import describes
 from console.api.errors import json_response
 from console.api.generation import Answer, Generation
 from console.api.logprobs import ChatLogprobs, chat_logprobs
@@ -47,6 +49,8 @@ from engine.config import MAX_LOGPROBS
 from engine.engine import StreamDelta
 from engine.errors import InvalidRequest
 
+_EXAMPLE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
+
 
 class ChatBody(OpenAiFields):
     """What the endpoint takes. max_tokens and max_completion_tokens are the same; None is up to the context's end.
@@ -57,7 +61,7 @@ class ChatBody(OpenAiFields):
     refused = CHAT_REFUSED
     inert = OPENAI_INERT
 
-    messages: list[Any]
+    messages: Annotated[list[Any], MESSAGES]
     tools: list[ToolField] | None = None
     tool_choice: object = None
     parallel_tool_calls: bool = True
@@ -108,6 +112,7 @@ class Chat:
         """Where it is found."""
         return [web.post("/v1/chat/completions", self._post)]
 
+    @describes("Answer a conversation", body=ChatBody, answer=ChatCompletion, event=ChatChunk, example=_EXAMPLE)
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ChatBody)
         body.check_prompt_logprobs()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
 
 from console.api.body import read
+from console.api.body_schema import PROMPTS
 from console.api.context import ApiContext, new_id
 from console.api.described import describes
 from console.api.errors import json_response
@@ -45,7 +46,7 @@ class CompletionBody(OpenAiFields):
     refused = COMPLETION_REFUSED
     inert = OPENAI_INERT
 
-    prompt: object
+    prompt: Annotated[object, PROMPTS]
     max_tokens: int = OPENAI_MAX_TOKENS
     logprobs: int | None = None
     echo: bool = False

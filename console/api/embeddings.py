@@ -9,12 +9,13 @@ from __future__ import annotations
 import base64
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
 
 from console.api.body import read
+from console.api.body_schema import PROMPTS
 from console.api.context import ApiContext, new_id
 from console.api.described import describes
 from console.api.errors import json_response
@@ -39,7 +40,7 @@ class EmbeddingBody(ModelFields):
     refused = EMBEDDING_REFUSED
     inert = OPENAI_INERT
 
-    input: object
+    input: Annotated[object, PROMPTS]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 

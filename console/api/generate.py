@@ -16,6 +16,7 @@ from aiohttp import web
 from pydantic import AfterValidator, Field
 
 from console.api.body import read
+from console.api.body_schema import PROMPTS
 from console.api.context import ApiContext, new_id
 from console.api.described import describes
 from console.api.errors import json_response
@@ -38,7 +39,7 @@ class GenerateBody(SamplingFields):
     refused = GENERATE_REFUSED
     inert = frozenset({"request_id"})
 
-    prompt: object
+    prompt: Annotated[object, PROMPTS]
     max_tokens: int = 128
     temperature: float | None = 0.7
     top_k: Annotated[int | None, Field(ge=-1)] = 40

@@ -194,9 +194,14 @@ class _Schemas:
         found, given = msgspec.json.schema_components(
             unique.values(), schema_hook=lambda kind: {"type": "string"}, ref_template=f"{_SCHEMAS}{{name}}"
         )
-        renames = {name: f"{name}Answer" for name in given.keys() & asked.keys()}
-        self._answers = dict(zip(unique, (_renamed(schema, renames) for schema in found), strict=True))
-        self.components = asked | {renames.get(name, name): _renamed(each, renames) for name, each in given.items()}
+        names = _names(asked, given)
+        self._bodies = _renamed(self._bodies, names[0])
+        self._answers = dict(zip(unique, _renamed(list(found), names[1]), strict=True))
+        self.components = {
+            renames[name]: _renamed(each, renames)
+            for components, renames in zip((asked, given), names, strict=True)
+            for name, each in components.items()
+        }
 
     def body(self, described: Described) -> JsonSchema:
         """What a body holds."""
@@ -228,13 +233,23 @@ def _told(tells: Tells) -> Any:
     return get_type_hints(tells).get("return", object)
 
 
-def _renamed(schema: Any, renames: Mapping[str, str]) -> Any:
-    """The schema with some components called otherwise."""
-    if isinstance(schema, list):
-        return [_renamed(each, renames) for each in schema]
-    if not isinstance(schema, dict) or not renames:
-        return schema
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and (name := reference.removeprefix(_SCHEMAS)) in renames:
-        return {**schema, "$ref": _SCHEMAS + renames[name]}
-    return {name: _renamed(value, renames) for name, value in schema.items()}
+def _names(asked: Iterable[str], given: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """What the components of bodies and of answers are called: two of one name in Python get their modules' before it,
+    which the makers of schemas put each in a way of its own."""
+    bodies = {name: name.replace("__", ".").removeprefix("console.api.") for name in asked}
+    answers = {name: name.removeprefix("console.api.") for name in given}
+    taken = set(bodies.values())
+    return bodies, {name: f"{short}Answer" if short in taken else short for name, short in answers.items()}
+
+
+def _renamed(schema: Any, names: Mapping[str, str]) -> Any:
+    """The schema with its components called by their `names`."""
+    match schema:
+        case list():
+            return [_renamed(each, names) for each in schema]
+        case {"$ref": str(reference)}:
+            return {**schema, "$ref": _SCHEMAS + names[reference.removeprefix(_SCHEMAS)]}
+        case dict():
+            return {key: _renamed(value, names) for key, value in schema.items()}
+        case _:
+            return schema

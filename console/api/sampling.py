@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field
 
 from console.api.body import Body
+from console.api.body_schema import TEXTS
 from console.api.dry import breaker_ids
 from console.api.sampler_order import in_order
 from console.api.served import ServedModel
@@ -123,7 +124,7 @@ class SamplingFields(ModelFields):
     seed: int | None = None
     sampler_seed: int | None = None
     min_tokens: int = 0
-    stop: object = ()
+    stop: Annotated[object, TEXTS] = ()
     stopping_strings: Annotated[list[str], Field(default_factory=list)]
     stop_token_ids: Annotated[list[int], Field(default_factory=list)]
     ignore_eos: bool = False

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from console.api.body_schema import MESSAGES
 from console.api.parameters import ANTHROPIC_INERT, ANTHROPIC_REFUSED
 from console.api.sampling import SamplingFields
 
@@ -22,7 +23,7 @@ class ConversationBody(SamplingFields):
     inert = ANTHROPIC_INERT
     aliases: ClassVar[Mapping[str, str]] = {**SamplingFields.aliases, "stop_sequences": "stop"}
 
-    messages: list[Any]
+    messages: Annotated[list[Any], MESSAGES]
     system: object = None
     n: Literal[1] = 1
     include_stop_str_in_output: Literal[False] = False

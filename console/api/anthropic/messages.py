@@ -45,7 +45,8 @@ from engine.config import SamplingParams
 _QUIET = {"enable_thinking": False}
 """For templates that know thinking: this dialect's answers have none."""
 
-_EXAMPLE = {"max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
+_COUNTED = {"messages": [{"role": "user", "content": "Hello"}]}
+_EXAMPLE = {**_COUNTED, "max_tokens": 16}
 
 
 class Messages:
@@ -72,7 +73,7 @@ class Messages:
                 await call.send(generation, chunks)
             return chunks.response
 
-    @describes("Count a conversation's tokens", body=ConversationBody, answer=TokensCounted, example=_EXAMPLE)
+    @describes("Count a conversation's tokens", body=ConversationBody, answer=TokensCounted, example=_COUNTED)
     async def _count(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ConversationBody)
         prompt = await _prompt(body, await self._context.served(body))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from console.api.body import Body
+from console.api.body_schema import MESSAGES, ShapedAs
 from console.api.ollama.options import Options, read_options
 from console.api.parameters import OLLAMA_REFUSED
 from engine.config import MAX_LOGPROBS
@@ -30,7 +31,7 @@ class OllamaBody(Body):
     refused = OLLAMA_REFUSED
 
     model: str | None = None
-    options: dict[str, Any] | None = None
+    options: Annotated[dict[str, Any] | None, ShapedAs(Options)] = None
     keep_alive: object = None
 
     @property
@@ -94,7 +95,7 @@ class GenerateBody(AnswerBody):
 class ChatBody(AnswerBody):
     """What /api/chat takes."""
 
-    messages: Annotated[list[Any], Field(default_factory=list)]
+    messages: Annotated[list[Any], Field(default_factory=list), MESSAGES]
 
 
 def _seconds(keep_alive: object) -> float:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from console.api.body import Body
+from console.api.body_schema import ShapedAs
 from console.api.parameters import TGI_REFUSED
 from console.api.prompts import Prompt
 from console.api.sampling import MAX_N, SamplingFields
@@ -98,7 +99,7 @@ class TgiBody(Body):
     inputs: str
     model: str | None = None
     stream: bool = False
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any] | None, ShapedAs(TgiParameters)] = None
 
     def asked(self) -> TgiParameters:
         """The parameters; raises InvalidRequest. TGI samples where none are sent, but is greedy where some are."""

@@ -50,6 +50,9 @@ class _Call:
     echo: str
 
 
+_EXAMPLE = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 16}}
+
+
 class Generating:
     """The endpoints."""
 
@@ -64,15 +67,21 @@ class Generating:
             web.post("/generate_stream", self._generate_stream),
         ]
 
-    @describes("Continue a text, as TGI does", body=TgiBody, answer=Generated)
+    @describes("Continue a text, as TGI does", body=TgiBody, answer=Generated, example=_EXAMPLE)
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         return await self._whole(request, await read(request, TgiBody))
 
-    @describes("Continue a text token by token, as TGI does", body=TgiBody, event=StreamEvent)
+    @describes("Continue a text token by token, as TGI does", body=TgiBody, event=StreamEvent, example=_EXAMPLE)
     async def _generate_stream(self, request: web.Request) -> web.StreamResponse:
         return await self._stream(request, await read(request, TgiBody))
 
-    @describes("Continue a text, whole or token by token", body=TgiBody, answer=list[Generated], event=StreamEvent)
+    @describes(
+        "Continue a text, whole or token by token",
+        body=TgiBody,
+        answer=list[Generated],
+        event=StreamEvent,
+        example=_EXAMPLE,
+    )
     async def _either(self, request: web.Request) -> web.StreamResponse:
         """Here, unlike elsewhere, the whole text is given where the client does not say."""
         body = await read(request, TgiBody)

@@ -45,7 +45,10 @@ class Telling:
         )
 
     @describes(
-        "The tokens of a text and where they stand in it, as TGI tells them", body=TgiBody, answer=list[SimpleToken]
+        "The tokens of a text and where they stand in it, as TGI tells them",
+        body=TgiBody,
+        answer=list[SimpleToken],
+        example={"inputs": "Once upon a time"},
     )
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await read(request, TgiBody)

@@ -1,0 +1,193 @@
+"""GET /openapi.json: what the server answers, all of it, as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from schemathesis.specs.openapi.definitions import OPENAPI_31
+
+from tests.api.harness import Served, serving
+from tests.api.operators import FolderOperator
+from tests.fakes import scenes
+from tests.fakes.link import FakeLink
+
+Operation = dict[str, Any]
+
+
+@pytest.fixture
+async def whole(tmp_path: Path) -> AsyncIterator[Served]:
+    """A server with everything that one can have."""
+    async with serving(tmp_path, operator=FolderOperator(tmp_path), link=lambda: FakeLink(scenes.busy())) as served:
+        yield served
+
+
+@pytest.fixture
+async def document(whole: Served) -> dict[str, Any]:
+    """What it says of itself."""
+    return await whole.get("/openapi.json")
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, Operation]]:
+    """Method, path and what is said of it."""
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method, path, operation
+
+
+def checker(document: dict[str, Any], schema: dict[str, Any]) -> Any:
+    """What checks values against one of the document's schemas."""
+    return jsonschema_rs.Draft202012Validator({**schema, "components": document["components"]})
+
+
+def check(document: dict[str, Any], schema: dict[str, Any], value: object) -> None:
+    """Fail where `value` is none of those that the schema describes."""
+    wrong = [str(error) for error in checker(document, schema).iter_errors(value)]
+    assert wrong == [], value
+
+
+async def test_it_is_a_valid_openapi_document(document: dict[str, Any]) -> None:
+    wrong = [str(error)[:500] for error in jsonschema_rs.Draft202012Validator(OPENAPI_31).iter_errors(document)]
+    assert wrong == []
+    names = [operation["operationId"] for _, _, operation in operations(document)]
+    assert len(set(names)) == len(names)
+
+
+async def test_every_schema_in_it_is_one_and_leads_nowhere_else(document: dict[str, Any]) -> None:
+    for schema in document["components"]["schemas"].values():
+        checker(document, schema)
+    references = set(_references(document))
+    assert {reference.removeprefix("#/components/schemas/") for reference in references} == set(
+        document["components"]["schemas"]
+    )
+
+
+async def test_every_route_is_in_it_and_nothing_else(whole: Served, document: dict[str, Any]) -> None:
+    about = await whole.get("/")
+    assert set(document["paths"]) == set(about["endpoints"])
+    for method, path, operation in operations(document):
+        if method in ("get", "delete") or "{" in path:
+            continue
+        async with whole.http.request(method, path, data="no json") as response:
+            assert response.status not in (404, 405), (path, operation)
+
+
+async def test_every_endpoint_says_what_it_is_for_and_every_body_has_an_example(document: dict[str, Any]) -> None:
+    silent = [path for _, path, operation in operations(document) if operation["summary"] == operation["operationId"]]
+    assert silent == []
+    bare = [
+        path
+        for _, path, operation in operations(document)
+        if operation.get("x-scope") == "use" and "requestBody" in operation and not _examples(operation)
+    ]
+    assert bare == ["/api/show"]  # which needs the name of a model
+
+
+async def test_examples_are_what_their_schema_wants_and_so_are_the_answers_to_them(
+    whole: Served, document: dict[str, Any]
+) -> None:
+    answered = 0
+    for method, path, operation in operations(document):
+        for example in _examples(operation):
+            check(document, operation["requestBody"]["content"]["application/json"]["schema"], example)
+            async with whole.http.request(method, path, json=example) as response:
+                assert response.status == 200, (path, await response.text())
+                await _check_answer(document, operation, response.content_type, await response.text())
+                answered += 1
+    assert answered > 5
+
+
+async def test_streams_are_made_of_the_events_that_are_told(whole: Served, document: dict[str, Any]) -> None:
+    streamed = 0
+    for method, path, operation in operations(document):
+        for example in _examples(operation):
+            if not _streams(document, operation):
+                continue
+            async with whole.http.request(method, path, json={**example, "stream": True}) as response:
+                assert response.status == 200, (path, await response.text())
+                await _check_answer(document, operation, response.content_type, await response.text())
+                streamed += 1
+    assert streamed > 3
+
+
+async def test_what_can_be_looked_at_is_as_it_is_told(whole: Served, document: dict[str, Any]) -> None:
+    for path in ("/", "/health", "/ready", "/v1/models", "/admin/models", "/admin/snapshot", "/info", "/api/tags"):
+        answer = await whole.get(path)
+        check(
+            document,
+            document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"],
+            answer,
+        )
+
+
+async def test_errors_are_as_they_are_told(whole: Served, document: dict[str, Any]) -> None:
+    for method, path, operation in operations(document):
+        if "requestBody" not in operation:
+            continue
+        async with whole.http.request(method, path, json={"no such field": 1}) as response:
+            assert 400 <= response.status < 500, path
+            check(
+                document,
+                operation["responses"]["default"]["content"]["application/json"]["schema"],
+                await response.json(),
+            )
+
+
+async def test_a_refused_parameter_is_told_with_the_values_that_change_nothing(document: dict[str, Any]) -> None:
+    body = document["components"]["schemas"]["CompletionBody"]["properties"]
+    assert body["suffix"] == {
+        "enum": ["", None],
+        "description": "Not supported: text can be continued, not filled in",
+        "x-refused": True,
+    }
+    assert body["typical"]["description"] == "The same as typical_p"
+
+
+async def test_a_dialect_that_is_off_is_not_in_it(whole: Served) -> None:
+    await whole.server.switch_dialect("anthropic", False)
+    assert "/v1/messages" not in (await whole.get("/openapi.json"))["paths"]
+    await whole.server.switch_dialect("anthropic", True)
+    assert "/v1/messages" in (await whole.get("/openapi.json"))["paths"]
+
+
+async def _check_answer(document: dict[str, Any], operation: Operation, media: str, text: str) -> None:
+    told = operation["responses"]["200"]["content"][media]
+    if "x-event" not in told:
+        check(document, told["schema"], json.loads(text))
+        return
+    lines = [line.removeprefix("data:").strip() for line in text.splitlines() if not line.startswith(("event:", ":"))]
+    events = [json.loads(line) for line in lines if line and line != "[DONE]"]
+    assert events
+    for event in events:
+        check(document, told["x-event"], event)
+
+
+def _told(operation: Operation, status: str) -> dict[str, Any]:
+    found: dict[str, Any] = operation["responses"][status]["content"]["application/json"]["schema"]
+    return found
+
+
+def _examples(operation: Operation) -> list[dict[str, Any]]:
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    several = [each["value"] for each in content.get("examples", {}).values()]
+    return [content["example"]] if "example" in content else several
+
+
+def _streams(document: dict[str, Any], operation: Operation) -> bool:
+    content = operation["responses"]["200"].get("content", {})
+    return any("x-event" in told for told in content.values()) and len(content) > 1
+
+
+def _references(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for each in value.values():
+            yield from _references(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _references(each)
