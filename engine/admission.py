@@ -56,8 +56,13 @@ def to_embed(params: SamplingParams, model: LoadedModel) -> SamplingParams:
 
 
 def end_tokens(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Every id that ends the answer: the model's own unless ignore_eos, and stop_token_ids."""
-    own = () if params.ignore_eos else eos_token_ids
+    """Every id that ends the answer: the model's own unless ignore_eos, and stop_token_ids.
+
+    What is held to a grammar ends where that ends, with one of the model's own, and JSON nowhere else.
+    """
+    if params.grammar is not None and params.grammar.is_json:
+        return tuple(eos_token_ids)
+    own = () if params.ignore_eos and params.grammar is None else eos_token_ids
     return tuple(dict.fromkeys((*own, *params.stop_token_ids)))
 
 

@@ -73,6 +73,30 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     vector: bytes = b""
 
 
+class TokenMask(Protocol):
+    """What the tokens of one answer are held to. It is told of every token of the answer, and knows nothing else.
+
+    ended: whether nothing may come but the answer's end.  error: why nothing at all may come any more; "" while
+    anything may.
+    """
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def error(self) -> str: ...
+
+    def allowed(self) -> bytes:
+        """The tokens that may come now: a bit for each of the model's, from the lowest of the first byte on, filled up
+        to whole words of 32. None after an error."""
+
+    def accept(self, token_id: int) -> None:
+        """This token was chosen."""
+
+    def restart(self, generated: Sequence[int]) -> None:
+        """The answer stands after these tokens: some were taken back, or were computed elsewhere."""
+
+
 class LoadProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a load stands: done of total, in bytes for weights and kv_cache, in steps otherwise."""
 
@@ -184,8 +208,12 @@ class Backend(Protocol):
         """Load `spec`; raises ModelLoadFailed or a child of it (LoadCancelled when `cancelled()` turned true)
         and leaves nothing allocated then."""
 
-    def submit(self, request: BackendRequest) -> None:
-        """Take a request. Raises ContextLengthExceeded with the numbers where it can never fit."""
+    def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
+        """Take a request. Raises ContextLengthExceeded with the numbers where it can never fit.
+
+        mask: what its tokens are held to, at where `request.generated` ends; the backend's own from here on. It decides
+        on end tokens, and the answer ends with "stop" by the token after which it has `ended`.
+        """
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its pages: cancelled, or ended by the text stage. Unknown ids are fine."""

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Whitespace between the parts of a JSON document: enough to indent it, and no model can go on with it for ever."""
+JSON_WHITESPACE = r"([\x20\x09]|\x0A[\x20\x09]{0,32})"
+"""What may stand between the parts of a JSON document: a space, or a line's end and indentation. With more, a model
+that is unsure would go on with it for ever."""
 
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 

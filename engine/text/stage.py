@@ -28,10 +28,11 @@ class TextOutput(msgspec.Struct, frozen=True):
 class TextStage:
     """Detokenises one answer, ends it at end tokens, stop strings and max_tokens, and holds nothing back then.
 
-    An end token makes no text. Before min_tokens an end token neither ends the answer nor is shown (backends mask
-    it, so it should not come), and text is not searched for stop strings: they are looked for from token number
-    min_tokens on. What is emitted depends on the ids alone, so a request that lost its worker goes on seamlessly:
-    `request.generated` is replayed silently, and what had been held back is held back again.
+    An end token makes no text. Before min_tokens an end token neither ends the answer nor is shown (backends mask it,
+    so it should not come), and text is not searched for stop strings: they are looked for from token number
+    min_tokens on, and in JSON that the answer is held to nowhere. What is emitted depends on the ids alone, so a
+    request that lost its worker goes on seamlessly: `request.generated` is replayed silently, and what had been held
+    back is held back again.
 
     Where strings are banned, tokens settle only when none of those has begun: only then can nothing that was emitted
     become part of one, whatever comes after tokens have been taken back.
@@ -42,7 +43,8 @@ class TextStage:
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens, shown=params.shown_token_ids
         )
-        self._stops = StopMatcher(params.stop, params.include_stop)
+        stops = () if params.grammar is not None and params.grammar.is_json else params.stop
+        self._stops = StopMatcher(stops, params.include_stop)
         self._banned = BannedStrings(params.banned_strings) if params.banned_strings else None
         self._end_token_ids = frozenset(request.end_token_ids)
         self._min_tokens = params.min_tokens
@@ -53,7 +55,7 @@ class TextStage:
         self._withheld = 0
         self._unsettled = ""
         self._finish: FinishReason | None = None
-        self._plain = not params.stop and not params.banned_strings
+        self._plain = not stops and not params.banned_strings
         for token_id in request.generated:
             self.push(token_id)
 

@@ -8,6 +8,7 @@ import msgspec
 
 from engine.backends.base import BackendRequest, FinishReason, TokenEvent, TokenLogprob
 from engine.errors import ErrorInfo, InvalidRequest, WorkerFailed
+from engine.text.masks import GrammarMask
 from engine.text.stage import TextStage
 from engine.text.tokenizer import Tokenizer
 from engine.worker import protocol
@@ -66,9 +67,12 @@ class Answer:
     A banned string that is complete makes it `rewinding`: whatever the backend still says of it is out of date, and
     the backend is to be given `rewound()` in its place, which goes on before the token in which that string began,
     with that token ruled out there.
+
+    mask: what the backend has its tokens held to, None where nothing is, or it is not there yet.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: BackendRequest) -> None:
+        self.mask: GrammarMask | None = None
         self._tokenizer = tokenizer
         self._request = request
         self._stage = TextStage(tokenizer, request)
@@ -101,7 +105,8 @@ class Answer:
         return self._rewind_to is not None
 
     def take(self, event: TokenEvent, output: Output) -> None:
-        """Take in one token or end of the backend's. The text stage's end goes before the backend's own."""
+        """Take in one token or end of the backend's. The text stage's end goes before the backend's own, but for an
+        answer that its grammar ends with the last token it could have: that one is whole."""
         if self._cached_tokens is None:
             self._cached_tokens = event.cached_tokens
         if event.prompt_logprobs:
@@ -114,6 +119,8 @@ class Answer:
             if event.finish == "error":
                 output.fail(why)
             output.finish, output.vector = event.finish, event.vector
+        if output.finish == "length" and event.finish == "stop":
+            output.finish = "stop"
 
     def rewound(self) -> BackendRequest:
         """What the backend goes on with; raises InvalidRequest where every way on was tried."""

@@ -12,15 +12,18 @@ import psutil
 
 from engine.backends.base import Backend, BackendRequest, BackendStats, PrefixChanges, TokenEvent
 from engine.errors import EngineError, InvalidRequest, NoModelLoaded, WorkerFailed
+from engine.text.masks import GrammarMasks
 from engine.worker import protocol
 from engine.worker.answer import Answer
 from engine.worker.channel import WorkerChannel
 from engine.worker.factory import BackendFactory
 from engine.worker.loading import Replica, attach_adapter, limit_torch_threads, load_replica, reason
+from engine.worker.masking import Masking
 from engine.worker.outbox import Outbox
 
 HEARTBEAT_S = 1.0
 GAUGE_S = 1.0
+COMPILING_S = 0.005
 MAX_FAILED_STEPS = 2
 
 _logger = logging.getLogger(__name__)
@@ -48,6 +51,7 @@ class WorkerLoop:
         self._process = psutil.Process()
         self._replica: Replica | None = None
         self._answers: dict[str, Answer] = {}
+        self._masking: Masking | None = None
         self._outbox = Outbox()
         self._gauged_s = -math.inf
         self._rss_bytes = 0
@@ -80,7 +84,8 @@ class WorkerLoop:
         busy = self._busy_backend() is not None
         if not busy:
             self._check()
-        command = self._channel.take(0.0 if busy or self._outbox.holds else HEARTBEAT_S)
+        patience_s = COMPILING_S if self._masking else HEARTBEAT_S
+        command = self._channel.take(0.0 if busy or self._outbox.holds else patience_s)
         if command is not None and self._outbox.holds:
             self._send_batch()  # it may make the next step a long one
         while command is not None:
@@ -88,6 +93,7 @@ class WorkerLoop:
             if self._stopping:
                 return
             command = self._channel.take()
+        self._take_masks()
         backend = self._busy_backend()
         if backend is not None:
             self._step(backend)
@@ -140,6 +146,7 @@ class WorkerLoop:
             return
         attached = [attach_adapter(self._replica, adapter) for adapter in load.adapters]
         self._failed_steps = 0
+        self._masking = Masking(GrammarMasks(self._replica.tokenizer, self._replica.model.vocab_size))
         self._gauged_s = -math.inf  # what it took is read off the next report
         self._channel.send(protocol.Loaded(model=self._replica.model, load_s=time.monotonic() - started_s))
         for answer in attached:
@@ -147,6 +154,7 @@ class WorkerLoop:
 
     def _unload(self) -> None:
         self._answers.clear()
+        self._masking = None
         self._outbox = Outbox()
         self._leaving.clear()
         if self._replica is not None:
@@ -175,7 +183,10 @@ class WorkerLoop:
             if answer.finish is not None:
                 self._outbox.of(request.id).finish = answer.finish
                 return
-            self._replica.backend.submit(request)
+            if request.params.grammar is None or self._masking is None:
+                self._replica.backend.submit(request)
+            else:
+                self._masking.begin(request)
             self._answers[request.id] = answer
         except EngineError as error:
             self._outbox.of(request.id).fail(error.info)
@@ -183,8 +194,27 @@ class WorkerLoop:
             _logger.exception("request %s could not be taken", request.id)
             self._outbox.of(request.id).fail(f"the request could not be taken: {reason(error)}")
 
+    def _take_masks(self) -> None:
+        """Give the backend the requests whose grammars are compiled."""
+        if not self._masking or self._replica is None:
+            return
+        for request, compiling in self._masking.done():
+            answer, output = self._answers[request.id], self._outbox.of(request.id)
+            try:
+                answer.mask = compiling.result()
+                self._replica.backend.submit(request, answer.mask)
+            except EngineError as error:
+                output.fail(error.info)
+            except Exception as error:
+                _logger.exception("request %s could not be held to its grammar", request.id)
+                output.fail(f"the request could not be taken: {reason(error)}")
+            if output.finish is not None:
+                del self._answers[request.id]
+
     def _forget(self, request_id: str) -> None:
         self._outbox.drop(request_id)
+        if self._masking is not None:
+            self._masking.forget(request_id)
         if self._answers.pop(request_id, None) is not None and self._replica is not None:
             self._replica.backend.cancel(request_id)
 
@@ -228,7 +258,10 @@ class WorkerLoop:
         backend.cancel(answer.id)
         output = self._outbox.of(answer.id)
         try:
-            backend.submit(answer.rewound())
+            request = answer.rewound()
+            if answer.mask is not None:
+                answer.mask.restart(request.generated)
+            backend.submit(request, answer.mask)
         except EngineError as error:
             output.fail(error.info)
         except Exception as error:
@@ -240,7 +273,7 @@ class WorkerLoop:
     def _step_failed(self, error: Exception, backend: Backend) -> None:
         """Fail everybody who was in the step; give up when steps go on failing."""
         _logger.exception("a step failed")
-        for request_id in list(self._answers):
+        for request_id in [name for name in self._answers if self._masking is None or name not in self._masking]:
             del self._answers[request_id]
             backend.cancel(request_id)
             self._outbox.of(request_id).fail(f"the step failed: {reason(error)}")

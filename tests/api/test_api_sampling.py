@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.backends.base import BackendRequest, LoadedModel
+from engine.backends.base import BackendRequest, LoadedModel, TokenMask
 from engine.config import SamplingParams
 from tests.api.harness import Served, serving, text_of
 from tests.fakes.backend import FakeBackend, saying
@@ -195,7 +195,7 @@ async def test_banned_strings_never_show_streamed_or_whole_and_usage_counts_what
 
 async def test_banned_strings_with_no_way_on_are_an_error_that_names_them(tmp_path: Path) -> None:
     class Stubborn(FakeBackend):
-        def submit(self, request: BackendRequest) -> None:
+        def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
             super().submit(msgspec.structs.replace(request, banned_next=()))
 
     async with serving(tmp_path, Stubborn(reply=saying("bad"))) as api:

@@ -20,6 +20,7 @@ from engine.backends.base import (
     SequenceStats,
     TokenEvent,
     TokenLogprob,
+    TokenMask,
 )
 from engine.config import AdapterSpec, ModelSpec
 from engine.errors import ContextLengthExceeded, LoadCancelled
@@ -120,7 +121,7 @@ class FakeBackend:
     reply: (prompt_ids, index) -> token id.   gate: passed once per step.   load_gate: once per reported load step.
     load_error: raised in the middle of every load until set to None.   fail_at_steps: numbers of steps (from 1,
     over the backend's life) that raise RuntimeError.   check_error: raised by check().
-    A token in banned_next becomes the next byte that is not.
+    A token in banned_next becomes the next byte that is not, and one that a mask does not allow the next that it does.
     It ends no request that is to have an answer: the text stage does. `submitted` and `cancelled` are kept for the
     test to look at.
     """
@@ -160,6 +161,7 @@ class FakeBackend:
         self.adapters: dict[str, AdapterSpec] = {}
         self.submitted: list[BackendRequest] = []
         self._live: dict[str, tuple[BackendRequest, list[int]]] = {}
+        self._masks: dict[str, TokenMask] = {}
         self._started: set[str] = set()
 
     def load(
@@ -203,7 +205,7 @@ class FakeBackend:
             hidden_size=HIDDEN_SIZE if self.embeds else 0,
         )
 
-    def submit(self, request: BackendRequest) -> None:
+    def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
         """Take a request; refuse a prompt longer than the context."""
         if len(request.prompt_ids) >= self.max_model_len:
             raise ContextLengthExceeded(
@@ -213,11 +215,14 @@ class FakeBackend:
             )
         self.submitted.append(request)
         self._live[request.id] = (request, list(request.generated))
+        if mask is not None:
+            self._masks[request.id] = mask
 
     def cancel(self, request_id: str) -> None:
         """Forget a request."""
         self.cancelled.append(request_id)
         self._live.pop(request_id, None)
+        self._masks.pop(request_id, None)
         self._started.discard(request_id)
 
     def set_max_prompts(self, max_prompts: int) -> None:
@@ -245,12 +250,17 @@ class FakeBackend:
         first = len(tokens) == len(request.generated)
         while first and token_id in request.banned_next:
             token_id = (token_id + 1) % 256
+        mask = self._masks.get(request_id)
+        if mask is not None:
+            token_id = nearest(token_id, mask)
+            mask.accept(token_id)
         tokens.append(token_id)
         wanted = request.params.logprobs is not None
         return TokenEvent(
             request_id=request_id,
             token_id=token_id,
             logprob=TokenLogprob(token_id=token_id, logprob=-0.5) if wanted else None,
+            finish="stop" if mask is not None and mask.ended else None,
             cached_tokens=0 if first else None,
             prompt_logprobs=foretold(request) if first else (),
         )
@@ -314,6 +324,15 @@ class FakeBackend:
         self.kv_tokens = 0
         self._live.clear()
         self._started.clear()
+
+
+def nearest(token_id: int, mask: TokenMask) -> int:
+    """The first token from this one on that the mask allows."""
+    bits = mask.allowed()
+    for candidate in (*range(token_id, VOCAB_SIZE), *range(token_id)):
+        if bits[candidate // 8] >> candidate % 8 & 1:
+            return candidate
+    raise AssertionError(f"the mask allows nothing: {mask.error}")
 
 
 class NoisyBackend(FakeBackend):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.base import BackendRequest, TokenEvent, TokenLogprob
+from engine.backends.base import BackendRequest, TokenEvent, TokenLogprob, TokenMask
 from engine.backends.torch.backend import TorchBackend
 from engine.config import SamplingParams
 from engine.errors import InvalidRequest
@@ -261,7 +261,7 @@ async def test_a_banned_string_at_the_last_allowed_token_is_gone_round_too(start
 
 async def test_an_answer_with_no_way_on_ends_with_an_error_that_names_banned_strings(start_worker: StartWorker) -> None:
     class Stubborn(FakeBackend):
-        def submit(self, request: BackendRequest) -> None:
+        def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
             super().submit(BackendRequest(id=request.id, prompt_ids=request.prompt_ids, params=request.params))
 
     outputs = await outputs_of(await start_worker(Stubborn(reply=saying("bad"))), banned_strings=("bad",))

@@ -494,7 +494,7 @@ async def test_a_banned_string_is_gone_round_under_an_adapter_that_is_to_go(star
     class Naming(FakeBackend):
         """Refuses requests for adapters that are not there, as a real backend does."""
 
-        def submit(self, request):
+        def submit(self, request, mask=None):
             if request.adapter and request.adapter not in self.adapters:
                 raise UnsupportedModel(f"no adapter {request.adapter}")
             super().submit(request)

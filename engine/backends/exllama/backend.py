@@ -14,6 +14,7 @@ from engine.backends.base import (
     LoadProgress,
     PrefixChanges,
     TokenEvent,
+    TokenMask,
 )
 from engine.backends.exllama.accounts import PageGauges, check_accounts, page_gauges
 from engine.backends.exllama.jobs import Job
@@ -47,6 +48,7 @@ class ExllamaBackend:
         self._max_prompts = 1
         self._prompts_limit = 0
         self._line = Line()
+        self._masks: dict[str, TokenMask] = {}
         self._counters = Counters()
         self._unsent: list[TokenEvent] = []
         self._degraded = ""
@@ -81,7 +83,7 @@ class ExllamaBackend:
             raise
         return parts.info
 
-    def submit(self, request: BackendRequest) -> None:
+    def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
         """Take a request. Raises ContextLengthExceeded, InvalidRequest naming the field, or WorkerFailed where the
         generator broke and could not be mended."""
         if self._limits is None:
@@ -93,10 +95,13 @@ class ExllamaBackend:
         self._limits.refuse(request)
         refuse_unsupported(request.params)
         self._line.waiting[request.id] = request
+        if mask is not None:
+            self._masks[request.id] = mask
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its pages."""
         self._unsent = [event for event in self._unsent if event.request_id != request_id]
+        self._masks.pop(request_id, None)
         live = self._line.drop(request_id)
         if live is not None:
             live.count(self._counters)
@@ -181,6 +186,7 @@ class ExllamaBackend:
         parts, self._parts = self._parts, None
         self._generator = self._limits = None
         self._line, self._counters = Line(), Counters()
+        self._masks.clear()
         self._unsent.clear()
         self._degraded = ""
         self._prompts_limit = 0
@@ -231,6 +237,7 @@ class ExllamaBackend:
             new_tokens=new_tokens if request.params.mirostat else min(new_tokens, LEASE_TOKENS),
             draft_tokens=self._limits.draft_tokens,
             vocab_size=self._limits.vocab_size,
+            mask=self._masks.get(request.id),
         )
         self._generator.enqueue(job.handle)
         return job
@@ -240,18 +247,19 @@ class ExllamaBackend:
         assert self._limits is not None
         going_on: list[Live] = []
         for live in list(self._line.running.values()):
-            request_id, failed = live.request.id, live.job.failed
-            goes_on = request_id not in over or (not failed and self._limits.wanted(live.rest()) > 0)
+            request_id, failed, whole = live.request.id, live.job.failed, live.job.whole
+            goes_on = not whole and (request_id not in over or (not failed and self._limits.wanted(live.rest()) > 0))
             live.count(self._counters)
             self._unsent += live.events(self._counters, ended=not goes_on and not failed)
             if failed or not goes_on:
                 self._line.drop(request_id)
+                self._masks.pop(request_id, None)
             elif request_id in over:
                 going_on.append(live)
             if failed:
-                self._end(request_id, "error", "the model gave no finite probabilities for it")
-                if request_id not in over:
-                    self._release(live)
+                self._end(request_id, "error", live.job.why_failed)
+            if (failed or whole) and request_id not in over:
+                self._release(live)
         self._line.give_back(going_on)
 
     def _release(self, live: Live) -> None:
@@ -302,6 +310,7 @@ class ExllamaBackend:
 
     def _end(self, request_id: str, finish: FinishReason, message: str = "") -> None:
         self._line.begun.discard(request_id)
+        self._masks.pop(request_id, None)
         self._unsent.append(TokenEvent(request_id=request_id, finish=finish, message=message))
 
 

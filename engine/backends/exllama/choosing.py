@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.base import TokenLogprob
+from engine.backends.base import TokenLogprob, TokenMask
 from engine.backends.exllama.bias import TokenBias
 from engine.backends.exllama.draws import Draws
+from engine.backends.exllama.masks import held_to
 from engine.backends.exllama.sampling import uses_xtc
 from engine.config import SamplingParams
 
@@ -42,15 +43,26 @@ class Choosing:
     """Chooses the tokens of one job, and keeps them until they are taken.
 
     job: the library's; its random generator is replaced by `draws`.  tokens: how many the answer has already.
-    failed: the model gave no finite probabilities; what comes after is not kept.
+    mask: what the tokens are held to, None for nothing.
+    failed: there is nothing to choose from.  whole: the mask allows nothing more after what was chosen. What comes
+    after either is not kept.
     """
 
     def __init__(
-        self, job: Any, params: SamplingParams, bias: TokenBias, draws: Draws, *, tokens: int, vocab_size: int
+        self,
+        job: Any,
+        params: SamplingParams,
+        bias: TokenBias,
+        draws: Draws,
+        *,
+        tokens: int,
+        vocab_size: int,
+        mask: TokenMask | None = None,
     ) -> None:
         self._job = job
         self._params = params
         self._bias = bias
+        self._mask = mask
         self._draws = draws
         self._receive: Callable[[Tensor], Sampled] = job.receive_logits
         self._vocab_size = vocab_size
@@ -58,9 +70,16 @@ class Choosing:
         self._chosen: list[Chosen] = []
         self._xtc = uses_xtc(params)
         self._may_underflow = params.temperature_last or params.max_temp > 0
-        self.failed = False
+        self.failed = self.whole = False
         job.rng = draws
         job.receive_logits = self
+
+    @property
+    def why_failed(self) -> str:
+        """Why there is nothing to choose from."""
+        if self._mask is not None and self._mask.error:
+            return f"its grammar allows nothing more: {self._mask.error}"
+        return "the model gave no finite probabilities for it"
 
     def take(self) -> list[Chosen]:
         """The tokens since the last call."""
@@ -77,7 +96,10 @@ class Choosing:
         own = own.clone() if self._params.logprobs is not None else own
         sampled = self._sample(logits)
         token_id = int(sampled[0].item())
-        if not self.failed:
+        if not (self.failed or self.whole):
+            if self._mask is not None:
+                self._mask.accept(token_id)
+                self.whole = self._mask.ended
             self._chosen.append(Chosen(token_id, logprob_of(own, token_id, self._params.logprobs)))
         self._tokens += 1
         return sampled
@@ -85,7 +107,7 @@ class Choosing:
     def _sample(self, logits: Tensor) -> Sampled:
         """Draw until a token comes that is not left out."""
         settings = self._job.gen_settings
-        settings.token_bias = self._bias.next(self._job.sequences[0].sequence_ids.torch()[0], logits.shape[-1])
+        settings.token_bias = self._next_bias(logits)
         leave_out = self._draws.move_to(self._tokens) < self._params.xtc_probability and self._xtc
         pristine = logits.clone() if leave_out or self._may_underflow else logits
         surprise = settings.mirostat_mu
@@ -98,6 +120,18 @@ class Choosing:
                 return sampled
             logits.copy_(pristine)
             settings.mirostat_mu = surprise
+
+    def _next_bias(self, logits: Tensor) -> Tensor | None:
+        """What is added to the logits of the next token; where that leaves none, it has failed."""
+        width = logits.shape[-1]
+        bias = self._bias.next(self._job.sequences[0].sequence_ids.torch()[0], width)
+        if self._mask is None:
+            return bias
+        bias = held_to(self._mask, bias, width)
+        if math.isfinite(bias.amax()):
+            return bias
+        self.failed = True
+        return None
 
     def _most_likely(self, logits: Tensor) -> Sampled:
         settings = self._job.gen_settings

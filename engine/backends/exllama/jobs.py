@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import torch
 
-from engine.backends.base import BackendRequest
+from engine.backends.base import BackendRequest, TokenMask
 from engine.backends.exllama.bias import TokenBias
 from engine.backends.exllama.choosing import Choosing, Chosen
 from engine.backends.exllama.draws import Draws
@@ -21,7 +22,14 @@ class Job:
     """
 
     def __init__(
-        self, library: Library, request: BackendRequest, *, new_tokens: int, draft_tokens: int, vocab_size: int
+        self,
+        library: Library,
+        request: BackendRequest,
+        *,
+        new_tokens: int,
+        draft_tokens: int,
+        vocab_size: int,
+        mask: TokenMask | None = None,
     ) -> None:
         params = request.params
         prompts = [request.prompt_ids] if params.cfg_scale == 1.0 else [request.prompt_ids, params.negative_prompt_ids]
@@ -36,8 +44,10 @@ class Job:
             return_top_tokens=min(int(1 / params.xtc_threshold), vocab_size) if uses_xtc(params) else 0,
             identifier=request.id,
         )
+        if mask is not None:
+            mask.restart(request.generated)
         bias = TokenBias(
-            params,
+            params if mask is None else msgspec.structs.replace(params, min_tokens=0),  # the mask decides on end tokens
             prompt_tokens=len(request.prompt_ids),
             end_token_ids=tuple(token_id for token_id in request.end_token_ids if token_id < vocab_size),
             banned_next=tuple(token_id for token_id in request.banned_next if token_id < vocab_size),
@@ -50,12 +60,23 @@ class Job:
             Draws(params.seed or 0),
             tokens=len(request.generated),
             vocab_size=vocab_size,
+            mask=mask,
         )
 
     @property
     def failed(self) -> bool:
-        """Whether the model gave no finite probabilities."""
+        """Whether there was nothing to choose from."""
         return self._choosing.failed
+
+    @property
+    def why_failed(self) -> str:
+        """Why there was nothing to choose from."""
+        return self._choosing.why_failed
+
+    @property
+    def whole(self) -> bool:
+        """Whether its mask allows nothing more after what was chosen."""
+        return self._choosing.whole
 
     def take(self) -> list[Chosen]:
         """The tokens since the last call."""

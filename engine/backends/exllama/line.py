@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.backends.base import BackendRequest, DraftPosition, SequenceStats, TokenEvent
+from engine.backends.base import BackendRequest, DraftPosition, FinishReason, SequenceStats, TokenEvent
 from engine.backends.exllama.jobs import Job
 
 
@@ -60,8 +60,10 @@ class Live:
         self.prompt_computed, self.draft_tokens, self.draft_accepted = computed, job.draft_tokens, job.draft_accepted
 
     def events(self, counters: Counters, *, ended: bool) -> list[TokenEvent]:
-        """Events of the tokens since the last call; the last one ends the answer at its length where it `ended`."""
+        """Events of the tokens since the last call; the last one ends the answer where it `ended`: whole, or at its
+        length."""
         chosen = self.job.take()
+        finish: FinishReason = "stop" if self.job.whole else "length"
         events = []
         for index, token in enumerate(chosen, start=1):
             events.append(
@@ -69,7 +71,7 @@ class Live:
                     request_id=self.request.id,
                     token_id=token.token_id,
                     logprob=token.logprob,
-                    finish="length" if ended and index == len(chosen) else None,
+                    finish=finish if ended and index == len(chosen) else None,
                     cached_tokens=None if self.begun else self.job.cached_tokens,
                 )
             )

@@ -19,6 +19,7 @@ from engine.backends.base import (
     LoadProgress,
     PrefixChanges,
     TokenEvent,
+    TokenMask,
 )
 from engine.backends.faults import device_is_lost, is_out_of_memory, reason
 from engine.backends.torch import scheduler as scheduling
@@ -124,7 +125,7 @@ class TorchBackend:
             hidden_size=runner.config.hidden_size,
         )
 
-    def submit(self, request: BackendRequest) -> None:
+    def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
         """Take a request. Raises ContextLengthExceeded or InvalidRequest, naming the field. It keeps its adapter, even
         one that is detached meanwhile."""
         runner, scheduler = self._loaded()
@@ -149,6 +150,7 @@ class TorchBackend:
             generated=request.generated,
             end_token_ids=[token_id for token_id in request.end_token_ids if token_id < vocab],
             banned_next=request.banned_next,
+            mask=mask,
         )
         self._jobs[request.id] = _Job(sequence, row, adapter, telling)
         if row.foreseeable:
@@ -309,11 +311,11 @@ class TorchBackend:
             if sequence.id in spoilt:
                 continue
             if not ids[index]:
-                events.append(self._end(sequence.id, "error", _NOT_FINITE))
+                events.append(self._end(sequence.id, "error", self._why_nothing(sequence.id)))
                 continue
             self._guesses.came(sequence.id, guessed[index], ids[index])
             events += self._told(sequence, tokens[index][: sequence.known - known[index]], sequence.id in at_end)
-            if sequence.id in at_end:
+            if events[-1].finish is not None:
                 self.cancel(sequence.id)
         return events
 
@@ -341,18 +343,24 @@ class TorchBackend:
         job, events = self._jobs[sequence.id], []
         for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
             job.row.push(token.token_id)
+            whole = job.row.mask is not None and job.row.mask.ended
             events.append(
                 TokenEvent(
                     request_id=sequence.id,
                     token_id=token.token_id,
                     logprob=token.logprob,
-                    finish="length" if ended and not left else None,
+                    finish="stop" if whole else "length" if ended and not left else None,
                     cached_tokens=None if job.begun else sequence.cached_tokens,
                     prompt_logprobs=() if job.begun or job.telling is None else job.telling.logprobs,
                 )
             )
             job.begun = True
         return events
+
+    def _why_nothing(self, request_id: str) -> str:
+        """Why no token could be chosen for a request."""
+        mask = self._jobs[request_id].row.mask
+        return _NOT_FINITE if mask is None or not mask.error else f"its grammar allows nothing more: {mask.error}"
 
     def _fail(self, plan: Plan, error: Exception) -> list[TokenEvent]:
         """End every request of a step that failed."""

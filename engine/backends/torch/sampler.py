@@ -1,9 +1,10 @@
 """Choosing the next token of every row of a batch of logits, with work only for what some row asks for.
 
 The order, per row: repetition, then frequency and presence penalty; logit_bias, DRY, end tokens masked before
-min_tokens and tokens that the next one must not be; then greedy (temperature 0: exact argmax, the lowest id among
-equals), or temperature, filters and a draw (see `draw`). Nothing is random but a function of the row's seed and
-position, so that an answer does not depend on what else is in the batch, on preemption, or on the worker.
+min_tokens, tokens that the next one must not be, and all that a mask does not allow; then greedy (temperature 0:
+exact argmax, the lowest id among equals), or temperature, filters and a draw (see `draw`). Nothing is random but a
+function of the row's seed and position, so that an answer does not depend on what else is in the batch, on
+preemption, or on the worker.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.base import TokenLogprob
+from engine.backends.base import TokenLogprob, TokenMask
 from engine.backends.torch.draw import draw_filtered, draw_plain, rank
 from engine.backends.torch.dry import DryPenalty
 from engine.backends.torch.knobs import Draw, Knobs, bounded, columns, filtered
+from engine.backends.torch.masks import hold
 from engine.backends.torch.penalties import penalise, seen_by
 from engine.config import SamplingParams
 
@@ -36,6 +38,7 @@ class SampleRow:
 
     position: where the next token goes (tokens known so far).      output_tokens: how many of them are output.
     banned_next: ids that the first token to come must not be.
+    mask: what the tokens are held to, at where `generated` ends; None for nothing. It decides on end tokens too.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class SampleRow:
         generated: Sequence[int] = (),
         end_token_ids: Sequence[int] = (),
         banned_next: Sequence[int] = (),
+        mask: TokenMask | None = None,
     ) -> None:
         self.params = params
         self.position = len(prompt_ids) + len(generated)
@@ -55,7 +59,8 @@ class SampleRow:
         self.bounded = bounded(params)
         self.end_token_ids = tuple(end_token_ids)
         self.bias = _as_tensors(params.logit_bias)
-        self.end_mask = _mask(end_token_ids) if params.min_tokens else None
+        self.mask = mask
+        self.end_mask = _mask(end_token_ids) if params.min_tokens and mask is None else None
         self.next_mask = _mask(banned_next)
         self.seen = seen_by(params, prompt_ids)
         if self.seen is not None:
@@ -68,6 +73,8 @@ class SampleRow:
         self.position += 1
         self.output_tokens += 1
         self.next_mask = None
+        if self.mask is not None:
+            self.mask.accept(token_id)
         if self.seen is not None:
             self.seen.push(token_id)
         if self.dry is not None:
@@ -76,7 +83,7 @@ class SampleRow:
     @property
     def foreseeable(self) -> bool:
         """Whether how a later token is drawn does not depend on the tokens before it, but for the logits."""
-        return self.seen is None and self.dry is None
+        return self.seen is None and self.dry is None and self.mask is None
 
     def ahead(self, tokens: int) -> SampleRow:
         """The row of the token that comes after so many others; only where it is `foreseeable`."""
@@ -148,7 +155,8 @@ def _edit(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Logits after penalties and everything that is added; the same tensor where no row asks for any."""
     added = [(index, pair) for index, row in enumerate(rows) for pair in row.additions]
     seen = [(index, row.seen.tokens()) for index, row in enumerate(rows) if row.seen is not None]
-    if not added and not seen:
+    masks = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
+    if not added and not seen and not masks:
         return logits
     edited = logits.clone()
     if seen:
@@ -161,6 +169,8 @@ def _edit(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         values = torch.cat([values for _, (_, values) in added])
         target = (where.to(logits.device), ids.to(logits.device))
         edited.index_put_(target, values.to(logits.device), accumulate=True)
+    if masks:
+        hold(edited, masks)
     return edited
 
 

@@ -1,0 +1,164 @@
+"""The masks of one model's answers: what their grammars allow to come next, in the model's own tokens."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import cached_property
+
+import llguidance
+
+from engine.backends.base import BackendRequest
+from engine.config import Grammar
+from engine.errors import InvalidRequest
+from engine.text.grammar import LIMITS, define, in_deep_thread, unusable
+from engine.text.tokenizer import Tokenizer
+
+COMPILED_KEPT = 64
+_WORD_BITS = 32
+
+
+class GrammarMask:
+    """The TokenMask of one request (see `engine.backends.base`).
+
+    matcher: at the start of the answer; this mask's own.  ends: ids that end the answer where the grammar may end.
+    fewest: while fewer tokens are there, none of `ends` may come as long as anything else may.
+    barred: the model's end tokens that are not among `ends`; they come only where nothing else may.
+    """
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, *, ends: Sequence[int], fewest: int, barred: Sequence[int], size_bytes: int
+    ) -> None:
+        self._matcher = matcher
+        self._ends = tuple(ends)
+        self._barred = tuple(barred)
+        self._fewest = fewest
+        self._size_bytes = size_bytes
+        self._tokens: list[int] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether the grammar allows nothing more but the answer's end."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str:
+        """Why nothing is allowed any more; "" while anything is."""
+        return self._matcher.get_error().partition("\n")[0]
+
+    def allowed(self) -> bytes:
+        """The tokens that may come now; none after an error."""
+        found = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            return bytes(self._size_bytes)
+        bits = bytearray(found[: self._size_bytes].ljust(self._size_bytes, b"\0"))
+        unwanted = (*self._barred, *self._ends) if len(self._tokens) < self._fewest else self._barred
+        if unwanted and not self.ended:
+            fewer = bytearray(bits)
+            for token_id in unwanted:
+                fewer[token_id // 8] &= ~(1 << token_id % 8)
+            return bytes(fewer if any(fewer) else bits)
+        return bytes(bits)
+
+    def accept(self, token_id: int) -> None:
+        """Go on by a token; one that is not allowed is an error."""
+        self._tokens.append(token_id)
+        self._matcher.consume_token(token_id)
+
+    def restart(self, generated: Sequence[int]) -> None:
+        """Be where the answer is after these tokens."""
+        known = self._tokens
+        same = next((i for i, pair in enumerate(zip(known, generated, strict=False)) if pair[0] != pair[1]), None)
+        same = min(len(known), len(generated)) if same is None else same
+        if same < len(known):
+            self._matcher.rollback(len(known) - same)
+        self._tokens = list(generated)
+        self._matcher.consume_tokens(list(generated[same:]))
+
+
+class GrammarMasks:
+    """Makes the masks of one worker's requests. What is compiled is kept, and so is the tokenizer in the shape that the
+    library wants, which takes up to a second to make; so nothing of it is done before the first grammar comes.
+
+    vocab_size: logits that the model gives per token, which may be more than the tokenizer has tokens, or fewer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._compiled: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
+
+    def begin(self, request: BackendRequest) -> Future[GrammarMask]:
+        """The mask of a request that has a grammar, done at once where that was compiled lately. It raises
+        InvalidRequest where the model cannot write what the grammar wants."""
+        grammar = request.params.grammar
+        assert grammar is not None, f"request {request.id} is held to nothing"
+        made: Future[GrammarMask] = Future()
+        start = self._compiled.get((grammar.kind, grammar.source))
+        if start is not None:
+            self._compiled.move_to_end((grammar.kind, grammar.source))
+            made.set_result(self._mask(start, request))
+            return made
+        return in_deep_thread(lambda: self._mask(self._compile(grammar), request), grammar.source)
+
+    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+        start = llguidance.LLMatcher(self._library_tokenizer, define(grammar), log_level=0, limits=LIMITS)
+        if start.is_error():
+            raise unusable(grammar, start.get_error())
+        if not any(start.compute_bitmask()):
+            raise unusable(grammar, "the model has no tokens to write it with")
+        self._compiled[grammar.kind, grammar.source] = start
+        if len(self._compiled) > COMPILED_KEPT:
+            self._compiled.popitem(last=False)
+        return start
+
+    def _mask(self, start: llguidance.LLMatcher, request: BackendRequest) -> GrammarMask:
+        mask = GrammarMask(
+            start.deep_copy(),
+            ends=[token_id for token_id in request.end_token_ids if token_id < self._vocab_size],
+            barred=self._own_ends if request.params.ignore_eos else (),
+            fewest=request.params.min_tokens,
+            size_bytes=-(-self._vocab_size // _WORD_BITS) * _WORD_BITS // 8,
+        )
+        mask.restart(request.generated)
+        if mask.error:
+            raise InvalidRequest(f"the answer so far is not what its grammar allows: {mask.error}")
+        return mask
+
+    @property
+    def _own_ends(self) -> list[int]:
+        return [token_id for token_id in self._tokenizer.eos_token_ids if token_id < self._vocab_size]
+
+    @cached_property
+    def _library_tokenizer(self) -> llguidance.LLTokenizer:
+        """The tokenizer as the library wants it, with the bytes that tokens really add to a text. A model without end
+        tokens gets one that it cannot choose."""
+        ends = self._own_ends or [self._vocab_size]
+        pieces = _Pieces(self._tokenizer, max(self._vocab_size, *(end + 1 for end in ends)), ends[0])
+        wrapped = llguidance.TokenizerWrapper(pieces)
+        return llguidance.LLTokenizer(wrapped, n_vocab=len(pieces.tokens), eos_token=ends)
+
+
+class _Pieces:
+    """What the library asks of a tokenizer: the bytes of every token, and the tokens of a text.
+
+    tokens: control tokens by their names, as no text is made of them; ids without a token have no bytes.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, count: int, end_token_id: int) -> None:
+        special = tokenizer.special_ids
+        self.eos_token_id = end_token_id
+        self.special_token_ids = sorted(token_id for token_id in {*special, end_token_id} if token_id < count)
+        self.tokens = [
+            tokenizer.id_to_token(token_id).encode() if token_id in special else tokenizer.token_bytes(token_id)
+            for token_id in range(count)
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("text is wanted, not bytes")
+        return self._tokenizer.encode(text, add_special_tokens=False)
