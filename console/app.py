@@ -214,7 +214,7 @@ class EricApp(App[None], inherit_bindings=False):
         def start() -> None:
             self.perform(self.link.start_api(), done=f"The API listens on {api.url}")
 
-        before_exposing(self, api.host, key_required=api.key_required, go=start)
+        before_exposing(self, api.host, api, go=start)
 
     # -- screens ----------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _bench(argv[1:])
         if argv[:1] == ["estimate"]:
             return _estimate(argv[1:])
+        if argv[:1] == ["api-keys"]:
+            return _api_keys(argv[1:])
         if argv[:1] and argv[0] in _ELSEWHERE:
             return _elsewhere(argv[0], argv[1:])
         return _run(sources_of(argv))
@@ -106,6 +108,12 @@ def _quantize(argv: Sequence[str]) -> int:
     from console.quantize import quantize
 
     return quantize(_dashed(argv), _Parser(prog=f"{APP_NAME} quantize", allow_abbrev=False))
+
+
+def _api_keys(argv: Sequence[str]) -> int:
+    from console.keys_command import api_keys
+
+    return api_keys(_dashed(argv), _Parser(prog=f"{APP_NAME} api-keys", allow_abbrev=False))
 
 
 def _estimate(argv: Sequence[str]) -> int:
@@ -188,7 +196,7 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
         description=description,
         epilog="Every flag may be written with dashes or underscores, and set as ERICLLM_<NAME> or in config.toml. "
         "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs; "
-        "'ericllm keys' prints every key; "
+        "'ericllm keys' prints every key of the console; 'ericllm api-keys' makes and revokes keys of the API; "
         "'ericllm doctor' says what this machine has and lacks; 'ericllm estimate' what a model would take; "
         "'ericllm quantize' makes a smaller EXL2 model; 'ericllm bench' measures what the engine costs; "
         "'ericllm attach URL' opens the console on a running instance, 'ericllm top' says in a line how one is; "

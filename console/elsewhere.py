@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,13 +13,18 @@ from console.loops import LoopThread
 from console.remote.address import DEFAULT_URL, address_of
 from console.remote.link import RemoteLink
 from console.settings import ENV_PREFIX
+from engine.errors import InvalidRequest
+from engine.models.files import home_expanded
 
 KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
-    """--api-key. A key in config.toml is this machine's own, so it is sent nowhere."""
+    """--api-key and --ca. A key in config.toml is this machine's own, so it is sent nowhere."""
     parser.add_argument("--api-key", metavar="KEY", default=None, help=f"key of the instance (or {KEY_VARIABLE})")
+    parser.add_argument(
+        "--ca", metavar="FILE", default=None, help="certificate (PEM) to trust besides the system's, for https:// URLs"
+    )
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +40,27 @@ def key_of(given: argparse.Namespace) -> str | None:
     return key or None
 
 
+def tls_of(given: argparse.Namespace) -> ssl.SSLContext | None:
+    """Whose certificates to trust, None for those that the system does. Raises InvalidRequest for what is none."""
+    if given.ca is None:
+        return None
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(home_expanded(given.ca))
+    except OSError as error:  # ssl's errors are OSErrors
+        reason = "it is no certificate in PEM" if isinstance(error, ssl.SSLError) else error.strerror
+        raise InvalidRequest(f"--ca {given.ca} cannot be used: {reason}", param="ca") from None
+    return context
+
+
 @contextmanager
-def connected(urls: list[str], api_key: str | None, hz: float) -> Iterator[list[RemoteLink]]:
+def connected(
+    urls: list[str], api_key: str | None, hz: float, tls: ssl.SSLContext | None = None
+) -> Iterator[list[RemoteLink]]:
     """Links to instances, on a loop of their own. Raises InvalidRequest for what is no address."""
     addresses = list(dict.fromkeys(map(address_of, urls)))
     loop = LoopThread("remote")
-    links = [RemoteLink(address, loop=loop, api_key=api_key, hz=hz) for address in addresses]
+    links = [RemoteLink(address, loop=loop, api_key=api_key, hz=hz, tls=tls) for address in addresses]
     try:
         yield links
     finally:

@@ -15,6 +15,8 @@ from console.settings import APP_NAME, Settings, log_dir, state_dir
 from console.sources import Sources
 from engine.errors import EngineError
 
+_RED, _PLAIN = "\x1b[1;31m", "\x1b[0m"
+
 
 def run_headless(settings: Settings, choice: ModelChoice, sources: Sources) -> int:
     """Serve until a signal comes; returns 0, or 1 where the API or the model could not be started.
@@ -37,7 +39,10 @@ async def _serve(settings: Settings, choice: ModelChoice, sources: Sources) -> i
         try:
             await runtime.start()
             if settings.api:
-                _say(f"listening on {runtime.api_status().url}")
+                status = runtime.api_status()
+                _say(f"listening on {status.url}")
+                if status.is_open:
+                    _say(f"--no-auth: everybody who reaches {status.url} may ask, without a key", alarming=True)
             with recording(runtime.own_link(), settings.record):
                 if not await _load(runtime, choice, stop):
                     return 0
@@ -95,7 +100,9 @@ class _Stop:
         (self.hurried if self.asked.is_set() else self.asked).set()
 
 
-def _say(line: str) -> None:
-    """A line on stderr; dropped where its reader is gone (a closed terminal, a pipe)."""
+def _say(line: str, *, alarming: bool = False) -> None:
+    """A line on stderr, in the terminal's red where it is alarming; dropped where its reader is gone (a closed
+    terminal, a pipe)."""
+    said = f"{APP_NAME}: {line}"
     with contextlib.suppress(OSError):
-        print(f"{APP_NAME}: {line}", file=sys.stderr, flush=True)
+        print(f"{_RED}{said}{_PLAIN}" if alarming and sys.stderr.isatty() else said, file=sys.stderr, flush=True)

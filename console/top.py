@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from console.deltas import shaped
-from console.elsewhere import add_key, add_url, key_of, number
+from console.elsewhere import add_key, add_url, key_of, number, tls_of
 from console.remote.address import Address, address_of
 from console.remote.errors import OutOfReach
 from console.remote.http import Instance
@@ -61,7 +61,7 @@ def top(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     given = _arguments(argv, parser)
     address = address_of(given.url)
     try:
-        asyncio.run(_watch(address, key_of(given), given))
+        asyncio.run(_watch(address, given))
     except EngineError as error:
         sys.stderr.write(f"{APP_NAME}: {error.message}\n")
         return FAILURE
@@ -126,8 +126,8 @@ def _device(device: DeviceLine) -> str:
     return f"{device.id} {used}/{total} {unit}{busy}"
 
 
-async def _watch(address: Address, api_key: str | None, given: argparse.Namespace) -> None:
-    async with Instance(address, api_key) as instance:
+async def _watch(address: Address, given: argparse.Namespace) -> None:
+    async with Instance(address, key_of(given), tls_of(given)) as instance:
         left = given.count
         while True:
             line = line_of(await _snapshot(instance), address.name)

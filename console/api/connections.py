@@ -16,6 +16,8 @@ from engine.errors import EngineError
 log = logging.getLogger("api")
 
 REQUEST_ID = "X-Request-Id"
+SERVER = "ericllm"
+"""What every answer says that it comes from: not what that is made with, in which version."""
 
 
 class Runner(web.AppRunner):
@@ -78,6 +80,7 @@ def _foreseen(exc: BaseException | None, message: str | None) -> EngineError:
 def _told(error: EngineError) -> web.Response:
     response = error_response(error)
     response.headers[REQUEST_ID] = uuid.uuid4().hex
+    response.headers["Server"] = SERVER
     response.force_close()
     return response
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from console.api.errors import error_response
+from console.api.errors import BodyTooSlow, error_response
 from console.api.scopes import LOOKING
 from console.api.traffic import Call, Ending
 from engine.errors import EngineError
@@ -34,7 +34,10 @@ def failed(request: web.Request, error: EngineError) -> web.Response:
     """The answer to a request that failed, which is counted."""
     note(request, error)
     call = call_of(request)
-    return error_response(_signed(error, call), call.tells)
+    response = error_response(_signed(error, call), call.tells)
+    if isinstance(error, BodyTooSlow):
+        response.force_close()
+    return response
 
 
 def told(request: web.Request, error: EngineError) -> object:

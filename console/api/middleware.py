@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from console.api.connections import REQUEST_ID
+from console.api.connections import REQUEST_ID, SERVER
 from console.api.dialects import Dialects
 from console.api.errors import (
     BadHttp,
@@ -121,6 +121,7 @@ def signing(
         if (call := begun(request)) is not None:
             call.began = True
             response.headers[REQUEST_ID] = call.request_id
+            response.headers["Server"] = SERVER
         share(request, response)
 
     return sign

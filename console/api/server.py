@@ -200,7 +200,7 @@ class ApiServer:
             port=self._wanted.port if address is None else address.port,
             clients=0 if server is None else len(server.connections),
             requests=self._traffic.total,
-            key_required=self._door.key_required,
+            key_required=self._keys.required or (address is not None and self._door.key_required),
             no_auth=self._settings.no_auth,
             tls=self._settings.tls_cert is not None,
             error=self._error,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from console.called import as_link
-from console.elsewhere import add_key, add_url, connected, key_of, number
+from console.elsewhere import add_key, add_url, connected, key_of, number, tls_of
 from console.recording.recorder import INTERVAL_S, Recorder
 from console.remote.errors import OutOfReach
 from console.remote.link import RemoteLink
@@ -48,7 +48,7 @@ def _record(given: argparse.Namespace) -> None:
     asked = threading.Event()
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, lambda *_: asked.set())
-    with connected([given.url], key_of(given), max(0.1, min(10.0, 1 / given.interval))) as (link,):
+    with connected([given.url], key_of(given), max(0.1, min(10.0, 1 / given.interval)), tls_of(given)) as (link,):
         _await_first(link, asked)
         _say(f"recording {link.standing().name} into {given.file}; ctrl+c ends it")
         ends = None if given.seconds is None else time.monotonic() + given.seconds

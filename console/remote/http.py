@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -29,13 +30,15 @@ _LONGEST_LINE = 64 * 2**20
 
 
 class Instance:
-    """Use it with `async with`, on one loop."""
+    """Use it with `async with`, on one loop. tls: whose certificates are trusted; None: the system's store says."""
 
-    def __init__(self, address: Address, api_key: str | None = None) -> None:
+    def __init__(self, address: Address, api_key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         self.address = address
         headers = {"User-Agent": "ericllm"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
         self._http = aiohttp.ClientSession(
-            headers=headers, read_bufsize=2**20, max_line_size=2**16, trust_env=False, auto_decompress=True
+            connector=aiohttp.TCPConnector(ssl=True if tls is None else tls),
+            headers=headers,
+            read_bufsize=2**20, max_line_size=2**16, trust_env=False, auto_decompress=True
         )
 
     async def __aenter__(self) -> Instance:
@@ -134,6 +137,9 @@ def _reason(error: BaseException) -> str:
     """In few words."""
     if isinstance(error, TimeoutError):
         return "it does not answer"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        why = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
+        return f"its certificate is not trusted: {why}; --ca FILE names who is"
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "there is no such host"
     if isinstance(error, aiohttp.ClientConnectorError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -33,16 +34,25 @@ DEFAULT_HZ = 2.0
 
 
 class RemoteLink(CalledLink):
-    """Connects at once and for as long as it is open. loop: where it lives; several links may share one."""
+    """Connects at once and for as long as it is open. loop: where it lives; several links may share one.
+
+    tls: as Instance has it.
+    """
 
     def __init__(
-        self, address: Address, *, loop: LoopThread, api_key: str | None = None, hz: float = DEFAULT_HZ
+        self,
+        address: Address,
+        *,
+        loop: LoopThread,
+        api_key: str | None = None,
+        hz: float = DEFAULT_HZ,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(self)
         self._loop = loop
         self._connection = Connection(address.name, hz)
         self._polled = Polled(loop.submit)
-        self._instance = loop.submit(_opened(address, api_key)).result()
+        self._instance = loop.submit(_opened(address, api_key, tls)).result()
         self._following = loop.submit(self._connection.follow(self._instance))
         self.conversation = RemoteConversation(self)
 
@@ -140,8 +150,8 @@ class RemoteConversation(CalledGroup):
             work.cancel()
 
 
-async def _opened(address: Address, api_key: str | None) -> Instance:
-    return Instance(address, api_key)
+async def _opened(address: Address, api_key: str | None, tls: ssl.SSLContext | None) -> Instance:
+    return Instance(address, api_key, tls)
 
 
 async def _forward(instance: Instance, body: Mapping[str, Any], feed: Feed) -> None:

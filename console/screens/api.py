@@ -14,7 +14,7 @@ from console.addresses import reachable
 from console.curl import KEY_VARIABLE, curl_line
 from console.exposure import before_exposing
 from console.link import ApiStatus
-from console.links.api import SETTINGS_KEY, ApiReport, Failure, Scope
+from console.links.api import SETTINGS_KEY, ApiReport, Failure, KeyLimits, Scope
 from console.screens.api_forms import AddressScreen, KeyScreen, NewKeyScreen
 from console.screens.base import ConsoleScreen
 from console.screens.confirm import ConfirmScreen
@@ -107,9 +107,13 @@ class ApiScreen(ConsoleScreen):
     # -- what the keys do -------------------------------------------------------------------------------------------
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
-        """Enter: a dialect is switched, a failure is told in full."""
+        """Enter: a dialect is switched, a key's limits or a failure are told in full."""
         if event.table.id == "dialects-table":
             self.action_dialect()
+        elif chosen := next(
+            (key for key in self._report.keys if event.table.id == "keys-table" and key.name == event.key), None
+        ):
+            self.notify(chosen.limits.in_words() or "It has no limits.", title=chosen.name, markup=False)
         elif failure := self._failures.get(event.key):
             asked = f"{failure.method} {failure.path} from {failure.client}"
             key = f" with the key {failure.key}" if failure.key else ""
@@ -139,20 +143,20 @@ class ApiScreen(ConsoleScreen):
             done = f"The API listens on {where}" if self._status.running else f"The API will listen on {where}"
             self.perform(self.link.api.listen(host, port), done=done)
 
-        before_exposing(self.app, host, key_required=self._status.key_required, go=go)
+        before_exposing(self.app, host, self._status, go=go)
 
     def action_make_key(self) -> None:
         """Ask for a name and scopes, make the key, show it once."""
         taken = frozenset(key.name for key in self._report.keys)
         self.app.push_screen(KeyScreen(taken), self._make)
 
-    def _make(self, wanted: tuple[str, tuple[Scope, ...]] | None) -> None:
+    def _make(self, wanted: tuple[str, tuple[Scope, ...], KeyLimits] | None) -> None:
         if wanted is not None:
             self.run_worker(self._make_key(*wanted), group="keys", exit_on_error=False)
 
-    async def _make_key(self, name: str, scopes: tuple[Scope, ...]) -> None:
+    async def _make_key(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits) -> None:
         try:
-            made = await self.link.api.make_key(name, scopes)
+            made = await self.link.api.make_key(name, scopes, limits)
         except EngineError as error:
             self.notify(error.message, severity="error", markup=False, timeout=8)
             return

@@ -13,7 +13,7 @@ from textual.widgets import Button, Input, Label, Static
 
 from console.api.scopes import SCOPES
 from console.link import ApiStatus
-from console.links.api import NewKey, Scope
+from console.links.api import KeyLimits, NewKey, Scope
 from console.widgets.table import Column, Row, Table, cell
 
 _CLOSE = Binding("escape", "dismiss", "Close", id="form.close", tooltip="Close without doing anything", show=False)
@@ -23,6 +23,9 @@ _SCOPE_WORDS: dict[Scope, str] = {
     "watch": "look at everything, change nothing: snapshot, log, metrics",
     "admin": "do everything, also load models and make keys",
 }
+
+
+_LIMITS = {"requests_per_min": "requests/min", "tokens_per_min": "tokens/min", "concurrent": "at once"}
 
 
 class AddressScreen(ModalScreen[tuple[str, int] | None]):
@@ -80,8 +83,8 @@ class AddressScreen(ModalScreen[tuple[str, int] | None]):
         self.query_one("#problem", Static).update(Content.styled(sentence, "$error"))
 
 
-class KeyScreen(ModalScreen[tuple[str, tuple[Scope, ...]] | None]):
-    """A name and scopes for a new key; None for no key. taken: names that there are."""
+class KeyScreen(ModalScreen[tuple[str, tuple[Scope, ...], KeyLimits] | None]):
+    """A name, scopes and limits for a new key; None for no key. taken: names that there are."""
 
     AUTO_FOCUS = "#key-name"
     BINDINGS: ClassVar[list[BindingType]] = [_CLOSE]
@@ -97,9 +100,13 @@ class KeyScreen(ModalScreen[tuple[str, tuple[Scope, ...]] | None]):
             page.border_title = "New key"
             page.border_subtitle = "enter makes it, esc closes"
             with Horizontal(classes="api-field"):
-                yield Label("name", classes="api-label")
+                yield Label("name", classes="api-label -long")
                 yield Input(placeholder="who will use it", id="key-name", max_length=40, compact=True)
             yield _Scopes()
+            for limit, what in _LIMITS.items():
+                with Horizontal(classes="api-field"):
+                    yield Label(what, classes="api-label -long")
+                    yield Input(placeholder="any", id=_input_of(limit), max_length=9, type="integer", compact=True)
             yield Static(id="problem", markup=False)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Make it (enter)", id="make", compact=True)
@@ -141,8 +148,14 @@ class KeyScreen(ModalScreen[tuple[str, tuple[Scope, ...]] | None]):
             self._complain(f"There is a key called {name} already.")
         elif not self._scopes:
             self._complain("A key that may do nothing is of no use: switch one of the three on.")
+        elif wrong := next((what for limit, what in _LIMITS.items() if not self._number(limit).isdecimal()), ""):
+            self._complain(f"{wrong} is a number, or nothing for any.")
         else:
-            self.dismiss((name, tuple(scope for scope in SCOPES if scope in self._scopes)))
+            limits = KeyLimits(**{limit: int(self._number(limit)) for limit in _LIMITS})
+            self.dismiss((name, tuple(scope for scope in SCOPES if scope in self._scopes), limits))
+
+    def _number(self, limit: str) -> str:
+        return self.query_one(f"#{_input_of(limit)}", Input).value.strip() or "0"
 
     def _complain(self, sentence: str) -> None:
         self.query_one("#problem", Static).update(Content.styled(sentence, "$error"))
@@ -201,3 +214,7 @@ def _scope_row(scope: Scope, on: bool) -> Row:
     mark = f"✓ {scope}" if on else f"○ {scope}"
     style = "bold $success" if on else "$muted"
     return Row(scope, (cell(mark, style), cell(_SCOPE_WORDS[scope], "" if on else "$muted")))
+
+
+def _input_of(limit: str) -> str:
+    return f"key-{limit.replace('_', '-')}"

@@ -84,7 +84,7 @@ def _who(status: ApiStatus) -> Content:
         return Content.styled("✓ a key is needed", "$success")
     if is_loopback(status.host):
         return Content.styled("no key is needed on this machine", "$muted")
-    return Content.styled("✖ open to other machines without a key", "bold $warning")
+    return Content.styled("✖ open to other machines without a key", "bold $error")
 
 
 def traffic_line(report: ApiReport, width: int, *, ascii_only: bool) -> Content:

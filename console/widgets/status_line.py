@@ -169,9 +169,12 @@ def _api(api: ApiStatus, brevity: int, *, named: bool) -> Content:
         return Content.styled("✖ API failed", "$worker-failed")
     if not api.running:
         return Content.styled("○ API off", _MUTED)
-    address = f":{api.port}" if brevity > 1 else api.url.removeprefix("http://")
+    address = f":{api.port}" if brevity > 1 else api.url.partition("://")[2]
     if brevity > 3:
-        return Content.styled("API on" if named else f"API {address}", "$foreground")
+        said = "API on" if named else f"API {address}"
+        return Content.styled(f"✖ {said}, no key", "$error") if api.is_open else Content.styled(said, "$foreground")
     clients = f", {api.clients}" if brevity > 1 else f", {text.plural(api.clients, 'client')}"
     head = "API on" if named else f"API {address} on"
+    if api.is_open:
+        return Content.assemble((f"✖ {head} without a key", "$error"), (clients, _MUTED))
     return Content.assemble((head, "$foreground"), (clients, _MUTED))

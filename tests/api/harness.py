@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from console.api.server import ApiServer, ApiSettings
+from console.link import EngineLink
 from engine.config import EngineConfig, ModelSpec
 from engine.devices import DeviceProbe
 from engine.engine import Engine
@@ -116,9 +117,10 @@ async def serving(
     others: Backends | None = None,
     probe: DeviceProbe | None = None,
     operator: FolderOperator | None = None,
+    link: Callable[[], EngineLink] | None = None,
 ) -> AsyncIterator[Served]:
     """Engine, backend and server for one test. `backend` computes the first model that is loaded, and others what comes
-    after it; operator: who carries out admin requests."""
+    after it; operator: who carries out admin requests; link: what a console elsewhere sees."""
     backend = backend or FakeBackend()
     others = others or Backends()
     first = iter((backend,))
@@ -129,7 +131,7 @@ async def serving(
     )
     if operator is not None:
         operator.engine = engine
-    server = ApiServer(engine, settings or ApiSettings(port=0), operator)
+    server = ApiServer(engine, settings or ApiSettings(port=0), operator, link)
     await engine.start()
     try:
         if load:

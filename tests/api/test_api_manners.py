@@ -51,8 +51,8 @@ async def test_the_key_is_not_in_the_settings_repr() -> None:
 
 
 async def test_an_unknown_path_is_a_404_in_the_common_shape(api: Served) -> None:
-    error = await api.refusal("/v1/embeddings", status=404, input="x")
-    assert "/v1/embeddings" in error["message"]
+    error = await api.refusal("/v1/images", status=404, input="x")
+    assert "/v1/images" in error["message"]
 
 
 async def test_a_wrong_method_is_a_405_that_names_the_right_one(api: Served) -> None:

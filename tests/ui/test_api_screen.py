@@ -15,7 +15,7 @@ from console.api.errors import CannotListen
 from console.app import EricApp
 from console.curl import curl_line
 from console.link import ApiStatus
-from console.links.api import ApiReport, FailureCount, KeyReading
+from console.links.api import ApiReport, FailureCount, KeyLimits, KeyReading
 from console.screens.api import ApiScreen
 from console.screens.api_forms import AddressScreen, KeyScreen, NewKeyScreen
 from console.screens.confirm import ConfirmScreen
@@ -118,6 +118,22 @@ async def test_a_new_key_is_shown_once_and_can_be_copied() -> None:
     assert ("make_key", {"name": "ci", "scopes": ("use", "watch")}) in link.commands
 
 
+async def test_a_key_with_limits_is_made_and_its_limits_are_told() -> None:
+    link = link_of()
+    async with an_app(link).run_test(notifications=True, size=(140, 40)) as pilot:
+        await seen(pilot, "Keys")
+        await pilot.press("w")
+        await asked(pilot, KeyScreen)
+        await pilot.press(*"ci", "tab", "tab", *"60", "tab", "tab", *"2", "enter")
+        await asked(pilot, NewKeyScreen)
+        await pilot.press("escape")
+        await until(pilot, lambda: "ci" in [row.key for row in _table(pilot, "keys").rows])
+        await pilot.press(*["down"] * 5, "enter")
+        await seen(pilot, "60 requests/min, 2 at once")
+    limits = KeyLimits(requests_per_min=60, concurrent=2)
+    assert ("make_key", {"name": "ci", "scopes": ("use",), "limits": limits}) in link.commands
+
+
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
@@ -206,8 +222,16 @@ async def test_another_port_is_listened_on_at_once() -> None:
     assert ("listen", {"host": "127.0.0.1", "port": 9000}) in link.commands
 
 
-async def test_opening_it_to_other_machines_without_a_key_is_asked_about() -> None:
+async def test_opening_it_to_other_machines_without_a_key_is_refused() -> None:
     link = link_of(OPEN, msgspec.structs.replace(REPORT, keys=()))
+    async with an_app(link).run_test(notifications=True, size=(140, 40)) as pilot:
+        await address(pilot, "0.0.0.0", "8000")
+        await seen(pilot, "--no-auth")
+    assert "listen" not in link.names()
+
+
+async def test_opening_it_to_other_machines_without_a_key_is_asked_about_where_that_was_allowed() -> None:
+    link = link_of(msgspec.structs.replace(OPEN, no_auth=True), msgspec.structs.replace(REPORT, keys=()))
     async with an_app(link).run_test() as pilot:
         await address(pilot, "0.0.0.0", "8000")
         await asked(pilot, ConfirmScreen)
@@ -228,7 +252,7 @@ async def test_opening_it_to_other_machines_with_a_key_asks_nothing() -> None:
 
 
 async def test_switching_it_on_for_other_machines_without_a_key_is_asked_about() -> None:
-    link = link_of(ApiStatus(running=False, host="0.0.0.0"))
+    link = link_of(ApiStatus(running=False, host="0.0.0.0", no_auth=True))
     async with an_app(link).run_test() as pilot:
         await seen(pilot, "○ off")
         await pilot.press("a")
