@@ -1,0 +1,73 @@
+"""Orders of samplers as clients send them: honoured where they come to ours, refused where they do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from console.api.sampler_order import in_order
+from engine.config import SamplingParams
+from engine.errors import InvalidRequest
+
+KOBOLD = [6, 0, 1, 3, 4, 2, 5]
+OOBA = [
+    "temperature",
+    "dynamic_temperature",
+    "quadratic_sampling",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "tfs",
+    "top_a",
+    "min_p",
+    "mirostat",
+]
+
+
+def test_kobold_s_own_order_puts_the_temperature_last() -> None:
+    params = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.1)
+    assert in_order(params, KOBOLD, "sampler_order").temperature_last
+
+
+def test_text_generation_webui_s_own_order_puts_the_temperature_first_unless_it_is_to_be_last() -> None:
+    params = SamplingParams(temperature=0.7, top_k=40, top_p=0.5)
+    assert not in_order(params, OOBA, "sampler_priority").temperature_last
+    last = SamplingParams(temperature=0.7, top_k=40, top_p=0.5, temperature_last=True)
+    assert in_order(last, OOBA, "sampler_priority").temperature_last
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.0, top_k=5, top_p=0.5, tfs=0.9, repetition_penalty=1.3),
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_p=0.5),
+    ],
+    ids=["neutral", "greedy", "temperature alone", "one filter alone"],
+)
+def test_an_order_of_what_is_not_used_changes_nothing(params: SamplingParams) -> None:
+    assert in_order(params, [5, 4, 3, 2, 1, 0, 6], "sampler_order") == params
+
+
+@pytest.mark.parametrize(
+    ("params", "order"),
+    [
+        (SamplingParams(temperature=0.7, top_k=5, top_p=0.5), [0, 5, 2]),
+        (SamplingParams(tfs=0.9, top_p=0.5), KOBOLD),
+        (SamplingParams(top_p=0.5, repetition_penalty=1.1), [2, 6]),
+        (SamplingParams(temperature=0.7, repetition_penalty=1.1), [5, 6]),
+        (SamplingParams(min_p=0.1, max_temp=2.0), ["dynamic_temperature", "min_p"]),
+    ],
+)
+def test_an_order_that_is_not_ours_is_refused_by_name(params: SamplingParams, order: list[object]) -> None:
+    with pytest.raises(InvalidRequest, match="sampler_order puts ") as refused:
+        in_order(params, order, "sampler_order")
+    assert refused.value.details["param"] == "sampler_order"
+
+
+@pytest.mark.parametrize("order", [[7], [True], ["smoke"], 5, [None]])
+def test_what_is_no_order_is_refused(order: object) -> None:
+    with pytest.raises(InvalidRequest, match="sampler_order"):
+        in_order(SamplingParams(), order, "sampler_order")
