@@ -18,6 +18,7 @@ from console.api.operations import Operations
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate
+from tests.fakes.model import fake_spec
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "ericllm.json"
 NAME = re.compile(r"\b(?:vllm:|ericllm_|http_)\w+")
@@ -133,6 +134,16 @@ async def test_what_was_done_is_counted_where_vllm_counts_it(api: Served) -> Non
         "kv_cache_memory_bytes": labels["kv_cache_memory_bytes"],
         "enable_prefix_caching": "True",
     }
+
+
+async def test_a_model_that_was_unloaded_or_is_loaded_again_keeps_its_numbers(tmp_path: Path) -> None:
+    async with serving(tmp_path) as api:
+        await api.post("/generate", prompt="x", max_tokens=3)
+        await api.engine.unload()
+        assert (await scraped(api))["vllm:generation_tokens_total"] == [({"model_name": "fake", "engine": "0"}, 3)]
+        await api.engine.load(fake_spec(tmp_path))
+        await api.post("/generate", prompt="x", max_tokens=4)
+        assert (await scraped(api))["vllm:generation_tokens_total"] == [({"model_name": "fake", "engine": "0"}, 7)]
 
 
 async def test_http_requests_are_counted_by_route_and_kind_of_status(api: Served) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,9 +19,9 @@ def _heed_hang_up() -> None:
 
 
 class Headless:
-    """A headless server; `lines` are what it said on stderr so far."""
+    """A headless server; `lines` are what it said on stderr so far. stdout: where that goes, if anybody wants it."""
 
-    def __init__(self, *flags: str, home: Path) -> None:
+    def __init__(self, *flags: str, home: Path, stdout: int | IO[bytes] = subprocess.DEVNULL) -> None:
         env = {**os.environ, "XDG_STATE_HOME": str(home), "XDG_CONFIG_HOME": str(home), "OMP_NUM_THREADS": "1"}
         self.lines: list[str] = []
         self.process = subprocess.Popen(
@@ -28,7 +29,7 @@ class Headless:
             cwd=ROOT,
             env=env,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
             preexec_fn=_heed_hang_up,
