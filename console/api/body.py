@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -42,8 +43,14 @@ class Body(BaseModel):
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """What the body takes, as /openapi.json tells it."""
         schema = handler.resolve_ref_schema(handler(core))
-        schema.update(completed(schema, cls.refused, cls.inert, cls.aliases))
+        schema.update(completed(schema, cls._docs(), cls.refused, cls.inert, cls.aliases))
         return schema
+
+    @classmethod
+    def _docs(cls) -> list[str]:
+        """What is said of its fields, the nearest first."""
+        bases = [base for base in cls.__mro__ if issubclass(base, Body) and base is not Body]
+        return [inspect.cleandoc(base.__doc__ or "") for base in bases]
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:

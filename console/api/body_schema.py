@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from pydantic import BaseModel, GetJsonSchemaHandler, WithJsonSchema
@@ -12,6 +14,9 @@ from pydantic_core import CoreSchema
 from console.api.parameters import Refusal
 
 JsonSchema = dict[str, Any]
+
+_ENTRY = re.compile(r"(?:^|\n|  )\s*([a-z][a-z0-9_]*(?:, [a-z][a-z0-9_]*)*): ")
+"""Where a docstring begins to tell what a field means."""
 
 TEXTS = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
 """One text, or several."""
@@ -41,12 +46,23 @@ MESSAGES = WithJsonSchema(
 
 
 def completed(
-    schema: JsonSchema, refused: Mapping[str, Refusal], inert: Collection[str], aliases: Mapping[str, str]
+    schema: JsonSchema,
+    docs: Iterable[str],
+    refused: Mapping[str, Refusal],
+    inert: Collection[str],
+    aliases: Mapping[str, str],
 ) -> JsonSchema:
-    """The schema of a body whose fields are those of `schema`. null is the same as leaving a field out."""
+    """The schema of a body whose fields are those of `schema`. null is the same as leaving a field out.
+
+    docs: the docstrings that say what the fields mean, the nearest first.
+    """
+    docs = list(docs)
     fields, required = schema.get("properties", {}), schema.get("required", [])
     untitled = {name: {key: field[key] for key in field if key != "title"} for name, field in fields.items()}
     properties = {name: field if name in required else _or_null(field) for name, field in untitled.items()}
+    for name, meaning in meanings(docs).items():
+        if name in properties:
+            properties[name] = {**properties[name], "description": meaning}
     for alias, name in sorted(aliases.items()):
         if name in properties:
             properties[alias] = {**properties[name], "description": f"The same as {name}"}
@@ -54,7 +70,20 @@ def completed(
         properties.setdefault(name, _refused(refusal))
     for name in sorted(inert):
         properties.setdefault(name, {"description": "Taken; it changes nothing about an answer"})
-    return {**schema, "properties": properties}
+    return {**schema, "description": docs[0].partition("\n\n")[0], "properties": properties}
+
+
+def meanings(docs: Iterable[str]) -> dict[str, str]:
+    """What docstrings say of each field: `name: meaning` or `name, other: meaning`, on a line of its own or after two
+    spaces."""
+    found: dict[str, str] = {}
+    for doc in docs:
+        entries = list(_ENTRY.finditer(doc))
+        for entry, after in zip_longest(entries, entries[1:]):
+            text = doc[entry.end() : after.start() if after else None].partition("\n\n")[0]
+            for name in entry[1].split(", "):
+                found.setdefault(name, " ".join(text.split()))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ _ABOUT = """\
 One engine, asked in the ways that its clients know. A dialect can be switched off; one that is does not stand here.
 
 A value that is not honoured is a 400 that names it, unless it is one at which that makes no difference: those are the
-values that a parameter marked `x-refused` takes. Streams are server-sent events unless said otherwise; what each event
-holds is `x-event`.
+values that a parameter marked x-refused takes. Streams are server-sent events unless said otherwise; what each event
+holds is x-event.
 """
 
 
@@ -64,7 +64,8 @@ class OpenApi:
         places = tuple(places_of(request.app, self._dialects))
         key = tuple(f"{place.method} {place.path} {' '.join(place.groups)}" for place in places)
         if key not in self._made:
-            self._made[key] = await asyncio.to_thread(_encoded, places)
+            titles = [reading.title for reading in self._dialects.readings({})]
+            self._made[key] = await asyncio.to_thread(_encoded, places, titles)
         return web.Response(body=self._made[key], content_type="application/json")
 
 
@@ -82,9 +83,10 @@ def places_of(app: web.Application, dialects: Dialects) -> Iterator[Place]:
         yield Place(route.method, path, described, groups, [dialect.tells for dialect in on] or [envelope])
 
 
-def document(places: Sequence[Place], version: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of those places."""
+def document(places: Sequence[Place], version: str, titles: Sequence[str] = ()) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of those places. titles: headings that go before others."""
     schemas = _Schemas(places)
+    groups = dict.fromkeys(group for place in places for group in place.groups)
     paths: dict[str, dict[str, Any]] = {}
     for place in places:
         paths.setdefault(place.path, {})[place.method.lower()] = _operation(place, schemas)
@@ -93,7 +95,7 @@ def document(places: Sequence[Place], version: str) -> dict[str, Any]:
         "info": {"title": "EricLLM Console", "version": version, "description": _ABOUT},
         "servers": [{"url": "/"}],
         "security": [{}, {"bearer": []}, {"key": []}],
-        "tags": [{"name": group} for group in dict.fromkeys(group for place in places for group in place.groups)],
+        "tags": [{"name": group} for group in dict.fromkeys([*titles, *groups]) if group in groups],
         "paths": paths,
         "components": {
             "schemas": schemas.components,
@@ -105,8 +107,8 @@ def document(places: Sequence[Place], version: str) -> dict[str, Any]:
     }
 
 
-def _encoded(places: Sequence[Place]) -> bytes:
-    return msgspec.json.encode(document(places, product_version()))
+def _encoded(places: Sequence[Place], titles: Sequence[str]) -> bytes:
+    return msgspec.json.encode(document(places, product_version(), titles))
 
 
 def _operation(place: Place, schemas: _Schemas) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import jsonschema_rs
 import pytest
 from schemathesis.specs.openapi.definitions import OPENAPI_31
 
+from console.api.body_schema import meanings
 from tests.api.harness import Served, serving
 from tests.api.operators import FolderOperator
 from tests.fakes import scenes
@@ -145,6 +146,23 @@ async def test_a_refused_parameter_is_told_with_the_values_that_change_nothing(d
         "x-refused": True,
     }
     assert body["typical"]["description"] == "The same as typical_p"
+
+
+async def test_what_a_field_means_is_what_its_class_says(document: dict[str, Any]) -> None:
+    body = document["components"]["schemas"]["CompletionBody"]["properties"]
+    assert body["priority"]["description"] == "as vLLM has it, lower goes first."
+    assert body["echo"]["description"].startswith("the prompt stands before each answer")
+
+
+def test_a_docstring_s_fields_may_share_a_meaning_and_a_line() -> None:
+    doc = (
+        "What it is.\n\none, two: a meaning on\ntwo lines.  three: another: with a colon.\nFour: none\n\nNot of three."
+    )
+    assert meanings([doc, "three: farther away"]) == {
+        "one": "a meaning on two lines.",
+        "two": "a meaning on two lines.",
+        "three": "another: with a colon. Four: none",
+    }
 
 
 async def test_a_dialect_that_is_off_is_not_in_it(whole: Served) -> None:
