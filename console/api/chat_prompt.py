@@ -43,8 +43,8 @@ async def chat_prompt(
         variables=variables,
         tools=tools,
     )
-    many = len(turns) > MANY_MESSAGES
-    text = await asyncio.to_thread(as_text, model.tokenizer) if many else as_text(model.tokenizer)
+    long = len(turns) > MANY_MESSAGES or not model.tokenizer.renders_quickly
+    text = await asyncio.to_thread(as_text, model.tokenizer) if long else as_text(model.tokenizer)
     ids = (await model.encode([text], add_special_tokens=False))[0]
     return Prompt(compact(ids), text, None if tools else partial(_encode, as_text))
 

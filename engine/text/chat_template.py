@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import NoReturn
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension, LoopControlExtension
+from jinja2 import Template, TemplateError
 from jinja2.meta import find_undeclared_variables
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import InvalidRequest
+from engine.text.template_budget import TooMuchWork
+from engine.text.template_sandbox import TemplateEnvironment
+
+QUICK_S = 0.02
+"""What an event loop may wait for a rendering."""
 
 
 class ChatTemplate:
     """One template, compiled at first use, in a sandbox: a model's template is a program of unknown origin.
 
     variables: what the template may use besides the messages, bos_token and eos_token among them.
+    is_quick: no rendering took so long that an event loop should not wait for it.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self.source = source
+        self.is_quick = True
         self._variables = dict(variables)
 
     def uses(self, variable: str) -> bool:
@@ -48,14 +52,25 @@ class ChatTemplate:
             "documents": None,
         }
         try:
-            return self._template.render(variables | kwargs)
+            return self._timed(variables | kwargs)
         except InvalidRequest:
             raise
+        except TooMuchWork as error:
+            raise InvalidRequest(
+                f"the model's chat template cannot be used for these messages: {error}", param="messages"
+            ) from None
         except Exception as error:  # a template is a program: whatever it trips over is the request's or its own fault
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages: {reason}", param="messages"
             ) from error
+
+    def _timed(self, variables: Mapping[str, object]) -> str:
+        template, began = self._template, time.thread_time()
+        try:
+            return template.render(variables)
+        finally:
+            self.is_quick = self.is_quick and time.thread_time() - began < QUICK_S
 
     @cached_property
     def _template(self) -> Template:
@@ -69,24 +84,10 @@ class ChatTemplate:
             return frozenset()
 
 
-class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`: marks an assistant's words for training; here just its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a set on the class
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """The nodes inside the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationBlock]
-    )
+def _environment() -> TemplateEnvironment:
+    environment = TemplateEnvironment()
     functions: dict[str, Callable[..., object]] = {"raise_exception": _raise, "strftime_now": _strftime_now}
     environment.globals.update(functions)
-    environment.filters["tojson"] = _to_json
     return environment
 
 
@@ -96,14 +97,3 @@ def _raise(message: str) -> NoReturn:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as a prompt wants it: jinja2's own filter would escape <, > and & for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -126,6 +126,11 @@ class Tokenizer:
         return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
 
     @property
+    def renders_quickly(self) -> bool:
+        """Whether no rendering of a chat took so long that an event loop should not wait for it."""
+        return all(template.is_quick for template in self._templates.values())
+
+    @property
     def tool_template(self) -> ChatTemplate | None:
         """The template of a chat with tools: one of its own, else the only one; None where the model has none."""
         own = self._templates.get("tool_use") or self._templates.get("default")

@@ -1,0 +1,166 @@
+"""What one rendering of a chat template may do, and what each thing that a template does costs: pure but for the clock."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.runtime import Context
+
+MAX_WORK = 2**27
+"""Characters, items and steps that one rendering may make; a step counts as `_STEP`."""
+
+MAX_S = 5.0
+_STEP = 128
+_MAX_BITS = 4096
+_CLOCK_EVERY = 32
+_ITEM = 16
+"""What an item of a list counts as, in characters."""
+
+# fmt: off
+_OF_TEXT = frozenset({
+    "capitalize", "count", "d", "default", "e", "escape", "first", "float", "indent", "int", "last", "length",
+    "lower", "safe", "string", "title", "trim", "upper",
+})
+# fmt: on
+"""Those that see a text as one."""
+
+_PADDING = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
+_SPLITTING = frozenset({"rsplit", "split", "splitlines"})
+_PLAIN_FORMAT = re.compile(r"%(?:[-+ #0]?[0-9]{0,3}(?:\.[0-9]{1,3})?[a-zA-Z%]|\([^()%]*\)s)")
+_WIDE_FIELD = re.compile(r"\{[^{}]*[:!][^{}]*(?:[0-9]{4}|\{)")
+
+
+class TooMuchWork(Exception):
+    """The template does not come to an end, or makes too much of what it is given."""
+
+
+class Budget:
+    """What one rendering may still do. Raises TooMuchWork when it is used up, or its time is."""
+
+    def __init__(self) -> None:
+        self._left = MAX_WORK
+        self._steps = 0
+        self._ends = time.monotonic() + MAX_S
+
+    def spend(self, amount: int = 0) -> None:
+        """One step that makes `amount` characters."""
+        self._left -= amount + _STEP
+        self._steps += 1
+        if self._left < 0:
+            raise TooMuchWork("it goes on for ever, or makes too long a text")
+        if self._steps % _CLOCK_EVERY == 0 and time.monotonic() > self._ends:
+            raise TooMuchWork(f"it takes longer than {MAX_S:g} s")
+
+    def weigh(self, value: object) -> None:
+        """Spend what `value` is when it is written out; raises TooMuchWork early where that is endless."""
+        waiting: list[object] = [value]
+        while waiting:
+            match waiting.pop():
+                case str() as text:
+                    self.spend(len(text))
+                case Mapping() as mapping:
+                    self.spend(_ITEM * len(mapping))
+                    waiting += [*mapping.keys(), *mapping.values()]
+                case list() | tuple() | set() | frozenset() as items:
+                    self.spend(_ITEM * len(items))
+                    waiting += items
+                case _:
+                    self.spend()
+
+
+class BudgetedContext(Context):
+    """A rendering's variables, and its budget, which everything that it calls shares."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.budget = Budget()
+
+    def derived(self, locals: dict[str, Any] | None = None) -> Context:
+        """A context within this one."""
+        context = super().derived(locals)
+        assert isinstance(context, BudgetedContext)
+        context.budget = self.budget
+        return context
+
+
+def budget_of(context: Context) -> Budget:
+    """The budget of the rendering that `context` belongs to."""
+    assert isinstance(context, BudgetedContext)
+    return context.budget
+
+
+def made_by(operator: str, left: Any, right: Any, budget: Budget) -> int:
+    """Characters that an operator makes; raises TooMuchWork for a number beyond all use."""
+    match operator, left, right:
+        case "+", str() | list() | tuple(), str() | list() | tuple():
+            return _size(left) + _size(right)
+        case "*", str() | list() | tuple(), int():
+            return _size(left) * max(0, right)
+        case "*", int(), str() | list() | tuple():
+            return _size(right) * max(0, left)
+        case "**", int(), int() if left.bit_length() * max(1, right) > _MAX_BITS:
+            raise TooMuchWork("it makes a number of too many digits")
+        case "*", int(), int() if left.bit_length() + right.bit_length() > _MAX_BITS:
+            raise TooMuchWork("it makes a number of too many digits")
+        case "%", str(), _:
+            return _made_by_format(left, right, budget)
+        case _:
+            return 0
+
+
+def _made_by_format(pattern: str, values: object, budget: Budget) -> int:
+    if re.sub(_PLAIN_FORMAT, "", pattern).count("%"):
+        raise TooMuchWork("it formats text in a way that may have no end")
+    budget.weigh(values)
+    return len(pattern) + 1000 * pattern.count("%")
+
+
+def made_by_method(text: str, name: str, args: Sequence[Any], budget: Budget) -> int:
+    """Characters that a method of a string makes."""
+    match name, *args:
+        case "replace", str() as old, str() as new, *_:
+            return len(text) + text.count(old) * len(new)
+        case "join", parts:
+            budget.weigh(parts)
+            return len(text) * len(parts) if isinstance(parts, Sequence) else len(text)
+        case "format" | "format_map", *values:
+            if _WIDE_FIELD.search(text):
+                raise TooMuchWork("it formats text in a way that may have no end")
+            budget.weigh(values)
+            return len(text) * max(1, *(len(value) for value in values if isinstance(value, str)), 1)
+        case _ if name in _PADDING:
+            widths = [arg for arg in args if isinstance(arg, int)]
+            return len(text) + max([8, *widths]) * (1 + text.count("\t"))
+        case _ if name in _SPLITTING:
+            return _ITEM * len(text)
+        case _:
+            return len(text)
+
+
+def _size(value: str | list[object] | tuple[object, ...]) -> int:
+    return len(value) if isinstance(value, str) else _ITEM * len(value)
+
+
+def made_by_filter(name: str, value: object, args: Sequence[Any], budget: Budget) -> int:
+    """Characters that a filter makes; raises TooMuchWork for what it should not be asked."""
+    match name, value, args:
+        case "replace", str() as text, [str() as old, str() as new, *_]:
+            return len(text) + text.count(old) * len(new)
+        case "indent", str() as text, [width, *_]:
+            wide = len(width) if isinstance(width, str) else int(width)
+            return len(text) + wide * (1 + text.count("\n"))
+        case "join", _, [str() as between, *_]:
+            budget.weigh(value)
+            return len(between) * len(value) if isinstance(value, Sequence) else 0
+        case "batch" | "slice" | "round", _, [int() as count, *_] if abs(count) > 1000:
+            raise TooMuchWork(f"{name} gets a number beyond all use")
+        case "sum", _, [*given] if any(isinstance(each, list | tuple) for each in given):
+            raise TooMuchWork("it adds up what are no numbers")
+        case _, str() as text, _:
+            return len(text) if name in _OF_TEXT else _ITEM * len(text)
+        case _:
+            budget.weigh(value)
+            return 0
