@@ -1,0 +1,327 @@
+"""Tools in POST /v1/chat/completions: told to the model, called by it, answered by the client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from engine.config import Grammar
+from tests.api.harness import Served, serving
+from tests.fakes.backend import FakeBackend, Gate, Reply, saying
+from tests.fakes.model import EOS_ID, VOCAB_SIZE, fake_spec
+from tests.fakes.tool_templates import CODER, DEEPSEEK, HERMES, LLAMA, MISTRAL, UNKNOWN, write_tool_model
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tell the weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+PARIS = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+CALLED = [{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "CET"}'}}]
+BROKEN = {"name": "now", "arguments": "["}
+ANSWERED = [
+    *HELLO,
+    {"role": "assistant", "content": None, "tool_calls": CALLED},
+    {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+]
+
+
+def saying_tokens(*parts: str | int) -> Reply:
+    """A reply of texts and single tokens, and then the end."""
+    ids = [token for part in parts for token in (part.encode() if isinstance(part, str) else [part])]
+
+    def reply(prompt_ids: object, index: int) -> int:
+        return ids[index] if index < len(ids) else EOS_ID
+
+    return reply
+
+
+@asynccontextmanager
+async def serving_tools(
+    folder: Path, template: str, reply: Reply, control_tokens: tuple[str, ...] = (), gate: Gate | None = None
+) -> AsyncIterator[Served]:
+    """A server whose model has this template and gives this answer."""
+    write_tool_model(folder, template, control_tokens)
+    async with serving(folder, FakeBackend(reply=reply, gate=gate), spec=fake_spec(folder)) as api:
+        yield api
+
+
+def deltas_of(events: list[Any]) -> list[dict[str, Any]]:
+    """What the chunks of a stream add."""
+    return [event["choices"][0]["delta"] for event in events if event != "[DONE]"]
+
+
+async def test_calls_come_back_in_openai_s_shape(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying(f"Let me look.\n{PARIS}", then=EOS_ID)) as api:
+        answer = await api.post(CHAT, messages=HELLO, tools=[WEATHER, NOW])
+    [choice] = answer["choices"]
+    [call] = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": "Let me look.", "refusal": None}
+    assert choice["finish_reason"] == "tool_calls"
+    assert call.pop("id").startswith("call_")
+    assert call == {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+
+
+async def test_content_is_null_where_the_answer_does_nothing_but_call(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying(PARIS, then=EOS_ID)) as api:
+        answer = await api.post(CHAT, messages=HELLO, tools=[WEATHER])
+    assert answer["choices"][0]["message"]["content"] is None
+
+
+async def test_the_model_is_told_of_tools_as_its_own_template_tells_it(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying("ok", then=EOS_ID)) as api:
+        answer = await api.post(CHAT, messages=HELLO, tools=[WEATHER, NOW])
+        prompt = bytes(api.backend.submitted[-1].prompt_ids).decode()
+    told = json.loads(prompt.splitlines()[0].removeprefix("tools: "))
+    assert told[0] == WEATHER
+    assert told[1]["function"] == {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert "tool_calls" not in answer["choices"][0]["message"]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_stream_gives_the_name_first_and_then_the_arguments_as_they_come(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying(f"Hm. {PARIS}\n{PARIS}", then=EOS_ID)) as api:
+        events = await api.events(CHAT, messages=HELLO, tools=[WEATHER])
+    assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    deltas = deltas_of(events)
+    pieces = [piece for delta in deltas for piece in delta.get("tool_calls", [])]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hm."
+    assert [piece["index"] for piece in pieces] == sorted(piece["index"] for piece in pieces)
+    for index in (0, 1):
+        first, *others = [piece for piece in pieces if piece["index"] == index]
+        assert first["id"].startswith("call_")
+        assert first["type"] == "function"
+        assert first["function"] == {"name": "get_weather", "arguments": ""}
+        assert all(set(piece) == {"index", "function"} and set(piece["function"]) == {"arguments"} for piece in others)
+        assert json.loads("".join(piece["function"]["arguments"] for piece in others)) == {"city": "Paris"}
+
+
+async def test_text_before_a_call_streams_at_once_and_what_may_begin_one_is_held_back(tmp_path: Path) -> None:
+    gate = Gate(len("Hi <tool_c"))
+    async with serving_tools(tmp_path, HERMES, saying(f"Hi {PARIS}", then=EOS_ID), gate=gate) as api:
+        body = {"messages": HELLO, "tools": [WEATHER], "stream": True}
+        async with api.http.post(CHAT, json=body) as response:
+            said = ""
+            while said != "Hi":
+                line = (await response.content.readline()).decode().removeprefix("data: ").strip()
+                if line and not line.startswith(":"):
+                    said += json.loads(line)["choices"][0]["delta"].get("content", "")
+            gate.wait_until_reached()
+            gate.open()
+            rest = (await response.text()).split("\n\n")
+    assert not any('"content"' in frame for frame in rest)
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "reply"),
+    [
+        (HERMES, (), [PARIS]),
+        (
+            CODER,
+            (),
+            ["<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"],
+        ),
+        (MISTRAL, ("[TOOL_CALLS]",), [VOCAB_SIZE, ' [{"name": "get_weather", "arguments": {"city": "Paris"}}]']),
+        (LLAMA, ("<|python_tag|>",), ['{"name": "get_weather", "parameters": {"city": "Paris"}}']),
+        (LLAMA, ("<|python_tag|>",), [VOCAB_SIZE, '{"name": "get_weather", "parameters": {"city": "Paris"}}']),
+        (
+            DEEPSEEK,
+            ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+            [VOCAB_SIZE, VOCAB_SIZE + 1, "get_weather", VOCAB_SIZE + 2, '{"city": "Paris"}', VOCAB_SIZE + 3],
+        ),
+    ],
+    ids=["Hermes", "Qwen3-Coder", "Mistral", "Llama bare", "Llama tagged", "DeepSeek"],
+)
+async def test_each_model_s_own_format_is_parsed_and_its_control_tokens_never_show(
+    tmp_path: Path, template: str, tokens: tuple[str, ...], reply: list[str | int]
+) -> None:
+    lead = "" if template is LLAMA else "So."
+    async with serving_tools(tmp_path, template, saying_tokens(lead, *reply), tokens) as api:
+        answer = await api.post(CHAT, messages=HELLO, tools=[WEATHER])
+        events = await api.events(CHAT, messages=HELLO, tools=[WEATHER])
+    message = answer["choices"][0]["message"]
+    assert message["content"] == (lead or None)
+    [call] = message["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    assert "".join(delta.get("content", "") for delta in deltas_of(events)) == lead
+
+
+async def test_a_malformed_call_is_given_as_content_without_its_control_token(tmp_path: Path) -> None:
+    reply = saying_tokens("So ", VOCAB_SIZE, '[{"name": "get_weather", "arguments": {"city" "Paris"}}]')
+    async with serving_tools(tmp_path, MISTRAL, reply, ("[TOOL_CALLS]",)) as api:
+        answer = await api.post(CHAT, messages=HELLO, tools=[WEATHER])
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": 'So [{"name": "get_weather", "arguments": {"city" "Paris"}}]',
+        "refusal": None,
+    }
+
+
+async def test_a_call_that_max_tokens_cuts_off_is_given_as_content(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying(PARIS, then=EOS_ID)) as api:
+        answer = await api.post(CHAT, messages=HELLO, tools=[WEATHER], max_tokens=len(PARIS) - 20)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == PARIS[:-20]
+    assert "tool_calls" not in choice["message"]
+
+
+async def test_one_call_is_kept_where_parallel_calls_are_not_wanted(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying(f"{PARIS}\n{PARIS}", then=EOS_ID)) as api:
+        body = {"messages": HELLO, "tools": [WEATHER]}
+        several = await api.post(CHAT, **body)
+        one = await api.post(CHAT, **body, parallel_tool_calls=False)
+    assert len(several["choices"][0]["message"]["tool_calls"]) == 2
+    assert len(one["choices"][0]["message"]["tool_calls"]) == 1
+
+
+async def test_with_tool_choice_none_the_model_is_told_of_no_tools_and_calls_none(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying(PARIS, then=EOS_ID)) as api:
+        answer = await api.post(CHAT, messages=HELLO, tools=[WEATHER], tool_choice="none")
+        prompt = bytes(api.backend.submitted[-1].prompt_ids).decode()
+    assert prompt == "user: hello\nassistant: "
+    assert answer["choices"][0]["message"]["content"] == PARIS
+
+
+async def test_calls_and_their_results_become_the_prompt_that_the_template_makes(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying("ok", then=EOS_ID)) as api:
+        await api.post(CHAT, messages=ANSWERED)
+        prompt = bytes(api.backend.submitted[-1].prompt_ids).decode()
+    assert prompt == (
+        'user: hello\nassistant: <tool_call>{"name": "now", "arguments": {"zone": "CET"}}</tool_call>\n'
+        "result now call_1: noon\nassistant: "
+    )
+
+
+async def test_a_template_that_joins_arguments_to_text_gets_their_json(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, DEEPSEEK, saying("ok", then=EOS_ID)) as api:
+        await api.post(CHAT, messages=ANSWERED)
+        prompt = bytes(api.backend.submitted[-1].prompt_ids).decode()
+    assert '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{"zone": "CET"}<｜tool▁call▁end｜>' in prompt
+
+
+async def test_ids_of_another_model_s_calls_are_made_to_fit_the_template(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, MISTRAL, saying("ok", then=EOS_ID)) as api:
+        await api.post(CHAT, messages=ANSWERED)
+        prompt = bytes(api.backend.submitted[-1].prompt_ids).decode()
+    fitted = prompt.split("result now ")[1][:9]
+    assert fitted.isalnum()
+    assert prompt.count(fitted) == 2
+
+
+async def test_a_model_whose_template_knows_no_tools_says_so(api: Served) -> None:
+    error = await api.refusal(CHAT, messages=HELLO, tools=[WEATHER])
+    assert error["param"] == "tools"
+    assert error["message"] == "tools are not supported: this model's chat template knows none"
+
+
+async def test_past_calls_are_refused_where_the_template_would_leave_them_out(api: Served) -> None:
+    error = await api.refusal(CHAT, messages=ANSWERED)
+    assert error["param"] == "messages"
+    assert "tool_calls" in error["message"]
+
+
+async def test_a_format_that_is_not_known_is_named_not_passed_over(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, UNKNOWN, saying("ok", then=EOS_ID)) as api:
+        error = await api.refusal(CHAT, messages=HELLO, tools=[WEATHER])
+    assert error["param"] == "tools"
+    assert "<|call_begin|>" in error["message"]
+    assert "Hermes" in error["message"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+async def test_a_call_that_must_come_is_held_to_a_grammar_of_the_model_s_format(tmp_path: Path, choice: object) -> None:
+    async with serving_tools(tmp_path, HERMES, saying(PARIS, then=EOS_ID)) as api:
+        await api.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], tool_choice=choice)
+        grammar = api.backend.submitted[-1].params.grammar
+    assert isinstance(grammar, Grammar)
+    assert ("get_weather" in grammar.source) == (choice == "required")
+    assert '\\"name\\": \\"now\\"' in grammar.source
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "later"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "shape": 1}}]}, "tools[0].function.shape"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
+            "tools[0].function.parameters",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": "a",
+                            "strict": True,
+                            "parameters": {"type": "object", "properties": {"b": {"not": {"type": "null"}}}},
+                        },
+                    }
+                ]
+            },
+            "tools[0].function.parameters",
+        ),
+        ({"functions": [NOW["function"]]}, "functions"),
+        ({"function_call": {"name": "now"}}, "function_call"),
+        ({"tools": [WEATHER], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{**CALLED[0], "function": {"name": "a", "arguments": "["}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_a_bad_value_of_tools_is_refused_by_its_name(tmp_path: Path, body: dict[str, Any], param: str) -> None:
+    async with serving_tools(tmp_path, HERMES, saying("ok", then=EOS_ID)) as api:
+        error = await api.refusal(CHAT, **{"messages": HELLO, **body})
+        assert api.backend.submitted == []
+    assert error["param"] == param
+
+
+async def test_strict_tools_at_will_are_said_not_to_work_where_calls_begin_like_any_answer(tmp_path: Path) -> None:
+    strict = {"type": "function", "function": {**NOW["function"], "strict": True}}
+    async with serving_tools(tmp_path, LLAMA, saying("ok", then=EOS_ID)) as api:
+        error = await api.refusal(CHAT, messages=HELLO, tools=[strict])
+    assert error["param"] == "tools[0].function.strict"
+
+
+async def test_openai_s_own_client_puts_a_streamed_call_together(tmp_path: Path) -> None:
+    messages: Any = HELLO
+    tools: Any = [WEATHER]
+    async with (
+        serving_tools(tmp_path, HERMES, saying(f"Hm. {PARIS}", then=EOS_ID)) as api,
+        openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none") as client,
+        client.chat.completions.stream(model="fake", messages=messages, tools=tools) as stream,
+    ):
+        final = await stream.get_final_completion()
+    message = final.choices[0].message
+    assert message.content == "Hm."
+    assert message.tool_calls is not None
+    assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Paris"}
