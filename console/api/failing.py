@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from http import HTTPStatus
+
 from aiohttp import web
 
 from console.api.errors import BodyTooSlow, error_response
-from console.api.scopes import LOOKING
+from console.api.scopes import ADMIN, LOOKING
 from console.api.traffic import Call, Ending
 from engine.errors import EngineError
+
+_PATH = re.compile(r"(?<![\w:/])(?:~|/[^\s/'\"<>,;:()]+)(?:/[^\s/'\"<>,;:()]+)+")
 
 _CALL = web.RequestKey("call", Call)
 
@@ -34,7 +40,7 @@ def failed(request: web.Request, error: EngineError) -> web.Response:
     """The answer to a request that failed, which is counted."""
     note(request, error)
     call = call_of(request)
-    response = error_response(_signed(error, call), call.tells)
+    response = error_response(_put(error, call), call.tells)
     if isinstance(error, BodyTooSlow):
         response.force_close()
     return response
@@ -43,7 +49,7 @@ def failed(request: web.Request, error: EngineError) -> web.Response:
 def told(request: web.Request, error: EngineError) -> object:
     """The JSON of an error in the shape of the request's dialect."""
     call = call_of(request)
-    return call.tells(_signed(error, call))
+    return call.tells(_put(error, call))
 
 
 def note(request: web.Request, error: EngineError) -> None:
@@ -58,7 +64,11 @@ def note_left(request: web.Request) -> None:
         call.failure = _LEFT
 
 
-def _signed(error: EngineError, call: Call) -> EngineError:
-    """With the id of its request among its details, for shapes that have room for it."""
-    error.details = {**error.details, "request_id": call.request_id}
-    return error
+def _put(error: EngineError, call: Call) -> EngineError:
+    """As the client is told: with the id of its request among the details, for shapes that have room for it, and
+    without the paths of this machine, which are for operators to know."""
+    put = copy.copy(error)
+    put.details = {**error.details, "request_id": call.request_id}
+    if error.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR and not call.path.startswith(ADMIN):
+        put.message = _PATH.sub(lambda found: found[0].rpartition("/")[2], error.message)
+    return put

@@ -16,7 +16,7 @@ SETTINGS_KEY = "settings"
 MAX_LIMIT = 10**9
 
 
-class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
+class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What may be asked with a key: requests and tokens (of prompts and answers) in a minute, requests at once; 0: any.
 
     Requests are counted where they ask a model for something. Tokens are known afterwards: who has used more than a

@@ -29,10 +29,12 @@ class AnthropicError(msgspec.Struct, frozen=True, tag="error", tag_field="type")
     """What an error answer holds, and an error event of a stream."""
 
     error: AnthropicErrorBody
+    request_id: str = ""
 
 
 def anthropic_error(error: EngineError) -> AnthropicError:
     """The error in Anthropic's shape."""
     otherwise = "api_error" if error.http_status >= 500 else "invalid_request_error"
     kind = _TYPES.get(error.http_status, otherwise)
-    return AnthropicError(AnthropicErrorBody(kind, envelope(error).error.message))
+    body = AnthropicErrorBody(kind, envelope(error).error.message)
+    return AnthropicError(body, request_id=str(error.details.get("request_id", "")))
