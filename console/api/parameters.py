@@ -29,7 +29,6 @@ def _same_kind(value: object, neutral: object) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool)
 
 
-_NO_TOOLS = "this dialect does not call tools here"
 _TOOLS_INSTEAD = "use tools and tool_choice, which replaced it"
 _NO_GRAMMAR = "answers cannot be held to a format"
 _NO_BEAMS = "answers are sampled; there is no beam search"
@@ -136,13 +135,22 @@ ANTHROPIC_REFUSED: Mapping[str, Refusal] = {
     "diagnostics": Refusal("GET /metrics tells of the prefix cache"),
     "inference_geo": Refusal("answers are computed where this server is"),
     "mcp_servers": Refusal("this server calls no others", ([],)),
-    "output_config": Refusal(_NO_GRAMMAR, ({},)),
-    "output_format": Refusal(_NO_GRAMMAR),
+    "output_format": Refusal("use output_config.format, which replaced it"),
     "speed": Refusal("there is one speed", ("standard",)),
     "thinking": Refusal(_NO_THINKING, ({"type": "disabled"},)),
-    "tool_choice": Refusal(_NO_TOOLS, ({"type": "none"}, {"type": "auto"})),
-    "tools": Refusal(_NO_TOOLS, ([],)),
 }
+
+ANTHROPIC_OUTPUT_REFUSED: Mapping[str, Refusal] = {
+    "effort": Refusal("say in a message how much is to be said"),
+}
+"""Fields of output_config."""
+
+ANTHROPIC_TOOLS_REFUSED: Mapping[str, Refusal] = {
+    "allowed_callers": Refusal("the model itself calls tools", (["direct"],)),
+    "defer_loading": Refusal("the model is told of all tools", (False,)),
+    "input_examples": Refusal("put them into the description", ([],)),
+}
+"""Fields of a tool."""
 
 ANTHROPIC_BLOCKS_REFUSED: Mapping[str, Refusal] = {
     "document": Refusal(_TEXT_ONLY),
@@ -164,14 +172,12 @@ ANTHROPIC_INERT = frozenset(
 _NO_PICTURES = Refusal("this server makes no pictures", (0,))
 
 OLLAMA_REFUSED: Mapping[str, Refusal] = {
-    "format": Refusal(_NO_GRAMMAR, ("",)),
     "height": _NO_PICTURES,
     "images": Refusal(_TEXT_ONLY, ([],)),
     "shift": Refusal("an answer ends with the context", (False,)),
     "steps": _NO_PICTURES,
     "suffix": Refusal("text can be continued, not filled in", ("",)),
     "template": Refusal("the model's own chat template is used; raw takes a prompt that is made already", ("",)),
-    "tools": Refusal(_NO_TOOLS, ([],)),
     "truncate": Refusal(_NOT_CUT, (False,)),
     "width": _NO_PICTURES,
 }

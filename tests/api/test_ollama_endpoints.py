@@ -275,6 +275,10 @@ async def test_deleting_models_is_refused(api: Served) -> None:
     ("path", "body", "named"),
     [
         ("/api/generate", {"suffix": "x"}, "suffix"),
+        ("/api/generate", {"format": "xml"}, "format"),
+        ("/api/generate", {"format": {"type": "x"}}, "format"),
+        ("/api/chat", {"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
+        ("/api/chat", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "x"}}]}, "tools"),
         ("/api/generate", {"template": "{{ .Prompt }}"}, "template"),
         ("/api/generate", {"images": ["aGk="]}, "images"),
         ("/api/generate", {"think": True}, "think"),

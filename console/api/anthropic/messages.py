@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 
 from aiohttp import web
-from msgspec.structs import replace
 
 from console.api.anthropic.answers import (
     EVENTS,
     Block,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
     Ending,
     Event,
     Message,
@@ -20,11 +17,10 @@ from console.api.anthropic.answers import (
     MessageStart,
     MessageStop,
     StopReason,
-    TextBlock,
-    TextDelta,
     TokensCounted,
     usage_of,
 )
+from console.api.anthropic.blocks import BlockWriter, blocks_of
 from console.api.anthropic.body import ConversationBody, MessagesBody
 from console.api.anthropic.conversation import goes_on, read_conversation
 from console.api.body import read
@@ -35,10 +31,10 @@ from console.api.described import describes
 from console.api.errors import json_response
 from console.api.generation import Generation
 from console.api.prompts import Prompt
-from console.api.sampling import sampling_params
 from console.api.served import ServedModel
 from console.api.stopping import without_stop
 from console.api.stream import ChunkStream
+from console.api.tools import CallReader, ToolUse, finish_of
 from engine.backends.base import FinishReason
 from engine.config import SamplingParams
 
@@ -63,9 +59,11 @@ class Messages:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, MessagesBody)
         model = await self._context.served(body)
-        params = replace(sampling_params(body, model, max_tokens=body.max_tokens), include_stop=True)
-        prompt = await _prompt(body, model)
-        call = _Call(model, params)
+        use = await _tool_use(body, model)
+        params = await asyncio.to_thread(body.params, model) if body.output_config else body.params(model)
+        params = use.applied(params)
+        prompt = await _prompt(body, model, use)
+        call = _Call(model, params, use.reader())
         with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
             if not body.stream:
                 return json_response(await call.whole(generation))
@@ -76,49 +74,57 @@ class Messages:
     @describes("Count a conversation's tokens", body=ConversationBody, answer=TokensCounted, example=_COUNTED)
     async def _count(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ConversationBody)
-        prompt = await _prompt(body, await self._context.served(body))
+        model = await self._context.served(body)
+        prompt = await _prompt(body, model, await _tool_use(body, model))
         return json_response(TokensCounted(len(prompt.ids)))
 
 
-async def _prompt(body: ConversationBody, model: ServedModel) -> Prompt:
+async def _tool_use(body: ConversationBody, model: ServedModel) -> ToolUse:
+    return await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
+
+
+async def _prompt(body: ConversationBody, model: ServedModel, use: ToolUse) -> Prompt:
     said = read_conversation(body.system, body.messages)
-    return await chat_prompt(model, read_messages(said), continue_final=goes_on(said), variables=_QUIET)
+    return await chat_prompt(
+        model, read_messages(said), continue_final=goes_on(said), variables=_QUIET, tools=use.definitions
+    )
 
 
 class _Call:
-    """One request on its way to its answer."""
+    """One request on its way to its answer. reader: what finds calls of tools in it."""
 
-    def __init__(self, model: ServedModel, params: SamplingParams) -> None:
+    def __init__(self, model: ServedModel, params: SamplingParams, reader: CallReader | None) -> None:
         self.id = new_id("msg")
         self._model = model
         self._params = params
+        self._reader = reader
 
     async def whole(self, generation: Generation) -> Message:
         """The answer at once."""
         [answer] = await generation.answers()
         text, stop = without_stop(answer.text, answer.finish, self._params.stop)
-        ending = self._ending(generation, answer.finish, stop)
-        return self._message(generation, [TextBlock(text)] if text else [], ending)
+        content = blocks_of(text, self._reader)
+        return self._message(generation, content, self._ending(generation, answer.finish, stop))
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
-        """Every piece as it comes, each block between its start and its stop."""
-        begun = False
+        """Every piece as it comes."""
+        blocks: BlockWriter | None = None
         async with aclosing(generation.deltas()) as deltas:
             async for _, delta in deltas:
-                if not begun:
-                    begun = True
+                if blocks is None:
                     await chunks.send(MessageStart(self._message(generation, [], None)))
-                    await chunks.send(BlockStart(0, TextBlock("")))
+                    blocks = BlockWriter(chunks, self._reader)
                 text, stop = without_stop(delta.text, delta.finish, self._params.stop)
-                if text:
-                    await chunks.send(BlockDelta(0, TextDelta(text)))
+                await blocks.text(text)
                 if delta.finish is not None:
-                    await chunks.send(BlockStop(0))
+                    await blocks.finish()
                     ending = self._ending(generation, delta.finish, stop)
                     await chunks.send(MessageDelta(ending, usage_of(generation)))
                     await chunks.send(MessageStop())
 
     def _ending(self, generation: Generation, finish: FinishReason | None, stop: str | None) -> Ending:
+        if stop is None and finish_of(self._reader, finish) == "tool_calls":
+            return Ending("tool_use", None)
         return Ending(_stop_reason(finish, stop, generation.tokens.output, self._params.max_tokens), stop)
 
     def _message(self, generation: Generation, content: list[Block], ending: Ending | None) -> Message:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 from msgspec import UNSET
@@ -14,27 +14,41 @@ from console.api.errors import json_response
 from console.api.generation import Generation
 from console.api.logprobs import ChatLogprob, chat_logprobs
 from console.api.ollama.answers import Part, Stopwatch, ToolCalled, done_reason, now
+from console.api.ollama.calls import CallCollector
 from console.api.served import ServedModel
 from console.api.settings import ApiSettings
 from console.api.stream import JSON_LINES, ChunkStream
+from console.api.tools import CallReader
 from engine.engine import StreamDelta
 
 
 class Shape(Protocol):
     """Makes an answer, or a piece of one, in the shape of its endpoint. ids: of the answer's tokens, with its end."""
 
-    def __call__(self, text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: object) -> Part:
+    def __call__(self, text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> Part:
         """fields: as Part has them."""
 
 
 class Answering:
-    """Makes an answer of what the engine tells. logprobs: whether those were asked for."""
+    """Makes an answer of what the engine tells. logprobs: whether those were asked for.
 
-    def __init__(self, model: ServedModel, watch: Stopwatch, shape: Shape, *, logprobs: bool = False) -> None:
+    reader: what finds calls of tools, None where there are none.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        watch: Stopwatch,
+        shape: Shape,
+        *,
+        logprobs: bool = False,
+        reader: CallReader | None = None,
+    ) -> None:
         self._model = model
         self._watch = watch
         self._shape = shape
         self._wants_logprobs = logprobs
+        self._calls = CallCollector(reader)
         self._ids: list[int] = []
 
     async def answer(
@@ -43,9 +57,14 @@ class Answering:
         """The response, sent line by line where it is a stream."""
         if not stream:
             return json_response(await self._whole(generation))
-        async with ChunkStream(request, settings, JSON_LINES) as chunks, aclosing(self._parts(generation)) as parts:
-            async for part in parts:
-                await chunks.send(part)
+        async with ChunkStream(request, settings, JSON_LINES) as chunks:
+            async for delta in self._deltas(generation):
+                said, calls = self._calls.read(delta.text, ended=delta.finish is not None)
+                logprobs = self._logprobs(delta)
+                if said or calls or logprobs:
+                    await chunks.send(self._part(said, calls, None, done=False, logprobs=logprobs or UNSET))
+                if delta.finish is not None:
+                    await chunks.send(self._last("", [], [], generation, delta))
         return chunks.response
 
     def loaded(self) -> web.Response:
@@ -53,26 +72,16 @@ class Answering:
         return json_response(self._part("", [], None, done=True, done_reason="load", **asdict(self._watch.loaded())))
 
     async def _whole(self, generation: Generation) -> Part:
-        text: list[str] = []
-        logprobs: list[ChatLogprob] = []
-        async with aclosing(generation.deltas()) as deltas:
-            async for _, delta in deltas:
-                self._ids.extend(delta.token_ids)
-                text.append(delta.text)
-                logprobs.extend(self._logprobs(delta))
-                if delta.finish is not None:
-                    return self._last("".join(text), [], logprobs, generation, delta)
-        raise AssertionError("an answer ends with a delta that says why")
+        deltas = [delta async for delta in self._deltas(generation)]
+        said, calls = self._calls.read("".join(delta.text for delta in deltas), ended=True)
+        logprobs = [entry for delta in deltas for entry in self._logprobs(delta)]
+        return self._last(said, calls, logprobs, generation, deltas[-1])
 
-    async def _parts(self, generation: Generation) -> AsyncGenerator[Part, None]:
+    async def _deltas(self, generation: Generation) -> AsyncGenerator[StreamDelta, None]:
         async with aclosing(generation.deltas()) as deltas:
             async for _, delta in deltas:
                 self._ids.extend(delta.token_ids)
-                logprobs = self._logprobs(delta)
-                if delta.text or logprobs:
-                    yield self._part(delta.text, [], None, done=False, logprobs=logprobs or UNSET)
-                if delta.finish is not None:
-                    yield self._last("", [], [], generation, delta)
+                yield delta
 
     def _last(
         self,
@@ -87,7 +96,7 @@ class Answering:
         reason = done_reason(delta.finish)
         return self._part(text, calls, self._ids, done=True, done_reason=reason, logprobs=logprobs or UNSET, **figures)
 
-    def _part(self, text: str, calls: list[ToolCalled], ids: list[int] | None, **fields: object) -> Part:
+    def _part(self, text: str, calls: list[ToolCalled], ids: list[int] | None, **fields: Any) -> Part:
         return self._shape(text, calls, ids, model=self._model.name, created_at=now(), **fields)
 
     def _logprobs(self, delta: StreamDelta) -> list[ChatLogprob]:

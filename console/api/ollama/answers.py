@@ -69,8 +69,9 @@ class Stopwatch:
 
 
 class ToolFunction(msgspec.Struct, frozen=True):
-    """Which tool is called, and with what."""
+    """Which tool is called, and with what. index: its place among the answer's calls."""
 
+    index: int
     name: str
     arguments: dict[str, Any]
 
@@ -78,6 +79,7 @@ class ToolFunction(msgspec.Struct, frozen=True):
 class ToolCalled(msgspec.Struct, frozen=True):
     """A call of a tool."""
 
+    id: str
     function: ToolFunction
 
 

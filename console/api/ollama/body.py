@@ -6,13 +6,18 @@ import math
 import re
 from typing import Annotated, Any
 
+from msgspec.structs import replace
 from pydantic import Field
 
 from console.api.body import Body
 from console.api.body_schema import MESSAGES, ShapedAs
 from console.api.ollama.options import Options, read_options
 from console.api.parameters import OLLAMA_REFUSED
-from engine.config import MAX_LOGPROBS
+from console.api.served import ServedModel
+from console.api.structured import json_grammar, json_object_grammar
+from console.api.tools import ToolUse, tool_use
+from console.api.tools.openai import ToolField, read_tools
+from engine.config import MAX_LOGPROBS, SamplingParams
 from engine.errors import InvalidRequest
 
 LATEST = ":latest"
@@ -50,10 +55,12 @@ class OllamaBody(Body):
 class AnswerBody(OllamaBody):
     """What /api/generate and /api/chat share. stream: answers are streamed unless it is false.
 
+    format: "json", or a JSON schema.
     think: false keeps a model that can think from it, where its template knows how; true is refused.
     """
 
     stream: bool = True
+    format: dict[str, Any] | str = ""
     think: bool | str | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
@@ -73,6 +80,17 @@ class AnswerBody(OllamaBody):
     def wanted_logprobs(self) -> int | None:
         """Alternatives per token, None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def applied(self, params: SamplingParams) -> SamplingParams:
+        """The same, with what `format` asks for; raises InvalidRequest. It may take a while where that is a schema."""
+        if self.format == "":
+            return params
+        if params.grammar is not None:
+            raise InvalidRequest(f"format and {params.grammar.param} exclude each other", param="format")
+        if isinstance(self.format, str) and self.format != "json":
+            raise InvalidRequest('format should be "json" or a JSON schema', param="format")
+        is_any = self.format == "json"
+        return replace(params, grammar=json_object_grammar("format") if is_any else json_grammar(self.format, "format"))
 
     @property
     def variables(self) -> dict[str, object]:
@@ -96,6 +114,11 @@ class ChatBody(AnswerBody):
     """What /api/chat takes."""
 
     messages: Annotated[list[Any], Field(default_factory=list), MESSAGES]
+    tools: list[ToolField] | None = None
+
+    def tool_use(self, model: ServedModel) -> ToolUse:
+        """The tools that the model is told of; raises InvalidRequest. It may take a while where there are some."""
+        return tool_use(model.tokenizer, read_tools(self.tools))
 
 
 def _seconds(keep_alive: object) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from aiohttp import web
@@ -16,7 +17,7 @@ from console.api.ollama.answering import Answering
 from console.api.ollama.answers import Chatted, Part, Said, Stopwatch, ToolCalled
 from console.api.ollama.body import ChatBody
 from console.api.ollama.conversation import goes_on, read_conversation
-from console.api.ollama.options import options_params
+from console.api.ollama.parameters import answer_params
 
 
 class Chat:
@@ -47,12 +48,18 @@ class Chat:
         options = body.read()
         said = read_conversation(body.messages)
         model = await watch.loading(self._context.served(options))
-        answering = Answering(model, watch, _shape, logprobs=body.logprobs)
         if not said:
-            return answering.loaded()
-        turns = read_messages(said)
-        prompt = await chat_prompt(model, turns, continue_final=goes_on(said), variables=body.variables)
-        params = options_params(options, model, prompt_tokens=len(prompt.ids), logprobs=body.wanted_logprobs)
+            return Answering(model, watch, _shape).loaded()
+        use = await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
+        prompt = await chat_prompt(
+            model,
+            read_messages(said),
+            continue_final=goes_on(said),
+            variables=body.variables,
+            tools=use.definitions,
+        )
+        params = use.applied(await answer_params(body, options, model, prompt))
+        answering = Answering(model, watch, _shape, logprobs=body.logprobs, reader=use.reader())
         with self._context.generate(request, new_id("chat"), options, model, [prompt], params) as generation:
             return await answering.answer(request, self._context.settings, generation, body.stream)
 

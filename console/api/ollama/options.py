@@ -24,7 +24,9 @@ _OF_THE_BODY = ("model", "lora", "priority", "n", "best_of", "stream")
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1}
 """Ollama's, where neither the client nor the model's makers say anything."""
 
-_RANDOM_SEED = -1
+_OWN = ("num_predict", "num_ctx", "repeat_last_n")
+"""Options that mean something else here than fields that other clients call so."""
+
 _NO_RANGE = 0
 
 
@@ -33,13 +35,12 @@ class Options(SamplingFields):
 
     num_predict: -1 and -2 are up to the context's end.  num_ctx: prompt and answer together; more than the model was
     loaded with is that.  repeat_last_n: tokens that the penalties look at; 0 turns them off, -1 is all.
-    seed: -1 draws one.
     """
 
     refused = OLLAMA_OPTIONS_REFUSED
     inert = OLLAMA_OPTIONS_INERT
     aliases: ClassVar[Mapping[str, str]] = {
-        **SamplingFields.aliases,
+        **{name: field for name, field in SamplingFields.aliases.items() if name not in _OWN},
         "repeat_penalty": "repetition_penalty",
         "tfs_z": "tfs",
     }
@@ -74,7 +75,6 @@ def options_params(
         params = sampling_params(fields, model, max_tokens=_room(options, model, prompt_tokens), logprobs=logprobs)
     except InvalidRequest as error:
         raise InvalidRequest(renamed(error.message, _NAMES), **error.details) from None
-    params = replace(params, seed=None if params.seed == _RANDOM_SEED else params.seed)
     if options.repeat_last_n == _NO_RANGE:
         return replace(params, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0)
     return params if options.repetition_range else replace(params, repetition_range=max(0, options.repeat_last_n))

@@ -1,0 +1,100 @@
+"""Tools as Anthropic's clients send them, and the output format that they may ask for instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from console.api.parameters import ANTHROPIC_OUTPUT_REFUSED, ANTHROPIC_TOOLS_REFUSED
+from console.api.structured import json_grammar
+from console.api.tools import Tool, ToolChoice
+from console.api.tools.openai import FunctionField, read_tool
+from engine.config import Grammar
+from engine.errors import InvalidRequest
+
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ToolField(BaseModel):
+    """A tool that the client runs. input_schema: JSON Schema of an object; strict: inputs are held to it.
+
+    cache_control and eager_input_streaming change nothing: prefixes are cached by what they are, and inputs are
+    streamed as they come.
+    """
+
+    model_config = _STRICT
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: Any = None
+    eager_input_streaming: bool | None = None
+    allowed_callers: object = None
+    defer_loading: object = None
+    input_examples: object = None
+
+
+class ChoiceField(BaseModel):
+    """Whether tools are called: as the model likes, some, this one, or none."""
+
+    model_config = _STRICT
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @property
+    def choice(self) -> ToolChoice:
+        """The same as every dialect has it; raises InvalidRequest."""
+        if (self.name is not None) != (self.type == "tool"):
+            raise InvalidRequest("tool_choice.name belongs to the type tool, which needs it", param="tool_choice.name")
+        match self.type:
+            case "tool":
+                return ToolChoice("required", self.name or "")
+            case "any":
+                return ToolChoice("required")
+            case mode:
+                return ToolChoice(mode)
+
+
+class FormatField(BaseModel):
+    """What the answer is held to: JSON by a schema."""
+
+    model_config = _STRICT
+
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """How the answer is to be."""
+
+    model_config = _STRICT
+
+    format: FormatField | None = None
+    effort: object = None
+
+    def grammar(self) -> Grammar | None:
+        """What the answer is held to; raises InvalidRequest."""
+        ANTHROPIC_OUTPUT_REFUSED["effort"].check("output_config.effort", self.effort)
+        return None if self.format is None else json_grammar(self.format.json_schema, "output_config.format.schema")
+
+
+def read_tools(fields: Sequence[ToolField] | None) -> tuple[Tool, ...]:
+    """The tools of a body. Raises InvalidRequest naming what is wrong."""
+    return tuple(_read(field, f"tools[{i}]") for i, field in enumerate(fields or ()))
+
+
+def _read(field: ToolField, where: str) -> Tool:
+    for name, refusal in ANTHROPIC_TOOLS_REFUSED.items():
+        refusal.check(f"{where}.{name}", getattr(field, name))
+    if field.input_schema.get("type", "object") != "object":
+        raise InvalidRequest(f"{where}.input_schema should be that of an object", param=f"{where}.input_schema")
+    function = FunctionField(
+        name=field.name, description=field.description, parameters=field.input_schema, strict=field.strict
+    )
+    return read_tool(function, where)

@@ -1,0 +1,187 @@
+"""Tools and output formats in POST /v1/messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.api.harness import Served, serving
+from tests.fakes.backend import FakeBackend, Reply, saying
+from tests.fakes.model import EOS_ID, fake_spec
+from tests.fakes.tool_templates import HERMES, write_tool_model
+
+HELLO = [{"role": "user", "content": "hello"}]
+WEATHER: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "Tell the weather",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+PARIS = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+BROKEN = '<tool_call>{"name": "get_weather", "arguments": {"city" oh'
+USED = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Paris"}}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@asynccontextmanager
+async def calling(folder: Path, reply: Reply) -> AsyncIterator[Served]:
+    """A server whose model calls tools as Hermes does, and gives this answer."""
+    write_tool_model(folder, HERMES)
+    async with serving(folder, FakeBackend(reply=reply), spec=fake_spec(folder)) as api:
+        yield api
+
+
+async def ask(api: Served, **body: Any) -> dict[str, Any]:
+    return await api.post("/v1/messages", **{"max_tokens": 200, "messages": HELLO, "tools": [WEATHER], **body})
+
+
+async def events_of(api: Served, **body: Any) -> list[dict[str, Any]]:
+    """What the events of a streamed answer hold."""
+    body = {"max_tokens": 200, "messages": HELLO, "tools": [WEATHER], "stream": True, **body}
+    async with api.http.post("/v1/messages", json=body) as response:
+        assert response.status == 200, await response.text()
+        lines = (await response.text()).splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+
+def prompt_of(api: Served) -> str:
+    return bytes(api.backend.submitted[-1].prompt_ids).decode()
+
+
+async def test_calls_are_tool_use_blocks_after_the_text(tmp_path: Path) -> None:
+    async with calling(tmp_path, saying(f"Let me look.\n{PARIS}{PARIS}", then=EOS_ID)) as api:
+        answer = await ask(api)
+    text, *used = answer["content"]
+    assert text == {"type": "text", "text": "Let me look."}
+    assert len({block.pop("id") for block in used}) == 2
+    assert used == [{"type": "tool_use", "name": "get_weather", "input": {"city": "Paris"}}] * 2
+    assert answer["stop_reason"] == "tool_use"
+
+
+async def test_a_stream_gives_each_call_in_a_block_of_its_own_and_its_input_as_it_comes(tmp_path: Path) -> None:
+    async with calling(tmp_path, saying(f"Hm. {PARIS}{PARIS}", then=EOS_ID)) as api:
+        events = await events_of(api)
+    starts = [event for event in events if event["type"] == "content_block_start"]
+    assert [start["index"] for start in starts] == [0, 1, 2]
+    assert starts[1]["content_block"]["name"] == "get_weather"
+    assert starts[1]["content_block"]["input"] == {}
+    for index in (1, 2):
+        deltas = [
+            event["delta"] for event in events if event["type"] == "content_block_delta" and event["index"] == index
+        ]
+        assert {delta["type"] for delta in deltas} == {"input_json_delta"}
+        assert json.loads("".join(delta["partial_json"] for delta in deltas)) == {"city": "Paris"}
+    order = [(event["type"], event["index"]) for event in events if "index" in event]
+    within = [index for kind, index in order if kind == "content_block_delta"]
+    assert within == sorted(within)
+    assert [index for kind, index in order if kind == "content_block_stop"] == [0, 1, 2]
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+async def test_the_client_puts_a_streamed_call_together(tmp_path: Path) -> None:
+    async with (
+        calling(tmp_path, saying(PARIS, then=EOS_ID)) as api,
+        anthropic.AsyncAnthropic(base_url=api.url, api_key="x", max_retries=0) as client,
+        client.messages.stream(
+            model="fake",
+            max_tokens=200,
+            messages=[{"role": "user", "content": "hello"}],
+            tools=[{"name": "get_weather", "description": "Tell the weather", "input_schema": WEATHER["input_schema"]}],
+        ) as stream,
+    ):
+        message = await stream.get_final_message()
+    [block] = message.content
+    assert block.type == "tool_use"
+    assert (block.name, block.input) == ("get_weather", {"city": "Paris"})
+    assert message.stop_reason == "tool_use"
+
+
+async def test_a_call_that_breaks_off_is_text(tmp_path: Path) -> None:
+    async with calling(tmp_path, saying(BROKEN, then=EOS_ID)) as api:
+        answer = await ask(api)
+    assert answer["content"] == [{"type": "text", "text": BROKEN}]
+    assert answer["stop_reason"] == "end_turn"
+
+
+async def test_the_model_is_told_of_tools_and_of_what_they_gave(tmp_path: Path) -> None:
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": [{"type": "text", "text": "Hm."}, USED]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]},
+                {"type": "text", "text": "So?"},
+            ],
+        },
+    ]
+    async with calling(tmp_path, saying("ok", then=EOS_ID)) as api:
+        await ask(api, messages=messages)
+        told, *turns = prompt_of(api).splitlines()
+        counted = await api.post("/v1/messages/count_tokens", messages=messages, tools=[WEATHER])
+        assert counted == {"input_tokens": len(prompt_of(api))}
+    assert json.loads(told.removeprefix("tools: "))[0]["function"]["parameters"] == WEATHER["input_schema"]
+    assert turns == [
+        "user: hello",
+        f"assistant: Hm.{PARIS}",
+        "result get_weather toolu_1: rain",
+        "user: So?",
+        "assistant: ",
+    ]
+
+
+async def test_a_tool_that_failed_is_told_so(tmp_path: Path) -> None:
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "no such city", "is_error": True}
+    messages = [*HELLO, {"role": "assistant", "content": [USED]}, {"role": "user", "content": [result]}]
+    async with calling(tmp_path, saying("ok", then=EOS_ID)) as api:
+        await ask(api, messages=messages)
+        assert "result get_weather toolu_1: Error: no such city\n" in prompt_of(api)
+
+
+async def test_a_call_whose_result_is_missing_is_refused(tmp_path: Path) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": [USED]}]
+    async with (
+        calling(tmp_path, saying("ok", then=EOS_ID)) as api,
+        api.http.post("/v1/messages", json={"max_tokens": 9, "messages": messages}) as response,
+    ):
+        assert response.status == 400
+        assert "tool_result" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "held"),
+    [({"type": "auto"}, False), ({"type": "any"}, True), ({"type": "tool", "name": "get_weather"}, True)],
+)
+async def test_a_choice_that_demands_a_call_holds_the_answer_to_one(
+    tmp_path: Path, choice: dict[str, Any], held: bool
+) -> None:
+    async with calling(tmp_path, saying(PARIS, then=EOS_ID)) as api:
+        await ask(api, tool_choice={**choice, "disable_parallel_tool_use": True})
+        assert (api.backend.submitted[-1].params.grammar is not None) == held
+
+
+async def test_none_tells_the_model_of_no_tools(tmp_path: Path) -> None:
+    async with calling(tmp_path, saying("ok", then=EOS_ID)) as api:
+        await ask(api, tool_choice={"type": "none"})
+        assert prompt_of(api) == "user: hello\nassistant: "
+
+
+async def test_one_call_at_a_time_where_parallel_ones_are_off(tmp_path: Path) -> None:
+    async with calling(tmp_path, saying(PARIS + PARIS, then=EOS_ID)) as api:
+        answer = await ask(api, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert len(answer["content"]) == 1
+
+
+async def test_an_output_format_holds_the_answer_to_its_schema(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeBackend(reply=saying('{"a":1}', then=EOS_ID))) as api:
+        output = {"format": {"type": "json_schema", "schema": SCHEMA}}
+        answer = await ask(api, tools=[], output_config=output)
+        grammar = api.backend.submitted[-1].params.grammar
+    assert answer["content"] == [{"type": "text", "text": '{"a":1}'}]
+    assert grammar is not None
+    assert (grammar.kind, json.loads(grammar.source)) == ("json_schema", SCHEMA)

@@ -1,0 +1,108 @@
+"""Tools and formats in Ollama's dialect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import ollama
+import pytest
+
+from tests.api.harness import Served, serving
+from tests.fakes.backend import FakeBackend, Reply, saying
+from tests.fakes.model import EOS_ID, fake_spec
+from tests.fakes.tool_templates import HERMES, write_tool_model
+
+HELLO = [{"role": "user", "content": "hello"}]
+PARIS = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def get_weather(city: str) -> str:
+    """Tell the weather.
+
+    Args:
+        city: Where.
+    """
+    return f"rain in {city}"
+
+
+@asynccontextmanager
+async def calling(folder: Path, reply: Reply) -> AsyncIterator[Served]:
+    """A server whose model calls tools as Hermes does, and gives this answer."""
+    write_tool_model(folder, HERMES)
+    async with serving(folder, FakeBackend(reply=reply), spec=fake_spec(folder)) as api:
+        yield api
+
+
+def prompt_of(api: Served) -> str:
+    return bytes(api.backend.submitted[-1].prompt_ids).decode()
+
+
+async def test_the_client_is_told_of_calls_and_tells_what_they_gave(tmp_path: Path) -> None:
+    messages: list[Any] = [*HELLO]
+    async with calling(tmp_path, saying(f"Let me look.\n{PARIS}", then=EOS_ID)) as api:
+        client = ollama.AsyncClient(host=api.url)
+        answer = await client.chat("fake", messages, tools=[get_weather])
+        told = json.loads(prompt_of(api).splitlines()[0].removeprefix("tools: "))
+        assert answer.message.tool_calls
+        [call] = answer.message.tool_calls
+        messages.append(answer.message)
+        messages.append({"role": "tool", "tool_name": call.function.name, "content": get_weather("Paris")})
+        await client.chat("fake", messages, tools=[get_weather])
+        turns = prompt_of(api).splitlines()[1:]
+    assert told[0]["function"]["name"] == "get_weather"
+    assert told[0]["function"]["parameters"]["properties"]["city"]["type"] == "string"
+    assert answer.message.content == "Let me look."
+    assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
+    assert turns[1:3] == [f"assistant: Let me look.{PARIS}", "result get_weather call_1_0: rain in Paris"]
+
+
+async def test_calls_are_streamed_whole(tmp_path: Path) -> None:
+    async with calling(tmp_path, saying(f"Hm. {PARIS}{PARIS}", then=EOS_ID)) as api:
+        stream = await ollama.AsyncClient(host=api.url).chat("fake", HELLO, tools=[get_weather], stream=True)
+        parts = [part async for part in stream]
+    calls = [call for part in parts for call in part.message.tool_calls or ()]
+    assert [call.function.arguments for call in calls] == [{"city": "Paris"}] * 2
+    assert "".join(part.message.content or "" for part in parts) == "Hm."
+    assert (parts[-1].done, parts[-1].done_reason) == (True, "stop")
+
+
+async def test_a_call_has_an_id_and_its_place(tmp_path: Path) -> None:
+    async with calling(tmp_path, saying(PARIS + PARIS, then=EOS_ID)) as api:
+        tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+        answer = await api.post("/api/chat", messages=HELLO, tools=tools, stream=False)
+    calls = answer["message"]["tool_calls"]
+    assert [call["function"]["index"] for call in calls] == [0, 1]
+    assert len({call["id"] for call in calls}) == 2
+
+
+async def test_a_call_that_breaks_off_is_text(tmp_path: Path) -> None:
+    broken = PARIS.removesuffix("}}</tool_call>") + " oh"
+    async with calling(tmp_path, saying(broken, then=EOS_ID)) as api:
+        answer = await ollama.AsyncClient(host=api.url).chat("fake", HELLO, tools=[get_weather])
+    assert answer.message.content == broken
+    assert not answer.message.tool_calls
+
+
+async def test_a_format_holds_the_answer_to_json(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeBackend(reply=saying('{"a":1}', then=EOS_ID))) as api:
+        client = ollama.AsyncClient(host=api.url)
+        answer = await client.chat("fake", HELLO, format=SCHEMA)
+        await client.generate("fake", "x", format="json")
+        schema, anything = (request.params.grammar for request in api.backend.submitted)
+    assert answer.message.content == '{"a":1}'
+    assert schema is not None
+    assert anything is not None
+    assert (schema.kind, json.loads(schema.source), anything.kind) == ("json_schema", SCHEMA, "json_object")
+
+
+async def test_a_format_and_tools_together_are_refused(tmp_path: Path) -> None:
+    async with calling(tmp_path, saying(PARIS, then=EOS_ID)) as api:
+        client = ollama.AsyncClient(host=api.url)
+        await client.chat("fake", HELLO, tools=[get_weather], format="")
+        with pytest.raises(ollama.ResponseError, match="format"):
+            await client.chat("fake", HELLO, tools=[get_weather], format="json")
