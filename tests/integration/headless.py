@@ -21,7 +21,13 @@ def _heed_hang_up() -> None:
 class Headless:
     """A headless server; `lines` are what it said on stderr so far. stdout: where that goes, if anybody wants it."""
 
-    def __init__(self, *flags: str, home: Path, stdout: int | IO[bytes] = subprocess.DEVNULL) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        home: Path,
+        stdout: int | IO[bytes] = subprocess.DEVNULL,
+        stderr: int = subprocess.PIPE,
+    ) -> None:
         env = {**os.environ, "XDG_STATE_HOME": str(home), "XDG_CONFIG_HOME": str(home), "OMP_NUM_THREADS": "1"}
         self.lines: list[str] = []
         self.process = subprocess.Popen(
@@ -30,7 +36,7 @@ class Headless:
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             preexec_fn=_heed_hang_up,
         )
