@@ -70,8 +70,17 @@ class LineWriter:
             lines = [self._lines.get()]
             while len(lines) < _LINES_AT_ONCE and not self._lines.empty():
                 lines.append(self._lines.get_nowait())
-            if told := [line for line in lines if line is not _END]:
-                self._write(b"".join(self._encode(line) + b"\n" for line in told), len(told))
+            if told := [self._encoded(line) for line in lines if line is not _END]:
+                self._write(b"".join(told), len(told))
+
+    def _encoded(self, line: object) -> bytes:
+        """With its end; nothing where it cannot be: one bad line does not end the writing."""
+        try:
+            return self._encode(line) + b"\n"
+        except Exception:
+            self.lost += 1
+            log.exception("a line cannot be written")
+            return b""
 
     def _write(self, data: bytes, lines: int) -> None:
         try:

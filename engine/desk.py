@@ -224,7 +224,7 @@ class Desk:
         request.timeline.left(now)
         row = request.row(now)
         self._keep(request, row)
-        request.stream.end(reason, error, row)
+        request.stream.end(reason, error, row, request.timeline.stays(request.created))
         self._on_left(request)
 
     def _account(self, request: Request, reason: FinishReason, now: float) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from engine.backends.base import FinishReason, TokenLogprob
 from engine.errors import ErrorInfo
+from engine.records import Stay
 from engine.snapshot import RequestRow
 
 
@@ -39,7 +40,7 @@ class RequestStream:
     """An async iterator of deltas, for one reader on the engine's loop. The last one has `finish` set.
 
     Leave it early through `aclose()`, `cancel()` or `async with`: the worker stops computing at once.
-    row: its line in the request table, once it has ended.
+    row, stays: its line in the request table and its times on workers, once it has ended.
     """
 
     __slots__ = (
@@ -60,12 +61,14 @@ class RequestStream:
         "prompt_tokens",
         "request_id",
         "row",
+        "stays",
     )
 
     def __init__(self, request_id: str, prompt_tokens: int, on_cancel: Callable[[], None]) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
         self.row: RequestRow | None = None
+        self.stays: tuple[Stay, ...] = ()
         self._on_cancel = on_cancel
         self._text: list[str] = []
         self._token_ids: list[int] = []
@@ -163,9 +166,15 @@ class RequestStream:
         self._vector = vector or self._vector
         self._wake()
 
-    def end(self, finish: FinishReason, error: ErrorInfo | None = None, row: RequestRow | None = None) -> None:
+    def end(
+        self,
+        finish: FinishReason,
+        error: ErrorInfo | None = None,
+        row: RequestRow | None = None,
+        stays: tuple[Stay, ...] = (),
+    ) -> None:
         """Make the next delta the last."""
-        self.row = row
+        self.row, self.stays = row, stays
         self._finish = finish
         self._error = error
         self._wake()

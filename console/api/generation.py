@@ -134,8 +134,15 @@ class Generation:
     @property
     def work(self) -> Work:
         """What the engine did, once it has."""
-        rows = tuple(stream.row for stream in self._streams if stream.row is not None)
-        return Work(id=self._id, model=self._model, params=self._params, choices=self._n, rows=rows)
+        ended = [stream for stream in self._streams if stream.row is not None]
+        return Work(
+            id=self._id,
+            model=self._model,
+            params=self._params,
+            choices=self._n,
+            rows=tuple(stream.row for stream in ended if stream.row is not None),
+            stays=tuple(stream.stays for stream in ended),
+        )
 
     async def deltas(self) -> AsyncGenerator[tuple[int, StreamDelta], None]:
         """(choice, delta) as they come; raises EngineError once any answer has failed or was cancelled, or ran out of

@@ -13,6 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 from console.api.failing import call_of
 from console.api.traffic import Call
 from engine.config import SamplingParams
+from engine.records import Stay
 from engine.snapshot import RequestRow
 
 LEFT_STATUS = 499
@@ -24,6 +25,7 @@ class Work:
     """What the engine did for one answer. id: the answer's.  model: what the answer calls it.
 
     choices: answers that were asked for to each prompt.  rows: one for each of the engine's requests, all ended.
+    stays: the times on workers of each.
     """
 
     id: str
@@ -31,6 +33,7 @@ class Work:
     params: SamplingParams
     choices: int
     rows: tuple[RequestRow, ...]
+    stays: tuple[tuple[Stay, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_*). What was asked and answered is never to
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -20,12 +20,14 @@ from console.api.observing import LEFT_STATUS, Outcome, Work, handler_of
 from console.api.traffic import Call
 from engine.config import SamplingParams
 from engine.errors import EngineError
+from engine.records import Stay
 from engine.snapshot import RequestRow
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Tracer
 
     Attribute = str | bool | int | float | list[str]
 
@@ -47,6 +49,16 @@ class TracingUnavailable(EngineError):
 
     code = "tracing_unavailable"
     http_status = 500
+
+
+class Phase(NamedTuple):
+    """A part of a request's life, in seconds since it was submitted. lost: the worker died with it."""
+
+    name: Literal["queue", "prefill", "decode"]
+    since_s: float
+    until_s: float
+    worker: str = ""
+    lost: bool = False
 
 
 class Tracing:
@@ -81,16 +93,16 @@ class Tracing:
         if span.is_recording():
             context = set_span_in_context(span)
             for work in outcome.works:
-                for row in work.rows:
-                    self._tell_answer(context, _OPERATIONS.get(route, "text_completion"), work, row)
+                for row, stays in zip(work.rows, work.stays, strict=True):
+                    self._tell_answer(context, _OPERATIONS.get(route, "text_completion"), work, row, stays)
         span.end(_ns(outcome.at + outcome.total_s))
 
-    def _tell_answer(self, context: object, operation: str, work: Work, row: RequestRow) -> None:
-        """One answer, and in it the phases that it came to."""
-        from opentelemetry.context import Context
+    def _tell_answer(
+        self, context: Context, operation: str, work: Work, row: RequestRow, stays: Sequence[Stay]
+    ) -> None:
+        """One answer, and in it the phases that it came through."""
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
-        assert isinstance(context, Context)
         answer = self._tracer.start_span(
             f"{operation} {work.model}",
             context=context,
@@ -100,9 +112,14 @@ class Tracing:
         if row.error is not None:
             answer.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(answer)
-        for name, (since_s, until_s) in phases_of(row).items():
-            phase: Span = self._tracer.start_span(name, context=inside, start_time=_ns(row.created_at + since_s))
-            phase.end(_ns(row.created_at + until_s))
+        for phase in phases_of(row, stays):
+            attributes = {"ericllm.worker": phase.worker} if phase.worker else {}
+            since, until = (_ns(row.created_at + each) for each in (phase.since_s, phase.until_s))
+            span = self._tracer.start_span(phase.name, context=inside, start_time=since, attributes=attributes)
+            if phase.lost:
+                span.set_attribute("error.type", "worker_lost")
+                span.set_status(Status(StatusCode.ERROR))
+            span.end(until)
         answer.end(_ns(row.created_at + row.age_s))
 
     def close(self) -> None:
@@ -140,15 +157,20 @@ def traces_url(endpoint: str) -> str:
     return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}{_TRACES_PATH}"
 
 
-def phases_of(row: RequestRow) -> Mapping[str, tuple[float, float]]:
-    """Since when and until when each phase was that a request came to, in seconds since it was submitted."""
-    phases = {"queue": (0.0, row.queued_s)}
-    if row.worker is None and row.ttft_s is None:
-        return phases
-    if row.ttft_s is None:
-        return {**phases, "prefill": (row.queued_s, row.age_s)}
-    decoded_s = (row.itl_s or 0.0) * max(0, row.output_tokens - 1)
-    return {**phases, "prefill": (row.queued_s, row.ttft_s), "decode": (row.ttft_s, row.ttft_s + decoded_s)}
+def phases_of(row: RequestRow, stays: Sequence[Stay]) -> Iterator[Phase]:
+    """What a request came through, one after the other. One that lost its worker waits again, and goes on elsewhere."""
+    at = 0.0
+    for stay in stays:
+        if not at or stay.since_s > at:
+            yield Phase("queue", at, stay.since_s)
+        at = row.age_s if stay.until_s is None else stay.until_s
+        first = at if row.ttft_s is None else min(max(row.ttft_s, stay.since_s), at)
+        if first > stay.since_s or row.ttft_s is None:
+            yield Phase("prefill", stay.since_s, first, stay.worker, stay.lost and first == at)
+        if row.ttft_s is not None and row.ttft_s <= at:
+            yield Phase("decode", first, at, stay.worker, stay.lost)
+    if not stays or row.age_s > at:
+        yield Phase("queue", at, row.age_s)
 
 
 def _http_attributes(request: web.Request, call: Call, route: str, outcome: Outcome) -> dict[str, Attribute]:
@@ -191,8 +213,6 @@ def _answer_attributes(operation: str, work: Work, row: RequestRow) -> dict[str,
             attributes[f"gen_ai.request.{name}"] = value
     if work.choices > 1:
         attributes["gen_ai.request.choice.count"] = work.choices
-    if row.worker is not None:
-        attributes["ericllm.worker"] = row.worker
     if row.error is not None:
         attributes["error.type"] = row.error.code
     return attributes

@@ -122,7 +122,7 @@ class Traffic:
 
     def enter(self, address: str, agent: str, method: str, path: str) -> Call:
         """A request begins."""
-        call = Call(address, agent[:_LONGEST], method, path[:_LONGEST])
+        call = Call(address, _readable(agent), method, _readable(path))
         with self._lock:
             self.total += 1
             self._under_way += 1
@@ -235,3 +235,8 @@ class Traffic:
                 path=call.path,
             )
         )
+
+
+def _readable(said: str) -> str:
+    """What a client says, not too long, and without the halves of characters that stand for bytes that are no text."""
+    return said[:_LONGEST].encode(errors="replace").decode()

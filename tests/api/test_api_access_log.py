@@ -92,6 +92,17 @@ async def test_a_client_that_left_is_logged_with_what_it_had(tmp_path: Path) -> 
     assert line["prompt_tokens"] == 1
 
 
+async def test_bytes_that_are_no_text_do_not_end_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "access.jsonl"
+    async with serving(tmp_path, settings=logging_to(path)) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.server.status().port)
+        writer.write(b"GET /%ff HTTP/1.1\r\nHost: localhost\r\nUser-Agent: \xff\xfe\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 404")
+        writer.close()
+        await api.get("/ready")
+    assert [line["status"] for line in lines_of(path)] == [404, 200]
+
+
 async def test_nothing_is_lost_at_a_stop_and_the_next_start_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "access.jsonl"
     async with serving(tmp_path, settings=logging_to(path)) as api:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from console.api import watching
 from console.api.server import ApiServer, ApiSettings
-from console.api.tracing import Tracing, TracingUnavailable, traces_url
+from console.api.tracing import Tracing, TracingUnavailable, phases_of, traces_url
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.records import Stay
+from engine.snapshot import RequestRow
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, Gate
+from tests.fakes.engines import DyingBackend
 
 TRACED = ApiSettings(port=0, otlp_traces_endpoint="http://127.0.0.1:9")
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -85,8 +89,8 @@ async def test_a_request_is_a_span_with_its_answer_and_its_phases(tmp_path: Path
         "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.usage.output_tokens": 3,
         "gen_ai.response.finish_reasons": ("length",),
-        "ericllm.worker": "w0",
     }
+    assert [dict(found[name].attributes or {}) for name in ("queue", "prefill")] == [{}, {"ericllm.worker": "w0"}]
     assert (http.kind.name, http.parent, parent_of(chat)) == ("SERVER", None, context_of(http).span_id)
     assert {parent_of(found[name]) for name in ("queue", "prefill", "decode")} == {context_of(chat).span_id}
     assert len({context_of(span).trace_id for span in found.values()}) == 1
@@ -100,13 +104,54 @@ async def test_phases_have_the_times_that_the_engine_took(tmp_path: Path, spans:
     found = named(spans.get_finished_spans())
     queue, prefill, decode = (found[name] for name in ("queue", "prefill", "decode"))
     answer = found["text_completion fake"]
-    assert row.ttft_s is not None and row.itl_s is not None
+    assert row.ttft_s is not None
     starts = [span.start_time for span in (answer, queue, prefill, decode)]
     ends = [span.end_time for span in (answer, queue, prefill, decode)]
     at = row.created_at
     assert starts == [round(each * 1e9) for each in (at, at, at + row.queued_s, at + row.ttft_s)]
-    decoded = at + (row.ttft_s + row.itl_s * 4)
-    assert ends == [round(each * 1e9) for each in (at + row.age_s, at + row.queued_s, at + row.ttft_s, decoded)]
+    assert ends == [round(each * 1e9) for each in (at + row.age_s, at + row.queued_s, at + row.ttft_s, at + row.age_s)]
+
+
+async def test_a_request_that_lost_its_worker_shows_where_it_was(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    dying = DyingBackend(dies_at=3)
+    config = EngineConfig(worker_host="thread", restart_backoff_s=0.0)
+    async with serving(tmp_path, dying, settings=TRACED, config=config) as api:
+        await api.post("/v1/completions", prompt="x", max_tokens=5)
+    phases = [span for span in spans.get_finished_spans() if span.name in ("queue", "prefill", "decode")]
+    assert [span.name for span in phases] == ["queue", "prefill", "decode", "queue", "decode"]
+    assert [span.status.status_code.name for span in phases] == ["UNSET", "UNSET", "ERROR", "UNSET", "UNSET"]
+    assert (phases[2].attributes or {})["error.type"] == "worker_lost"
+    assert all(one.end_time == other.start_time for one, other in pairwise(phases))
+
+
+@pytest.mark.parametrize(
+    ("row", "stays", "phases"),
+    [
+        ({"age_s": 3.0}, (), [("queue", 0.0, 3.0)]),
+        ({"age_s": 3.0}, (Stay(worker="w0", since_s=1.0, until_s=3.0),), [("queue", 0.0, 1.0), ("prefill", 1.0, 3.0)]),
+        (
+            {"age_s": 9.0},
+            (Stay(worker="w0", since_s=1.0, until_s=3.0, lost=True),),
+            [("queue", 0.0, 1.0), ("prefill", 1.0, 3.0), ("queue", 3.0, 9.0)],
+        ),
+        (
+            {"age_s": 9.0, "ttft_s": 6.0},
+            (Stay(worker="w0", since_s=0.0, until_s=3.0, lost=True), Stay(worker="w1", since_s=4.0, until_s=9.0)),
+            [
+                ("queue", 0.0, 0.0),
+                ("prefill", 0.0, 3.0),
+                ("queue", 3.0, 4.0),
+                ("prefill", 4.0, 6.0),
+                ("decode", 6.0, 9.0),
+            ],
+        ),
+    ],
+)
+def test_phases_follow_one_another(
+    row: dict[str, Any], stays: tuple[Stay, ...], phases: list[tuple[str, float, float]]
+) -> None:
+    found = phases_of(RequestRow(id="a", source="api", state="finished", **row), stays)
+    assert [phase[:3] for phase in found] == phases
 
 
 async def test_the_client_s_trace_goes_on_here(tmp_path: Path, spans: InMemorySpanExporter) -> None:

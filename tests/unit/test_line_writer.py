@@ -65,3 +65,13 @@ def test_what_cannot_be_written_is_counted_and_said_once(tmp_path: Path, caplog:
     assert writer.lost == 2
     assert len(caplog.messages) == 1
     assert "cannot be written" in caplog.text
+
+
+def test_a_line_that_cannot_be_made_is_left_out_alone(tmp_path: Path) -> None:
+    writer = LineWriter(tmp_path / "lines", lambda line: bytes(str(line), "ascii"), max_bytes=10**6)
+    writer.open()
+    for line in ("one", "\udcff", "two"):
+        writer.put(line)
+    writer.close()
+    assert (tmp_path / "lines").read_text() == "one\ntwo\n"
+    assert writer.lost == 1
