@@ -156,6 +156,13 @@ def test_a_request_at_the_contexts_end_ends_with_length(subject: Subject) -> Non
     assert 12 - 3 <= len(tokens) <= 12
 
 
+def test_a_request_for_no_tokens_ends_with_its_prompt(subject: Subject) -> None:
+    drive = Drive(subject.loaded(), ask("a", prompt(0), params(max_tokens=0)), ask("b", prompt(1)))
+    tokens = drive.to_end()
+    assert [(event.token_id, event.finish) for event in drive.events["a"]] == [(None, "length")]
+    assert tokens["b"] == subject.alone(ask("b", prompt(1)))
+
+
 # --- parameters -----------------------------------------------------------------------------------------------------
 
 

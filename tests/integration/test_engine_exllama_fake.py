@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.config import SamplingParams
 from engine.engine import Engine, RequestStream
+from engine.errors import InvalidRequest
 from tests.fakes.backend import Gate
 from tests.fakes.engines import StillProbe, all_ready, ask, config, read, until
 from tests.fakes.exllama import FakeExllama
@@ -127,3 +128,17 @@ async def test_a_degraded_worker_is_replaced_and_the_next_request_is_answered(tm
         answer = await read(engine.submit(ask("second", params=greedy())))
         assert answer.text == text_of("second", 40)
         assert fakes.freed == 1
+
+
+async def test_what_its_generator_cannot_tell_of_prompts_is_refused_with_the_backends_name(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeExllama()) as engine:
+        with pytest.raises(InvalidRequest, match="prompt_logprobs is not supported by the exllamav2 backend"):
+            engine.submit(ask("a prompt", params=greedy(prompt_logprobs=1)))
+        with pytest.raises(InvalidRequest, match="embeddings are not supported by the exllamav2 backend"):
+            engine.submit(ask("a prompt", embed=True))
+
+
+async def test_no_tokens_asked_for_ends_at_once(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeExllama()) as engine:
+        last = (await read(engine.submit(ask("a prompt", params=greedy(0))))).last
+        assert (last.finish, last.output_tokens) == ("length", 0)
