@@ -70,6 +70,11 @@ class ServedSettings(BaseModel):
     max_json_depth: Annotated[
         int, Flag("API", "N"), Field(ge=4, le=_MAX_DEPTH, description="How deep a request body may nest")
     ] = 64
+    max_schema_bytes: Annotated[
+        int,
+        Flag("API", "BYTES"),
+        Field(ge=1, le=2**20, description="Longest JSON schema, regex or grammar that an answer is held to"),
+    ] = 65_536
     max_choices: Annotated[
         int, Flag("API", "N"), Field(ge=1, le=2**16, description="Answers to one request: prompts times n")
     ] = 512

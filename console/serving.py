@@ -29,6 +29,7 @@ def api_settings(settings: Settings, state_dir: Path | None) -> ApiSettings:
         max_header_bytes=settings.max_header_bytes,
         max_body_bytes=settings.max_body_kib * 2**10,
         max_json_depth=settings.max_json_depth,
+        max_schema_bytes=settings.max_schema_bytes,
         max_choices=settings.max_choices,
         max_output_tokens=settings.max_output_len,
         max_stops=settings.max_stops,

@@ -44,8 +44,10 @@ class ApiContext:
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
 
     async def served(self, body: ModelFields) -> ServedModel:
-        """The model that the body names, waiting while it is woken up or replaced. Raises as `served_model` does, and
-        EngineClosed where the server stops meanwhile."""
+        """The model that the body names, waiting while it is woken up or replaced. Raises as `served_model` does,
+        EngineClosed where the server stops meanwhile, and InvalidRequest for a format that no answer can be held to."""
+        if isinstance(body, SamplingFields) and body.asks_for_format:
+            await asyncio.to_thread(body.format, self.settings.max_schema_bytes)
         try:
             async with asyncio.timeout(None) as wait:
                 self._waiting.add(wait)

@@ -30,7 +30,6 @@ def _same_kind(value: object, neutral: object) -> bool:
 
 
 _TOOLS_INSTEAD = "use tools and tool_choice, which replaced it"
-_NO_GRAMMAR = "answers cannot be held to a format"
 _NO_BEAMS = "answers are sampled; there is no beam search"
 _TEXT_ONLY = "this server takes and gives text only"
 _NO_SAMPLER = "this sampler is not there; docs/sampling.md names those that are"
@@ -38,6 +37,7 @@ _NO_THINKING = "answers have no thinking apart from their text"
 _NOT_CUT = "a prompt that is too long is refused, never cut"
 
 SAMPLING_REFUSED: Mapping[str, Refusal] = {
+    "adaptive_target": Refusal(_NO_SAMPLER, (-0.01, -1)),
     "allowed_token_ids": Refusal("use logit_bias", ([],)),
     "detokenize": Refusal("answers are text", (True,)),
     "do_sample": Refusal("use temperature 0 for the most likely tokens", (True,)),
@@ -45,23 +45,19 @@ SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "encoder_repetition_penalty": Refusal(_NO_SAMPLER, (1,)),
     "epsilon_cutoff": Refusal(_NO_SAMPLER, (0,)),
     "eta_cutoff": Refusal(_NO_SAMPLER, (0,)),
-    "grammar_string": Refusal(_NO_GRAMMAR, ("",)),
-    "guided_choice": Refusal(_NO_GRAMMAR, ([],)),
-    "guided_grammar": Refusal(_NO_GRAMMAR),
-    "guided_json": Refusal(_NO_GRAMMAR),
-    "guided_regex": Refusal(_NO_GRAMMAR),
+    "guided_decoding_backend": Refusal("answers are held to formats by llguidance", ("auto", "guidance")),
+    "guided_whitespace_pattern": Refusal("whitespace in JSON is a space, or a line's end and indentation"),
     "length_penalty": Refusal(_NO_BEAMS, (1.0, 0.0)),
-    "json_schema": Refusal(_NO_GRAMMAR, ({},)),
+    "max_tokens_second": Refusal("answers come as fast as they are computed", (0,)),
+    "min_keep": Refusal(_NO_SAMPLER, (0,)),
     "no_repeat_ngram_size": Refusal("use dry_multiplier", (0,)),
+    "nsigma": Refusal(_NO_SAMPLER, (0,)),
     "num_beams": Refusal(_NO_BEAMS, (1,)),
     "penalty_alpha": Refusal(_NO_SAMPLER, (0,)),
     "prompt_logprobs": Refusal("use /v1/completions or /v1/chat/completions"),
-    "regex_pattern": Refusal(_NO_GRAMMAR, ("",)),
-    "response_format": Refusal(_NO_GRAMMAR, ({"type": "text"},)),
     "skew": Refusal(_NO_SAMPLER, (0,)),
     "smoothing_curve": Refusal(_NO_SAMPLER, (1,)),
     "spaces_between_special_tokens": Refusal("special tokens are shown as the tokenizer writes them", (True,)),
-    "structured_outputs": Refusal(_NO_GRAMMAR),
     "token_healing": Refusal("prompts are continued as they are", (False,)),
     "top_n_sigma": Refusal(_NO_SAMPLER, (0,)),
     "truncate_prompt_tokens": Refusal(_NOT_CUT),
@@ -92,6 +88,12 @@ CHAT_REFUSED: Mapping[str, Refusal] = {
     "web_search_options": Refusal("this server does not search the web"),
 }
 
+TOKENIZE_CHAT_REFUSED: Mapping[str, Refusal] = {
+    name: CHAT_REFUSED[name] for name in ("add_special_tokens", "chat_template", "documents")
+}
+
+TOKENIZE_INERT = frozenset({"user"})  # who asks; not looked at
+
 GENERATE_REFUSED: Mapping[str, Refusal] = {
     **SAMPLING_REFUSED,
     "filters": Refusal("use stop", ([],)),
@@ -112,19 +114,65 @@ EMBEDDING_REFUSED: Mapping[str, Refusal] = {
     "truncate_prompt_tokens": Refusal("a text that is too long is refused, never cut"),
 }
 
+TEXTGEN_REFUSED: Mapping[str, Refusal] = {
+    **{name: refusal for name, refusal in SAMPLING_REFUSED.items() if name != "do_sample"},
+    "chat_generation_attempts": Refusal("send the prompt again for another answer", (1,)),
+    "custom_stopping_strings": Refusal("use stopping_strings", ("",)),
+    "preset": Refusal("there are no presets here; send their settings", ("None", "")),
+    "stop_at_newline": Refusal('put "\\n" into stopping_strings', (False,)),
+    "use_max_seq_len": Refusal("set max_new_tokens", (False,)),
+}
+
+_NO_STORY = "this server keeps no story; put it into the prompt"
+_AS_THEY_ARE = "prompts and answers stay as they are"
+
+KOBOLD_REFUSED: Mapping[str, Refusal] = {
+    **SAMPLING_REFUSED,
+    "bypass_eos": Refusal("use ban_eos_token", (False,)),
+    "disable_input_formatting": Refusal(_AS_THEY_ARE, (True,)),
+    "disable_output_formatting": Refusal(_AS_THEY_ARE, (True,)),
+    "frmtadsnsp": Refusal(_AS_THEY_ARE, (False,)),
+    "frmtrmblln": Refusal(_AS_THEY_ARE, (False,)),
+    "frmtrmspch": Refusal(_AS_THEY_ARE, (False,)),
+    "frmttriminc": Refusal(_AS_THEY_ARE, (False,)),
+    "grammar_retain_state": Refusal("a grammar holds for one answer", (False,)),
+    "images": Refusal(_TEXT_ONLY, ([],)),
+    "soft_prompt": Refusal("there are no soft prompts", ("",)),
+    "use_authors_note": Refusal(_NO_STORY, (False,)),
+    "use_memory": Refusal(_NO_STORY, (False,)),
+    "use_story": Refusal(_NO_STORY, (False,)),
+    "use_userscripts": Refusal(_NO_STORY, (False,)),
+    "use_world_info": Refusal(_NO_STORY, (False,)),
+}
+
 MESSAGE_REFUSED: Mapping[str, Refusal] = {
     "audio": Refusal(_TEXT_ONLY),
     "function_call": Refusal("use tool_calls, which replaced it"),
     "refusal": Refusal("put what was said into content"),
 }
 
-OPENAI_INERT = frozenset(
+FRONTEND_INERT = frozenset(
+    {
+        "adaptive_decay",  # of adaptive_target, which is refused
+        "api_server",  # the frontend's own note of where it sends this, as the next two
+        "api_type",
+        "cache_prompt",  # prefixes are always cached
+        "include_reasoning",  # answers have no thinking apart from their text
+        "legacy_api",
+        "num_ctx",  # the context is as long as the model was loaded with
+        "speculative_ngram",  # how an answer is computed, which does not change it
+    }
+)
+"""What text frontends send along with everything."""
+
+OPENAI_INERT = FRONTEND_INERT | frozenset(
     {
         "metadata",  # labels of the client's own
         "prompt_cache_key",  # a hint: prefixes are cached by what they are
         "request_id",  # answers carry ids of our own
         "safety_identifier",  # who asks; not looked at
         "service_tier",  # there is one
+        "truncation_length",  # to what the frontend has cut the prompt; a longer one is refused, never cut
         "user",  # who asks; not looked at
     }
 )

@@ -11,9 +11,10 @@ from pydantic import Field
 from console.api.body import Body
 from console.api.body_schema import TEXTS
 from console.api.dry import breaker_ids
+from console.api.formats import FormatFields
 from console.api.sampler_order import in_order
 from console.api.served import ServedModel
-from engine.config import SamplingParams, shown
+from engine.config import MAX_GRAMMAR_BYTES, SamplingParams, shown
 from engine.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class ModelFields(Body):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 
 
-class SamplingFields(ModelFields):
+class SamplingFields(ModelFields, FormatFields):
     """OpenAI's sampling fields and those that vLLM's clients add. None takes the model's default, else the neutral one.
 
     best_of: how many answers are made, of which n are given.  top_k: 0 and -1 are off.
@@ -205,6 +206,7 @@ def sampling_params(
         skip_special_tokens=fields.skip_special_tokens,
         logprobs=0 if logprobs is None and fields.answers_each > fields.n else logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=fields.format(MAX_GRAMMAR_BYTES),
     ).validate()
     return _as_ordered(params, fields)
 

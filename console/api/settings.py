@@ -18,6 +18,7 @@ class ApiSettings:
     address_rate: requests a minute of one address beyond this machine; 0: any.
     max_header_bytes: longest line of a request's head.  max_body_bytes: longest request body.
     max_json_depth: how deep it may nest.  max_choices: answers one HTTP request may ask for (prompts times n).
+    max_schema_bytes: of a JSON schema, a regular expression or a grammar that an answer is held to.
     max_output_tokens: of one answer; None: what the context holds.  max_stops, max_stop_length: strings that end an
     answer, and the characters of each.
     idle_timeout_s: a connection without a request for so long is closed, also one whose request does not get here.
@@ -45,6 +46,7 @@ class ApiSettings:
     max_body_bytes: int = 8 * 2**20
     max_json_depth: int = 64
     max_choices: int = 512
+    max_schema_bytes: int = 65_536
     max_output_tokens: int | None = None
     max_stops: int = 16
     max_stop_length: int = 1000

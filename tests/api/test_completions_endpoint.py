@@ -177,7 +177,6 @@ async def test_logprobs_come_as_parallel_lists_with_offsets(tmp_path: Path) -> N
         ({"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt": "x", "suffix": "end"}, "suffix"),
-        ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
         ({"prompt": "x", "stream": "yes"}, "stream"),

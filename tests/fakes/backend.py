@@ -255,12 +255,16 @@ class FakeBackend:
             token_id = nearest(token_id, mask)
             mask.accept(token_id)
         tokens.append(token_id)
+        if whole := mask is not None and mask.ended:
+            self._live.pop(request_id)
+            self._masks.pop(request_id)
+            self._started.discard(request_id)
         wanted = request.params.logprobs is not None
         return TokenEvent(
             request_id=request_id,
             token_id=token_id,
             logprob=TokenLogprob(token_id=token_id, logprob=-0.5) if wanted else None,
-            finish="stop" if mask is not None and mask.ended else None,
+            finish="stop" if whole else None,
             cached_tokens=0 if first else None,
             prompt_logprobs=foretold(request) if first else (),
         )
