@@ -60,7 +60,7 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect("generate", "EricLLM and vLLM", (Generate,)),
     Dialect("tgi", "TGI", (tgi.Generating, tgi.Telling), tgi.tells, tgi.claims),
     Dialect("anthropic", "Anthropic", (Messages,), anthropic_error),
-    Dialect("ollama", "Ollama", (ollama.Generate, ollama.Chat, ollama.ModelList), ollama.tells),
+    Dialect("ollama", "Ollama", (ollama.Generate, ollama.Chat, ollama.Embed, ollama.ModelList), ollama.tells),
 )
 
 _PATTERN = re.compile(r"\{(\w+):[^}]*\}")

@@ -86,7 +86,7 @@ class Embedder:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, EmbeddingBody)
         model = await self._context.served(body)
-        _check(body, model)
+        check_inputs(count_prompts(body.input, "input"), body.dimensions, model)
         try:
             return json_response(await self._embedded(request, body, model))
         except ContextLengthExceeded as error:  # it knows of prompts alone
@@ -95,24 +95,35 @@ class Embedder:
 
     async def _embedded(self, request: web.Request, body: EmbeddingBody, model: ServedModel) -> Embeddings:
         prompts = await read_prompts(body.input, model, "input")
-        data: list[Embedding] = []
-        tokens = 0
-        # As many at once as a request may ask for answers: the queue has a limit, and others are in it.
-        for some in _parts(prompts, self._context.settings.max_choices):
-            with self._context.embed(request, new_id("embd"), body, model, some) as generation:
-                for answer in await generation.answers():
-                    data.append(Embedding(index=len(data), embedding=_written(answer.vector, body.encoding_format)))
-                tokens += generation.tokens.prompt
+        vectors, tokens = await vectors_of(self._context, request, body, model, prompts)
+        data = [
+            Embedding(index=index, embedding=_written(vector, body.encoding_format))
+            for index, vector in enumerate(vectors)
+        ]
         return Embeddings(data=data, model=model.name, usage=EmbeddingUsage(tokens, tokens))
 
 
-def _check(body: EmbeddingBody, model: ServedModel) -> None:
-    """Raise InvalidRequest for what is refused before any text is read."""
-    if (inputs := count_prompts(body.input, "input")) > MAX_INPUTS:
+async def vectors_of(
+    context: ApiContext, request: web.Request, body: ModelFields, model: ServedModel, prompts: Sequence[Prompt]
+) -> tuple[list[bytes], int]:
+    """Each prompt's vector as float32, and the tokens of all. Raises what Engine.submit does."""
+    vectors: list[bytes] = []
+    tokens = 0
+    # As many at once as a request may ask for answers: the queue has a limit, and others are in it.
+    for some in _parts(prompts, context.settings.max_choices):
+        with context.embed(request, new_id("embd"), body, model, some) as generation:
+            vectors.extend(answer.vector for answer in await generation.answers())
+            tokens += generation.tokens.prompt
+    return vectors, tokens
+
+
+def check_inputs(inputs: int, dimensions: int | None, model: ServedModel) -> None:
+    """Raise InvalidRequest for too many texts, and for vectors of a length that the model does not make."""
+    if inputs > MAX_INPUTS:
         raise InvalidRequest(f"input has {inputs} texts; the limit is {MAX_INPUTS}", param="input")
     size = model.loaded.hidden_size
-    if body.dimensions not in (None, size) and size:
-        asked = shown(body.dimensions or 0)
+    if dimensions not in (None, size) and size:
+        asked = shown(dimensions or 0)
         raise InvalidRequest(f"dimensions is {asked}; this model's vectors have {size}", param="dimensions")
 
 

@@ -12,7 +12,7 @@ import pytest
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving
-from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
+from tests.fakes.backend import FakeBackend, Gate, expected_text, saying, vector_of
 
 KEY = "sesame"
 PROMPT = b"user: hello\nassistant: "
@@ -84,6 +84,13 @@ async def test_models(api: Served) -> None:
     assert shown.modelinfo is not None
     assert shown.modelinfo["llama.context_length"] == 4096
     assert [running.context_length for running in (await client.ps()).models] == [4096]
+
+
+async def test_vectors(api: Served) -> None:
+    client = client_of(api)
+    answer = await client.embed("fake", ["ab", "c"])
+    assert [list(vector) for vector in answer.embeddings] == [vector_of(b"ab"), vector_of(b"c")]
+    assert list((await client.embeddings("fake", "ab")).embedding) == vector_of(b"ab")
 
 
 async def test_the_blocking_client(api: Served) -> None:

@@ -12,7 +12,7 @@ import pytest
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving
-from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
+from tests.fakes.backend import HIDDEN_SIZE, FakeBackend, Gate, expected_text, saying, vector_of
 from tests.fakes.model import write_fake_model
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -221,6 +221,24 @@ async def test_a_failure_in_a_stream_is_its_last_line(tmp_path: Path) -> None:
         assert set((await lines(api, "/api/generate", prompt="hello"))[-1]) == {"error"}
 
 
+async def test_texts_become_vectors(api: Served) -> None:
+    answer = await api.post("/api/embed", model="fake", input=["ab", "c"], dimensions=HIDDEN_SIZE)
+    assert answer["embeddings"] == [vector_of(b"ab"), vector_of(b"c")]
+    assert (answer["model"], answer["prompt_eval_count"]) == ("fake", 3)
+    assert answer["total_duration"] >= answer["load_duration"] >= 0
+    assert (await api.post("/api/embed", input="ab"))["embeddings"] == [vector_of(b"ab")]
+    assert (await api.post("/api/embeddings", prompt="ab"))["embedding"] == vector_of(b"ab")
+    assert (await api.post("/api/embed", input=[]))["embeddings"] == []
+    assert (await api.post("/api/embeddings"))["embedding"] == []
+
+
+async def test_of_a_text_that_is_too_long_the_beginning_is_embedded_unless_truncate_is_false(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeBackend(max_model_len=40)) as api:
+        assert (await api.post("/api/embed", input="x" * 1000))["embeddings"] == [vector_of(b"x" * 39)]
+        assert (await api.post("/api/embed", input="xyz", options={"num_ctx": 3}))["embeddings"] == [vector_of(b"xy")]
+        assert "input" in await refusal(api, "/api/embed", input="x" * 1000, truncate=False)
+
+
 async def test_models_are_listed_with_a_tag(api: Served) -> None:
     [model] = (await api.get("/api/tags"))["models"]
     assert model["name"] == model["model"] == "fake:latest"
@@ -304,6 +322,10 @@ async def test_deleting_models_is_refused(api: Served) -> None:
         ("/api/chat", {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
         ("/api/chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
         ("/api/chat", {"messages": ["x"]}, "messages[0]"),
+        ("/api/embed", {"input": [3]}, "input"),
+        ("/api/embed", {"input": "x", "dimensions": 3}, "dimensions"),
+        ("/api/embed", {"input": "x", "keep_alive": 0}, "keep_alive"),
+        ("/api/embed", {}, "input"),
     ],
 )
 async def test_what_is_not_honoured_is_refused_by_name(

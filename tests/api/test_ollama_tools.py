@@ -61,6 +61,13 @@ async def test_the_client_is_told_of_calls_and_tells_what_they_gave(tmp_path: Pa
     assert turns[1:3] == [f"assistant: Let me look.{PARIS}", "result get_weather call_1_0: rain in Paris"]
 
 
+async def test_a_model_that_calls_tools_says_so(tmp_path: Path) -> None:
+    async with calling(tmp_path / "tools", saying("ok", then=EOS_ID)) as api:
+        assert (await ollama.AsyncClient(host=api.url).show("fake")).capabilities == ["completion", "tools"]
+    async with serving(tmp_path / "none") as api:
+        assert (await ollama.AsyncClient(host=api.url).show("fake")).capabilities == ["completion"]
+
+
 async def test_calls_are_streamed_whole(tmp_path: Path) -> None:
     async with calling(tmp_path, saying(f"Hm. {PARIS}{PARIS}", then=EOS_ID)) as api:
         stream = await ollama.AsyncClient(host=api.url).chat("fake", HELLO, tools=[get_weather], stream=True)

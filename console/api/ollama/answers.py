@@ -53,9 +53,19 @@ class Stopwatch:
         finally:
             self._load_s = self._clock() - began
 
+    @property
+    def total_ns(self) -> int:
+        """Since it came."""
+        return _ns(self._clock() - self._began)
+
+    @property
+    def load_ns(self) -> int:
+        """Waited for the model."""
+        return _ns(self._load_s)
+
     def loaded(self) -> Figures:
         """Of a request that only wanted the model to be there."""
-        return Figures(total_duration=_ns(self._clock() - self._began), load_duration=_ns(self._load_s))
+        return Figures(total_duration=self.total_ns, load_duration=self.load_ns)
 
     def figures(self, row: RequestRow) -> Figures:
         """Of an answer that has ended; row: its line in the request table."""

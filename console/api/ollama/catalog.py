@@ -9,11 +9,13 @@ from pathlib import Path
 
 import msgspec
 
+from console.api.tools.formats import format_in
 from engine.errors import EngineError
 from engine.models.catalog import ModelEntry
 from engine.models.files import read_json_object
 from engine.models.inspect import inspect
 from engine.snapshot import ModelReading
+from engine.text.chat_template import ChatTemplate
 from engine.text.folder import TokenizerFolder
 
 FOREVER = "9999-12-31T23:59:59Z"
@@ -115,15 +117,19 @@ def shown(reading: ModelReading, name: str) -> Shown:
     """All about a model. Blocking: reads its folder's files."""
     folder = _folder(reading)
     entry, parameters = inspect(folder), _parameters(folder)
-    templates = _tokenizer_folder(folder).chat_templates()
+    tokenizer = _tokenizer_folder(folder)
+    templates = tokenizer.chat_templates()
+    template = templates.get("default", next(iter(templates.values()), ""))
+    with_tools = ChatTemplate(templates.get("tool_use", template), tokenizer.special_tokens())
+    can = ["completion"] if format_in(with_tools) is None else ["completion", "tools"]
     lines = [f"FROM {name}", *(f"PARAMETER {line}" for line in parameters.splitlines())]
     return Shown(
         modelfile="\n".join(lines),
         parameters=parameters,
-        template=templates.get("default", next(iter(templates.values()), "")),
+        template=template,
         details=_details(reading, entry),
         model_info=_model_info(folder, entry, reading),
-        capabilities=["completion"],
+        capabilities=can,
         modified_at=_stamp(folder)[0],
     )
 
