@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import aclosing
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from aiohttp import web
 from pydantic import Field
 
 from console.api.body import read
-from console.api.body_schema import MESSAGES
-from console.api.chat_prompt import chat_prompt
+from console.api.chat_fields import ConversationFields
 from console.api.chat_shapes import (
     ChatAnswer,
     ChatChoice,
@@ -25,14 +23,13 @@ from console.api.chat_shapes import (
     piece_of,
 )
 from console.api.context import ApiContext, new_id
-from console.api.conversation import Turn, guided_away_from, read_messages
+from console.api.conversation import guided_away_from, read_messages
 from console.api.described import describes
 from console.api.errors import json_response
 from console.api.generation import Answer, Generation
 from console.api.logprobs import ChatLogprobs, chat_logprobs
 from console.api.openai import OpenAiFields, UsageField, now, prompt_logprobs_of, usage_of
 from console.api.parameters import CHAT_REFUSED, OPENAI_INERT
-from console.api.prompts import Prompt
 from console.api.sampling import sampling_params
 from console.api.served import ServedModel
 from console.api.stream import DONE, ChunkStream
@@ -40,10 +37,8 @@ from console.api.tools import (
     CallReader,
     ToolUse,
     finish_of,
-    tool_use,
     whole,
 )
-from console.api.tools.openai import ToolField, read_choice, read_tools
 from engine.backends.base import TokenLogprob
 from engine.config import MAX_LOGPROBS
 from engine.engine import StreamDelta
@@ -52,31 +47,16 @@ from engine.errors import InvalidRequest
 _EXAMPLE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
 
 
-class ChatBody(OpenAiFields):
-    """What the endpoint takes. max_tokens and max_completion_tokens are the same; None is up to the context's end.
-
-    chat_template_kwargs: variables for the model's own template (enable_thinking, say).
-    """
+class ChatBody(OpenAiFields, ConversationFields):
+    """What the endpoint takes. max_tokens and max_completion_tokens are the same; None is up to the context's end."""
 
     refused = CHAT_REFUSED
     inert = OPENAI_INERT
 
-    messages: Annotated[list[Any], MESSAGES]
-    tools: list[ToolField] | None = None
-    tool_choice: object = None
-    parallel_tool_calls: bool = True
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
-
-    def tool_use(self, model: ServedModel) -> ToolUse:
-        """The tools that the model is told of; raises InvalidRequest."""
-        choice = read_choice(self.tool_choice)
-        return tool_use(model.tokenizer, read_tools(self.tools), choice, parallel=self.parallel_tool_calls)
 
     @property
     def token_limit(self) -> int | None:
@@ -91,15 +71,6 @@ class ChatBody(OpenAiFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def opens_answer(self) -> bool:
-        """Whether the prompt ends with the start of an answer; raises InvalidRequest where two fields disagree."""
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
-            )
-        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 
 class Chat:
@@ -117,7 +88,7 @@ class Chat:
         body = await read(request, ChatBody)
         body.check_prompt_logprobs()
         model = await self._context.served(body)
-        use = await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
+        use = await body.tool_use(model)
         params = sampling_params(
             body,
             model,
@@ -128,7 +99,7 @@ class Chat:
         )
         params = use.applied(params)
         call = _Call(body, model, use)
-        prompts = [await _prompt(body, model, read_messages(body.messages), use)]
+        prompts = [await body.prompt(model, read_messages(body.messages), use)]
         with self._context.generate(request, call.id, body, model, prompts, params) as generation:
             if not body.stream:
                 return json_response(await call.whole(generation))
@@ -142,19 +113,7 @@ async def _negative_prompt_ids(body: ChatBody, model: ServedModel, use: ToolUse)
     if body.cfg_scale == 1.0:
         return []
     turns = guided_away_from(read_messages(body.messages), body.negative_prompt)
-    return list((await _prompt(body, model, turns, use)).ids)
-
-
-async def _prompt(body: ChatBody, model: ServedModel, turns: Sequence[Turn], use: ToolUse) -> Prompt:
-    """The conversation as the model's template and tokenizer have it, and how another model would."""
-    return await chat_prompt(
-        model,
-        turns,
-        continue_final=body.continue_final_message,
-        opens_answer=body.opens_answer,
-        variables=body.chat_template_kwargs,
-        tools=use.definitions,
-    )
+    return list((await body.prompt(model, turns, use)).ids)
 
 
 class _Call:

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic_core import from_json
 
-from console.api import ollama, tgi
+from console.api import kobold, ollama, textgen, tgi
 from console.api.anthropic.errors import anthropic_error
 from console.api.anthropic.messages import Messages
 from console.api.chat import Chat
@@ -28,6 +28,7 @@ from console.api.failing import call_of
 from console.api.generate import Generate
 from console.api.models import Models
 from console.api.scopes import LOOKING
+from console.api.utilities import Utilities
 from console.links.api import DialectReading
 from engine.errors import InvalidRequest
 
@@ -57,8 +58,10 @@ class Dialect:
 
 DIALECTS: tuple[Dialect, ...] = (
     Dialect("openai", "OpenAI", (Models, Completions, Chat, Embedder)),
-    Dialect("generate", "EricLLM and vLLM", (Generate,)),
+    Dialect("generate", "EricLLM and vLLM", (Generate, Utilities)),
     Dialect("tgi", "TGI", (tgi.Generating, tgi.Telling), tgi.tells, tgi.claims),
+    Dialect("kobold", "KoboldAI", (kobold.Kobold,), kobold.tells),
+    Dialect("textgen", "text-generation-webui", (textgen.Textgen,), textgen.tells, textgen.claims),
     Dialect("anthropic", "Anthropic", (Messages,), anthropic_error),
     Dialect("ollama", "Ollama", (ollama.Generate, ollama.Chat, ollama.Embed, ollama.ModelList), ollama.tells),
 )

@@ -1,4 +1,4 @@
-"""What one rendering of a chat template may do, and what each thing that a template does costs: pure but for the clock."""
+"""What one rendering of a chat template may do, and what each thing that it does costs: pure but for the clock."""
 
 from __future__ import annotations
 

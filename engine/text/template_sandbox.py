@@ -2,8 +2,9 @@
 
 A model's template is a program of unknown origin, run for every request. Whatever can go on for long or grow is counted
 where it happens: each turn of a loop, call, operator, filter and output takes what it makes from the rendering's
-budget, before it is made where that can be known. Jinja compiles templates, so this is done by what it compiles: loops go through a filter, `~` and constants become what passes through the same counting, and literals of lists are
-weighed, for what contains itself twice, again and again, is small to hold and endless to look at.
+budget, before it is made where that can be known. Jinja compiles templates, so the program is rewritten before: loops
+go through a filter, `~` and constants become what passes through the same counting, and literals of lists are weighed,
+for what contains itself twice, again and again, is small to hold and endless to look at.
 """
 
 from __future__ import annotations

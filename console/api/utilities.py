@@ -1,0 +1,166 @@
+"""Utilities: text to tokens and back as vLLM has it, what a chat template makes of a conversation, and the version."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+from pydantic_core import from_json
+
+from console.api.body import read
+from console.api.chat import ChatBody
+from console.api.chat_fields import ConversationFields
+from console.api.context import ApiContext
+from console.api.conversation import read_messages
+from console.api.described import Described, describes, mark_as
+from console.api.errors import json_response
+from console.api.parameters import TOKENIZE_CHAT_REFUSED, TOKENIZE_INERT
+from console.api.sampling import ModelFields
+from console.api.served import ServedModel
+from console.api.versions import product_version
+
+_MANY_IDS = 16_384
+"""More are decoded beside the event loop."""
+
+_HELLO = [{"role": "user", "content": "Hello"}]
+
+
+class TokenizeBody(ModelFields):
+    """A text. add_special_tokens: with those that the model expects around it.
+
+    return_token_strs: also what the vocabulary calls each token.
+    """
+
+    inert = TOKENIZE_INERT
+
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatBody(ModelFields, ConversationFields):
+    """A conversation, which the model's chat template makes a text of, special tokens and all.
+
+    return_token_strs: also what the vocabulary calls each token.
+    """
+
+    refused = TOKENIZE_CHAT_REFUSED
+    inert = TOKENIZE_INERT
+
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(ModelFields):
+    """Token ids."""
+
+    tokens: list[int]
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """What a text comes to. token_strs: null where they were not asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(msgspec.Struct, frozen=True):
+    """What tokens come to, control tokens included."""
+
+    prompt: str
+
+
+class Rendered(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt that a conversation makes. count: of its tokens."""
+
+    object: Literal["chat.template"] = "chat.template"
+    model: str
+    prompt: str
+    count: int
+    max_model_len: int
+
+
+class Version(msgspec.Struct, frozen=True):
+    """Which version this is."""
+
+    version: str
+
+
+class Utilities:
+    """The endpoints."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are found."""
+        return [
+            web.post("/tokenize", self._tokenize),
+            web.post("/detokenize", self._detokenize),
+            web.post("/v1/chat/template", self._render),
+            web.get("/version", self._version),
+        ]
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await _read_tokenize(request)
+        model = await self._context.served(body)
+        if isinstance(body, TokenizeBody):
+            [ids] = await model.encode([body.prompt], add_special_tokens=body.add_special_tokens)
+        else:
+            use = await body.tool_use(model)
+            ids = list((await body.prompt(model, read_messages(body.messages), use)).ids)
+        return json_response(_tokens(ids, model, body.return_token_strs))
+
+    mark_as(
+        _tokenize,
+        Described(summary="A text's tokens", body=TokenizeBody, answer=Tokens, example={"prompt": "Hello"}),
+        Described(summary="A chat's tokens", body=TokenizeChatBody, answer=Tokens, example={"messages": _HELLO}),
+    )
+
+    @describes("Tokens' text", body=DetokenizeBody, answer=Text, example={"tokens": [72, 105]})
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = await read(request, DetokenizeBody)
+        model = await self._context.served(body)
+        model.check_token_ids(body.tokens, "tokens")
+        if len(body.tokens) > _MANY_IDS:
+            return json_response(Text(await asyncio.to_thread(_decode, model, body.tokens)))
+        return json_response(Text(_decode(model, body.tokens)))
+
+    @describes("The prompt that a conversation makes", body=ChatBody, answer=Rendered, example={"messages": _HELLO})
+    async def _render(self, request: web.Request) -> web.Response:
+        body = await read(request, ChatBody)
+        model = await self._context.served(body)
+        prompt = await body.prompt(model, read_messages(body.messages), await body.tool_use(model))
+        limit = model.loaded.max_model_len
+        rendered = Rendered(model=model.name, prompt=prompt.text, count=len(prompt.ids), max_model_len=limit)
+        return json_response(rendered)
+
+    @describes("Which version this is", answer=Version)
+    async def _version(self, request: web.Request) -> web.Response:
+        return json_response(Version(product_version()))
+
+
+async def _read_tokenize(request: web.Request) -> TokenizeBody | TokenizeChatBody:
+    """A body with messages is a conversation. Raises InvalidRequest."""
+    raw = await request.read()
+    return TokenizeChatBody.parse(raw) if _has_messages(raw) else TokenizeBody.parse(raw)
+
+
+def _has_messages(raw: bytes) -> bool:
+    try:
+        document = from_json(raw, allow_inf_nan=False)
+    except ValueError:
+        return False
+    return isinstance(document, dict) and document.get("messages") is not None
+
+
+def _tokens(ids: list[int], model: ServedModel, with_strings: bool) -> Tokens:
+    strings = [model.tokenizer.id_to_token(token_id) for token_id in ids] if with_strings else None
+    return Tokens(count=len(ids), max_model_len=model.loaded.max_model_len, tokens=ids, token_strs=strings)
+
+
+def _decode(model: ServedModel, ids: list[int]) -> str:
+    return model.tokenizer.decode(ids, skip_special_tokens=False)
