@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
@@ -15,7 +16,7 @@ from console.api.body_schema import PROMPTS
 from console.api.context import ApiContext, new_id
 from console.api.described import describes
 from console.api.errors import json_response
-from console.api.generation import Generation, best_of_each
+from console.api.generation import Answer, Generation, best_of_each
 from console.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -32,6 +33,9 @@ from console.api.stream import DONE, ChunkStream
 from engine.backends.base import FinishReason, TokenLogprob
 
 OPENAI_MAX_TOKENS = 16
+
+MANY_TOLD = 1024
+"""Log-probabilities of more tokens than these are put into their shape beside the event loop."""
 
 _EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 16}
 
@@ -135,7 +139,12 @@ class _Call:
     async def whole(self, generation: Generation) -> Completion:
         """All answers at once."""
         answers = best_of_each(await generation.answers(), self._body.answers_each, self._body.n)
-        choices = [
+        many = sum(len(answer.prompt_logprobs) for answer in answers) > MANY_TOLD
+        choices = await asyncio.to_thread(self._choices, answers) if many else self._choices(answers)
+        return self._completion(choices, usage_of(generation))
+
+    def _choices(self, answers: Sequence[Answer]) -> list[CompletionChoice]:
+        return [
             CompletionChoice(
                 i,
                 self._echo(i) + answer.text,
@@ -145,7 +154,6 @@ class _Call:
             )
             for i, answer in enumerate(answers)
         ]
-        return self._completion(choices, usage_of(generation))
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
         """Every piece as it comes, then what ends the stream. Prompts come first, or once they are computed where their
@@ -156,7 +164,8 @@ class _Call:
                 await chunks.send(self._completion([CompletionChoice(i, self._echo(i), None, None)], so_far()))
         async with aclosing(generation.deltas()) as deltas:
             async for i, delta in deltas:
-                if (echoed := self._echoed_logprobs(i, delta.prompt_logprobs)) is not None:
+                if delta.prompt_logprobs:
+                    echoed = await asyncio.to_thread(self._echoed_logprobs, i, delta.prompt_logprobs)
                     await chunks.send(self._completion([CompletionChoice(i, self._echo(i), echoed, None)], so_far()))
                 logprobs = self._logprobs(i, delta.logprobs)
                 if delta.text or delta.logprobs or delta.finish:

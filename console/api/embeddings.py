@@ -6,6 +6,7 @@ was trained to go on with texts, not for this; the answer says how its vectors w
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from array import array
 from collections.abc import Iterator, Sequence
@@ -45,12 +46,18 @@ class EmbeddingBody(ModelFields):
     dimensions: int | None = None
 
 
+_NUMBERS_OR_TEXT = {"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "string"}]}
+
+Written = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema=_NUMBERS_OR_TEXT)]
+"""A vector as JSON: numbers, or base64 of them as float32 (little-endian)."""
+
+
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
-    """One input's vector: numbers, or base64 of them as float32 (little-endian)."""
+    """One input's vector."""
 
     object: Literal["embedding"] = "embedding"
     index: int
-    embedding: list[float] | str
+    embedding: Written
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True):
@@ -96,10 +103,10 @@ class Embedder:
     async def _embedded(self, request: web.Request, body: EmbeddingBody, model: ServedModel) -> Embeddings:
         prompts = await read_prompts(body.input, model, "input")
         vectors, tokens = await vectors_of(self._context, request, body, model, prompts)
-        data = [
-            Embedding(index=index, embedding=_written(vector, body.encoding_format))
-            for index, vector in enumerate(vectors)
-        ]
+        data = []
+        for index, vector in enumerate(vectors):
+            data.append(Embedding(index=index, embedding=_written(vector, body.encoding_format)))
+            await asyncio.sleep(0)  # writing millions of numbers must not hold others up
         return Embeddings(data=data, model=model.name, usage=EmbeddingUsage(tokens, tokens))
 
 
@@ -131,5 +138,6 @@ def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
     return (prompts[first : first + size] for first in range(0, len(prompts), size))
 
 
-def _written(vector: bytes, encoding: Literal["float", "base64"]) -> list[float] | str:
-    return base64.b64encode(vector).decode() if encoding == "base64" else array("f", vector).tolist()
+def _written(vector: bytes, encoding: Literal["float", "base64"]) -> msgspec.Raw:
+    plain = base64.b64encode(vector).decode() if encoding == "base64" else array("f", vector).tolist()
+    return msgspec.Raw(msgspec.json.encode(plain))
