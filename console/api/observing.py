@@ -101,4 +101,4 @@ def _body_bytes(response: web.StreamResponse | None, call: Call) -> int | None:
     if isinstance(response, web.Response):
         body = response.body
         return len(body) if isinstance(body, bytes | bytearray) else 0 if body is None else None
-    return call.sent_bytes
+    return None if isinstance(response, web.WebSocketResponse) else call.sent_bytes

@@ -40,6 +40,8 @@ _OPERATIONS = {
     "/v1/messages": "chat",
     "/api/chat": "chat",
     "/v1/embeddings": "embeddings",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
 }
 """By route; all others complete texts."""
 

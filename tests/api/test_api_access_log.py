@@ -92,6 +92,53 @@ async def test_a_client_that_left_is_logged_with_what_it_had(tmp_path: Path) -> 
     assert line["prompt_tokens"] == 1
 
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "path", "body"),
+    [
+        ("openai", "/v1/completions", {"prompt": "hi", "max_tokens": 3}),
+        ("openai", "/v1/chat/completions", CHAT),
+        ("openai", "/v1/embeddings", {"input": "hi", "model": "fake"}),
+        ("generate", "/generate", {"prompt": "hi", "max_tokens": 3}),
+        ("tgi", "/generate", {"inputs": "hi", "parameters": {"max_new_tokens": 3}}),
+        ("kobold", "/api/v1/generate", {"prompt": "hi", "max_length": 3}),
+        ("textgen", "/api/v1/generate", {"prompt": "hi", "max_new_tokens": 3}),
+        ("anthropic", "/v1/messages", {**CHAT, "model": "fake"}),
+        ("ollama", "/api/generate", {"prompt": "hi", "model": "fake", "options": {"num_predict": 3}}),
+        ("ollama", "/api/chat", {"messages": CHAT["messages"], "model": "fake", "options": {"num_predict": 3}}),
+    ],
+)
+async def test_every_dialect_is_logged_with_its_tokens(
+    tmp_path: Path, dialect: str, path: str, body: dict[str, Any]
+) -> None:
+    log = tmp_path / "access.jsonl"
+    settings = logging_to(log)
+    async with serving(tmp_path, settings=settings) as api, api.http.post(path, json=body) as response:
+        answer = await response.read()
+        assert response.status == 200, answer
+    (line,) = lines_of(log)
+    assert (line["dialect"], line["model"], line["status"], line["error"]) == (dialect, "fake", 200, None)
+    assert line["prompt_tokens"] >= 2
+    assert line["output_tokens"] == (0 if "embeddings" in path else 3)
+    assert len(line["answers"]) == len(line["finish_reasons"]) == 1
+    assert line["bytes"] == len(answer)
+
+
+async def test_a_websocket_is_one_line_too(tmp_path: Path) -> None:
+    log = tmp_path / "access.jsonl"
+    async with serving(tmp_path, settings=logging_to(log)) as api:
+        async with api.http.ws_connect("/api/v1/stream") as socket:
+            await socket.send_json({"prompt": "hi", "max_new_tokens": 3})
+            while (await socket.receive()).type is aiohttp.WSMsgType.TEXT:
+                pass
+        await until(lambda: bool(log.read_text()))
+    (line,) = lines_of(log)
+    assert (line["dialect"], line["status"], line["bytes"]) == ("textgen", 101, None)
+    assert (line["prompt_tokens"], line["output_tokens"]) == (2, 3)
+
+
 async def test_bytes_that_are_no_text_do_not_end_the_log(tmp_path: Path) -> None:
     path = tmp_path / "access.jsonl"
     async with serving(tmp_path, settings=logging_to(path)) as api:
