@@ -60,6 +60,13 @@ def in_order(params: SamplingParams, value: object, param: str) -> SamplingParam
     return msgspec.structs.replace(params, temperature_last=bool(before)) if before or after else params
 
 
+def dynamic_alone(params: SamplingParams) -> SamplingParams:
+    """The params with a dynamic temperature in place of the fixed one, as some clients mean it; both apply here."""
+    if params.max_temp > 0 and params.temperature != 0:
+        return msgspec.structs.replace(params, temperature=1.0)
+    return params
+
+
 def _names(value: object, param: str) -> list[str]:
     """The samplers in the order that the client wants."""
     items = value.replace(",", "\n").split() if isinstance(value, str) else value

@@ -151,7 +151,7 @@ async def test_every_parameter_reaches_the_engine(api: Served) -> None:
     params = api.backend.submitted[0].params
     assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (2, 0.5, 10, 0.9)
     assert (params.typical_p, params.repetition_penalty, params.frequency_penalty) == (0.8, 1.1, 0.2)
-    assert (params.seed, params.stop, params.logprobs) == (-1, ("a", "b"), 3)
+    assert (params.seed, params.stop, params.logprobs) == (2**63 - 1, ("a", "b"), 3)
 
 
 async def test_a_prompt_is_cut_to_its_last_tokens(api: Served) -> None:
@@ -165,6 +165,49 @@ async def test_the_best_of_several_answers_is_given_and_the_others_in_its_detail
     assert answer["generated_text"] == completion("x", 2)
     assert len(answer["details"]["best_of_sequences"]) == 2
     assert len(api.backend.submitted) == 3
+
+
+@pytest.mark.parametrize(
+    ("grammar", "kind", "source"),
+    [
+        ({"type": "regex", "value": "[ab]+"}, "regex", "[ab]+"),
+        ({"type": "json", "value": {"type": "integer"}}, "json_schema", '{"type":"integer"}'),
+        ({"type": "json", "value": '{"type":"integer"}'}, "json_schema", '{"type":"integer"}'),
+        ({"type": "json_schema", "value": {"schema": {"type": "integer"}}}, "json_schema", '{"type":"integer"}'),
+    ],
+)
+async def test_a_grammar_reaches_the_engine(api: Served, grammar: dict[str, object], kind: str, source: str) -> None:
+    await api.post("/generate", inputs="x", parameters={"grammar": grammar, "max_new_tokens": 1})
+    asked = api.backend.submitted[0].params.grammar
+    assert asked is not None
+    assert (asked.kind, asked.source) == (kind, source)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"type": "regex", "value": "("},
+        {"type": "regex", "value": 5},
+        {"type": "json", "value": 5},
+        {"type": "json", "value": {"type": "smoke"}},
+        {"type": "json_schema", "value": {}},
+        {"type": "smoke", "value": ""},
+        {"type": "json"},
+    ],
+)
+async def test_a_bad_grammar_is_refused_before_any_token(api: Served, grammar: dict[str, object]) -> None:
+    error = await refusal(api, inputs="x", parameters={"grammar": grammar})
+    assert "grammar" in error["error"]
+    assert not api.backend.submitted
+
+
+async def test_the_prompt_s_tokens_are_told_where_they_are_asked_for(api: Served) -> None:
+    parameters = {"decoder_input_details": True, "details": True, "max_new_tokens": 1}
+    answer = await api.post("/generate", inputs="ab", parameters=parameters)
+    first, second = answer["details"]["prefill"]
+    assert first == {"id": 97, "text": "a", "logprob": None}
+    assert (second["id"], second["text"]) == (98, "b")
+    assert second["logprob"] < 0
 
 
 async def test_info_says_what_may_be_asked(api: Served) -> None:

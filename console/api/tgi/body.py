@@ -13,6 +13,7 @@ from console.api.parameters import TGI_REFUSED
 from console.api.prompts import Prompt
 from console.api.sampling import MAX_N, SamplingFields
 from console.api.served import ServedModel
+from console.api.tgi.grammar import TgiGrammar
 from engine.config import MAX_LOGPROBS
 from engine.errors import InvalidRequest
 from engine.request import compact
@@ -37,6 +38,7 @@ class TgiParameters(Body):
     details: bool = False
     do_sample: bool = False
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    grammar: TgiGrammar | None = None
     max_new_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
     repetition_penalty: float = 1.0
     return_full_text: bool | None = None
@@ -123,5 +125,5 @@ def _last(ids: list[int], count: int | None) -> list[int]:
 
 
 def _signed(seed: int | None) -> int | None:
-    """Seeds of TGI are 64 bits without a sign; ours have one."""
-    return seed if seed is None or seed < _SEEDS // 2 else seed - _SEEDS
+    """Seeds of TGI are 64 bits; of ours, one is the sign, and -1 is no seed."""
+    return None if seed is None else seed % (_SEEDS // 2)

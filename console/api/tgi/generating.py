@@ -30,6 +30,7 @@ from console.api.tgi.shapes import (
     Token,
     TokenTexts,
     finish_of,
+    prefill,
 )
 from engine.config import SamplingParams
 from engine.stream import StreamDelta
@@ -119,8 +120,14 @@ class Generating:
         model = await self._context.served(fields)
         told = stream or asked.tells or asked.best_of > 1
         params = sampling_params(
-            fields, model, max_tokens=asked.max_new_tokens, logprobs=asked.top_n_tokens if told else None
+            fields,
+            model,
+            max_tokens=asked.max_new_tokens,
+            logprobs=asked.top_n_tokens if told else None,
+            prompt_logprobs=0 if asked.decoder_input_details else None,
         )
+        if asked.grammar is not None:
+            params = msgspec.structs.replace(params, grammar=asked.grammar.grammar())
         prompt = await body.prompt(model, asked.truncate)
         full = full_text if asked.return_full_text is None else asked.return_full_text
         return _Call(asked, fields, model, prompt, params, body.inputs if full else "")
@@ -172,7 +179,7 @@ class _Events:
 
 def _generated(call: _Call, answers: list[Answer]) -> Generated:
     """The answer, or the best of several: that whose tokens are likeliest on average."""
-    best = max(answers, key=_mean_logprob)
+    best = max(answers, key=lambda answer: answer.likelihood)
     generated = Generated(generated_text=call.echo + best.text)
     if not call.asked.tells:
         return generated
@@ -190,11 +197,6 @@ def _generated(call: _Call, answers: list[Answer]) -> Generated:
     return msgspec.structs.replace(generated, details=details)
 
 
-def _mean_logprob(answer: Answer) -> float:
-    logprobs = [record.logprob for record in answer.logprobs]
-    return sum(logprobs) / len(logprobs) if logprobs else -float("inf")
-
-
 def _sequence(call: _Call, answer: Answer) -> BestOfSequence:
     texts, records = TokenTexts(call.model.tokenizer), answer.logprobs
     last_id = records[-1].token_id if records else None
@@ -203,11 +205,14 @@ def _sequence(call: _Call, answer: Answer) -> BestOfSequence:
         finish_reason=finish_of(answer.finish, last_id, call.model.tokenizer),
         generated_tokens=len(records),
         seed=call.asked.seed,
-        prefill=_prefill(call),
+        prefill=_prefill(call, answer),
         tokens=[texts.token(record) for record in records],
         top_tokens=[texts.likeliest(record) for record in records] if call.asked.top_n_tokens else msgspec.UNSET,
     )
 
 
-def _prefill(call: _Call) -> list[PrefillToken]:
-    return []
+def _prefill(call: _Call, answer: Answer) -> list[PrefillToken]:
+    """The prompt's tokens, where they were asked for."""
+    if not call.asked.decoder_input_details:
+        return []
+    return prefill(call.prompt.ids, answer.prompt_logprobs, call.model.tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -137,3 +138,12 @@ def finish_of(finish: FinishReason | None, last_token: int | None, tokenizer: To
     if finish != "stop":
         return "length"
     return "eos_token" if last_token in tokenizer.eos_token_ids else "stop_sequence"
+
+
+def prefill(ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer) -> list[PrefillToken]:
+    """A prompt's tokens. logprobs: one for each."""
+    texts = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    return [
+        PrefillToken(id_, texts.push(id_), None if record is None else max(record.logprob, LOWEST))
+        for id_, record in zip(ids, logprobs, strict=True)
+    ]

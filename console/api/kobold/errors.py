@@ -1,0 +1,53 @@
+"""Errors in KoboldCpp's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from console.api.errors import LONGEST_MESSAGE
+from console.api.naming import renamed
+from engine.errors import EngineError
+
+_NAMES: Mapping[str, str] = {
+    "dry_range": "dry_penalty_last_n",
+    "max_tokens": "max_length",
+    "repetition_penalty": "rep_pen",
+    "repetition_range": "rep_pen_range",
+    "seed": "sampler_seed",
+    "stop": "stop_sequence",
+    "typical_p": "typical",
+}
+
+
+class Detail(msgspec.Struct, frozen=True):
+    """What is wrong, for people and for programs."""
+
+    msg: str
+    type: str
+
+
+class KoboldError(msgspec.Struct, frozen=True):
+    """The whole answer."""
+
+    detail: Detail
+
+
+def tells(error: EngineError) -> KoboldError:
+    """The error in KoboldCpp's shape."""
+    return KoboldError(Detail(renamed(error.message, _NAMES)[:LONGEST_MESSAGE], _type_of(error.http_status)))
+
+
+def _type_of(status: int) -> str:
+    match status:
+        case 401 | 403:
+            return "unauthorized"
+        case 404 | 405:
+            return "not_found"
+        case 429 | 503:
+            return "service_unavailable"
+        case status if status >= 500:
+            return "server_error"
+        case _:
+            return "bad_input"

@@ -1,0 +1,26 @@
+"""Errors for clients of text-generation-webui, whose own API had no shape for most: OpenAI's, in their words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from console.api.errors import ErrorEnvelope, envelope
+from console.api.naming import renamed
+from engine.errors import EngineError
+
+_NAMES: Mapping[str, str] = {
+    "cfg_scale": "guidance_scale",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_length",
+    "repetition_range": "repetition_penalty_range",
+    "stop": "stopping_strings",
+}
+
+
+def tells(error: EngineError) -> ErrorEnvelope:
+    """The error as {"error": {"message": ...}}."""
+    told = envelope(error).error
+    param = None if told.param is None else _NAMES.get(told.param, told.param)
+    return ErrorEnvelope(msgspec.structs.replace(told, message=renamed(told.message, _NAMES), param=param))

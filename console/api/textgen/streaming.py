@@ -1,0 +1,158 @@
+"""GET /api/v1/stream: the websocket. A connection takes one prompt, so that what a key may ask holds for each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
+from typing import Literal
+
+import msgspec
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from console.api.context import ApiContext, client_of, new_id
+from console.api.described import describes
+from console.api.errors import BadHttp, ErrorBody, InternalError
+from console.api.failing import note
+from console.api.generation import Generation
+from console.api.receiving import check_depth
+from console.api.running import Running
+from console.api.textgen.body import TextgenBody
+from console.api.textgen.errors import tells
+from engine.errors import EngineError, InvalidRequest
+
+log = logging.getLogger(__name__)
+
+_ENDS = (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR)
+
+
+class TextStream(msgspec.Struct, frozen=True):
+    """A piece of the answer. message_num: from 0."""
+
+    message_num: int
+    text: str
+    event: Literal["text_stream"] = "text_stream"
+
+
+class StreamEnd(msgspec.Struct, frozen=True):
+    """The answer is complete."""
+
+    message_num: int
+    event: Literal["stream_end"] = "stream_end"
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """There is no more of the answer: the connection is closed after this."""
+
+    error: ErrorBody
+    event: Literal["error"] = "error"
+
+
+class Streaming:
+    """The endpoint."""
+
+    def __init__(self, context: ApiContext, running: Running) -> None:
+        self._context = context
+        self._running = running
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        return [web.get("/api/v1/stream", self._connect)]
+
+    @describes("A websocket: send a prompt as to POST /api/v1/generate, and read what continues it")
+    async def _connect(self, request: web.Request) -> web.StreamResponse:
+        settings = self._context.settings
+        socket = web.WebSocketResponse(heartbeat=settings.ping_s, max_msg_size=settings.max_body_bytes)
+        if not socket.can_prepare(request).ok:
+            raise BadHttp(f"{request.path} is a websocket: ask to upgrade to one")
+        await socket.prepare(request)
+        with suppress(ConnectionError):
+            try:
+                await self._answer(request, socket)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                await self._fail(request, socket, error)
+        return socket
+
+    async def _answer(self, request: web.Request, socket: web.WebSocketResponse) -> None:
+        """Take a prompt and send what comes of it."""
+        body = await self._first(socket)
+        if body is None:
+            return
+        if body.n > 1:
+            raise InvalidRequest("n must be 1 here: there is one text", param="n")
+        model = await self._context.served(body)
+        params, prompt = await body.params(model), await body.prompt_for(model)
+        with (
+            self._context.generate(request, new_id("text"), body, model, [prompt], params) as generation,
+            self._running.added(client_of(request), "", generation) as live,
+        ):
+            async with _watched(socket, generation):
+                number = 0
+                async for piece in live.pieces():
+                    if piece.text:
+                        await self._send(request, socket, TextStream(number, piece.text))
+                        number += 1
+        await self._send(request, socket, StreamEnd(number))
+        await self._in_time(request, socket.close())
+
+    async def _first(self, socket: web.WebSocketResponse) -> TextgenBody | None:
+        """What the client sends; None where it leaves or stays silent for too long."""
+        try:
+            message = await socket.receive(timeout=self._context.settings.idle_timeout_s)
+        except TimeoutError:
+            await socket.close()
+            return None
+        if message.type in _ENDS:
+            return None
+        raw = message.data if isinstance(message.data, bytes) else str(message.data).encode()
+        check_depth(raw, self._context.settings.max_json_depth)
+        return TextgenBody.parse(raw)
+
+    async def _fail(self, request: web.Request, socket: web.WebSocketResponse, error: Exception) -> None:
+        """Say what went wrong and close: an answer that has no stream_end is never taken for a whole one."""
+        if socket.closed:
+            return
+        if isinstance(error, EngineError):
+            shown = error
+        else:
+            log.error("%s %s broke", request.method, request.path, exc_info=error)
+            shown = InternalError("The server failed while it answered; its log says why")
+        note(request, shown)
+        code = WSCloseCode.INTERNAL_ERROR if shown.http_status >= 500 else WSCloseCode.POLICY_VIOLATION
+        await self._send(request, socket, Failed(tells(shown).error))
+        await self._in_time(request, socket.close(code=code))
+
+    async def _send(self, request: web.Request, socket: web.WebSocketResponse, event: object) -> None:
+        await self._in_time(request, socket.send_str(msgspec.json.encode(event).decode()))
+
+    async def _in_time(self, request: web.Request, sending: Awaitable[object]) -> None:
+        """Send, and cut off a client that reads nothing for too long."""
+        try:
+            async with asyncio.timeout(self._context.settings.write_timeout_s):
+                await sending
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the client stopped reading") from None
+
+
+@asynccontextmanager
+async def _watched(socket: web.WebSocketResponse, generation: Generation) -> AsyncIterator[None]:
+    """While an answer is sent, so that its end comes when the client leaves."""
+    watching = asyncio.create_task(_watch(socket, generation))
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.wait([watching])
+
+
+async def _watch(socket: web.WebSocketResponse, generation: Generation) -> None:
+    """End the answer when the client leaves, and also when it sends a second prompt."""
+    message = await socket.receive()
+    generation.cancel(
+        None if message.type in _ENDS else InvalidRequest("A connection takes one prompt; open another for the next")
+    )
