@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec.structs import replace
 from pydantic import Field
 
 from console.api.anthropic.tools import ChoiceField, OutputConfig, ToolField, read_tools
 from console.api.body_schema import MESSAGES
+from console.api.formats import Named
 from console.api.parameters import ANTHROPIC_INERT, ANTHROPIC_REFUSED
-from console.api.sampling import SamplingFields, sampling_params
+from console.api.sampling import SamplingFields
 from console.api.served import ServedModel
 from console.api.tools import ToolChoice, ToolUse, tool_use
-from engine.config import SamplingParams
 
 
 class ConversationBody(SamplingFields):
@@ -36,6 +35,11 @@ class ConversationBody(SamplingFields):
     n: Literal[1] = 1
     include_stop_str_in_output: Literal[False] = False
 
+    @property
+    def asks_for_format(self) -> bool:
+        """Whether `format` has anything to do."""
+        return self.output_config is not None or super().asks_for_format
+
     def tool_use(self, model: ServedModel) -> ToolUse:
         """The tools that the model is told of; raises InvalidRequest. It may take a while where there are tools."""
         asked = self.tool_choice
@@ -43,17 +47,13 @@ class ConversationBody(SamplingFields):
         parallel = asked is None or not asked.disable_parallel_tool_use
         return tool_use(model.tokenizer, read_tools(self.tools), choice, parallel=parallel)
 
+    def _named(self, max_bytes: int) -> Iterator[Named]:
+        yield from super()._named(max_bytes)
+        if self.output_config is not None:
+            yield from self.output_config.named(max_bytes)
+
 
 class MessagesBody(ConversationBody):
     """A conversation to answer."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-
-    def params(self, model: ServedModel) -> SamplingParams:
-        """What the engine is told; raises InvalidRequest. It may take a while where there is an output format.
-
-        The answer has the stop sequence that ended it, to be told by.
-        """
-        params = replace(sampling_params(self, model, max_tokens=self.max_tokens), include_stop=True)
-        grammar = None if self.output_config is None else self.output_config.grammar()
-        return params if grammar is None else replace(params, grammar=grammar)

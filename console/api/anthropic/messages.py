@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from console.api.anthropic.answers import (
     EVENTS,
@@ -31,6 +32,7 @@ from console.api.described import describes
 from console.api.errors import json_response
 from console.api.generation import Generation
 from console.api.prompts import Prompt
+from console.api.sampling import sampling_params
 from console.api.served import ServedModel
 from console.api.stopping import without_stop
 from console.api.stream import ChunkStream
@@ -60,8 +62,7 @@ class Messages:
         body = await read(request, MessagesBody)
         model = await self._context.served(body)
         use = await _tool_use(body, model)
-        params = await asyncio.to_thread(body.params, model) if body.output_config else body.params(model)
-        params = use.applied(params)
+        params = use.applied(replace(sampling_params(body, model, max_tokens=body.max_tokens), include_stop=True))
         prompt = await _prompt(body, model, use)
         call = _Call(model, params, use.reader())
         with self._context.generate(request, call.id, body, model, [prompt], params) as generation:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from console.api.formats import Named
 from console.api.parameters import ANTHROPIC_OUTPUT_REFUSED, ANTHROPIC_TOOLS_REFUSED
 from console.api.structured import json_grammar
 from console.api.tools import Tool, ToolChoice
 from console.api.tools.openai import FunctionField, read_tool
-from engine.config import Grammar
 from engine.errors import InvalidRequest
 
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -78,10 +79,12 @@ class OutputConfig(BaseModel):
     format: FormatField | None = None
     effort: object = None
 
-    def grammar(self) -> Grammar | None:
-        """What the answer is held to; raises InvalidRequest."""
+    def named(self, max_bytes: int) -> Iterator[Named]:
+        """What it asks for; raises InvalidRequest."""
         ANTHROPIC_OUTPUT_REFUSED["effort"].check("output_config.effort", self.effort)
-        return None if self.format is None else json_grammar(self.format.json_schema, "output_config.format.schema")
+        if self.format is not None:
+            name = "output_config.format.schema"
+            yield name, partial(json_grammar, self.format.json_schema, name, max_bytes=max_bytes)
 
 
 def read_tools(fields: Sequence[ToolField] | None) -> tuple[Tool, ...]:

@@ -6,7 +6,6 @@ import math
 import re
 from typing import Annotated, Any
 
-from msgspec.structs import replace
 from pydantic import Field
 
 from console.api.body import Body
@@ -14,10 +13,9 @@ from console.api.body_schema import MESSAGES, ShapedAs
 from console.api.ollama.options import Options, read_options
 from console.api.parameters import OLLAMA_REFUSED
 from console.api.served import ServedModel
-from console.api.structured import json_grammar, json_object_grammar
 from console.api.tools import ToolUse, tool_use
 from console.api.tools.openai import ToolField, read_tools
-from engine.config import MAX_LOGPROBS, SamplingParams
+from engine.config import MAX_LOGPROBS
 from engine.errors import InvalidRequest
 
 LATEST = ":latest"
@@ -74,23 +72,12 @@ class AnswerBody(OllamaBody):
             )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        return read_options(self.options, self.model_name, self.stream)
+        return read_options(self.options, model=self.model_name, stream=self.stream, answer_format=self.format)
 
     @property
     def wanted_logprobs(self) -> int | None:
         """Alternatives per token, None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    def applied(self, params: SamplingParams) -> SamplingParams:
-        """The same, with what `format` asks for; raises InvalidRequest. It may take a while where that is a schema."""
-        if self.format == "":
-            return params
-        if params.grammar is not None:
-            raise InvalidRequest(f"format and {params.grammar.param} exclude each other", param="format")
-        if isinstance(self.format, str) and self.format != "json":
-            raise InvalidRequest('format should be "json" or a JSON schema', param="format")
-        is_any = self.format == "json"
-        return replace(params, grammar=json_object_grammar("format") if is_any else json_grammar(self.format, "format"))
 
     @property
     def variables(self) -> dict[str, object]:

@@ -17,7 +17,7 @@ from console.api.ollama.answering import Answering
 from console.api.ollama.answers import Chatted, Part, Said, Stopwatch, ToolCalled
 from console.api.ollama.body import ChatBody
 from console.api.ollama.conversation import goes_on, read_conversation
-from console.api.ollama.parameters import answer_params
+from console.api.ollama.options import options_params
 
 
 class Chat:
@@ -58,7 +58,7 @@ class Chat:
             variables=body.variables,
             tools=use.definitions,
         )
-        params = use.applied(await answer_params(body, options, model, prompt))
+        params = use.applied(options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs))
         answering = Answering(model, watch, _shape, logprobs=body.logprobs, reader=use.reader())
         with self._context.generate(request, new_id("chat"), options, model, [prompt], params) as generation:
             return await answering.answer(request, self._context.settings, generation, body.stream)

@@ -115,7 +115,7 @@ class Embed:
 
 def _options(body: OllamaBody) -> Options:
     body.check_keep_alive()
-    return read_options(body.options, body.model_name, stream=False)
+    return read_options(body.options, model=body.model_name)
 
 
 def _texts(value: object) -> list[str]:

@@ -16,7 +16,7 @@ from console.api.described import describes
 from console.api.ollama.answering import Answering
 from console.api.ollama.answers import Generated, Part, Stopwatch, ToolCalled
 from console.api.ollama.body import GenerateBody
-from console.api.ollama.parameters import answer_params
+from console.api.ollama.options import options_params
 from console.api.prompts import Prompt, read_prompts
 from console.api.served import ServedModel
 from engine.errors import InvalidRequest
@@ -51,7 +51,7 @@ class Generate:
             return Answering(model, watch, _loaded).loaded()
         prompt = await _prompt(body, model)
         answering = Answering(model, watch, partial(_shape, body, prompt), logprobs=body.logprobs)
-        params = await answer_params(body, options, model, prompt)
+        params = options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs)
         with self._context.generate(request, new_id("gen"), options, model, [prompt], params) as generation:
             return await answering.answer(request, self._context.settings, generation, body.stream)
 

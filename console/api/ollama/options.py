@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec.structs import replace
 from pydantic import Field
 
+from console.api.formats import Named
 from console.api.naming import renamed
 from console.api.parameters import OLLAMA_OPTIONS_INERT, OLLAMA_OPTIONS_REFUSED
 from console.api.sampling import SamplingFields, sampling_params
 from console.api.served import ServedModel
+from console.api.structured import json_grammar, json_object_grammar
 from engine.config import SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest
 
 _NAMES = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict", "tfs": "tfs_z"}
 """What Ollama calls our fields."""
 
-_OF_THE_BODY = ("model", "lora", "priority", "n", "best_of", "stream")
+_OF_THE_BODY = ("answer_format", "model", "lora", "priority", "n", "best_of", "stream")
 """Fields of ours that are none of Ollama's options."""
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1}
@@ -33,6 +36,7 @@ _NO_RANGE = 0
 class Options(SamplingFields):
     """What `options` may hold; other samplers of ours may be set there too, by their own names.
 
+    answer_format: the body's `format`: "json", a JSON schema, or "" for any text.
     num_predict: -1 and -2 are up to the context's end.  num_ctx: prompt and answer together; more than the model was
     loaded with is that.  repeat_last_n: tokens that the penalties look at; 0 turns them off, -1 is all.
     """
@@ -46,22 +50,40 @@ class Options(SamplingFields):
     }
 
     n: Literal[1] = 1
+    answer_format: dict[str, Any] | str = ""
     num_predict: Annotated[int, Field(ge=-2)] = -1
     num_ctx: Annotated[int | None, Field(ge=1)] = None
     repeat_last_n: Annotated[int, Field(ge=-1)] = 64
 
+    @property
+    def asks_for_format(self) -> bool:
+        """Whether `format` has anything to do."""
+        return bool(self.answer_format) or super().asks_for_format
 
-def read_options(options: Mapping[str, Any] | None, model: str | None, stream: bool) -> Options:
-    """The options with what the body says beside them; raises InvalidRequest naming the field."""
+    def _named(self, max_bytes: int) -> Iterator[Named]:
+        yield from super()._named(max_bytes)
+        match self.answer_format:
+            case "":
+                return
+            case "json":
+                yield "format", partial(json_object_grammar, "format")
+            case str():
+                raise InvalidRequest('format should be "json" or a JSON schema', param="format")
+            case schema:
+                yield "format", partial(json_grammar, schema, "format", max_bytes=max_bytes)
+
+
+def read_options(options: Mapping[str, Any] | None, **beside: object) -> Options:
+    """The options with what the body says beside them, by our names; raises InvalidRequest naming the field."""
     given = dict(options or {})
     for name in _OF_THE_BODY:
         if name in given:
             raise InvalidRequest(f"{name} is not an option", param=f"options.{name}")
-    return Options.of({**given, "model": model, "stream": stream})
+    return Options.of({**given, **beside})
 
 
 def options_params(
-    options: Options, model: ServedModel, *, prompt_tokens: int, logprobs: int | None = None
+    options: Options, model: ServedModel, prompt_tokens: int, *, logprobs: int | None = None
 ) -> SamplingParams:
     """What the engine is told of a prompt. Raises InvalidRequest naming the field as Ollama does."""
     recommended = model.tokenizer.generation_defaults
