@@ -19,10 +19,18 @@ from console.api.described import Described, described_of, describes
 from console.api.dialects import Dialects
 from console.api.errors import Tells, envelope
 from console.api.scopes import is_open, scope_needed
+from console.api.stream import SSE
 from console.api.versions import product_version
 
 _SCHEMAS = "#/components/schemas/"
 _PARAMETER = re.compile(r"\{(\w+)\}")
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+"""A server-sent event, as those who read them see it."""
+
 _ABOUT = """\
 One engine, asked in the ways that its clients know. A dialect can be switched off; one that is does not stand here.
 
@@ -166,7 +174,10 @@ def _answers(described: Sequence[Described], schemas: _Schemas) -> dict[str, Any
             streams.setdefault(each.media, []).append(schemas.answer(each.event))
     answers: dict[str, Any] = {media: {"schema": _any_of(kinds)} for media, kinds in found.items()}
     for media, kinds in streams.items():
-        answers[media] = {"schema": {"type": "string"}, "x-event": _any_of(kinds)}
+        answers[media] = {
+            "schema": _EVENT if media == SSE.content_type else {"type": "string"},
+            "x-event": _any_of(kinds),
+        }
     return answers
 
 
@@ -194,7 +205,7 @@ class _Schemas:
         self._bodies, asked = _asked(bodies)
         unique = {repr(shape): shape for shape in shapes}
         found, given = msgspec.json.schema_components(
-            unique.values(), schema_hook=lambda kind: {"type": "string"}, ref_template=f"{_SCHEMAS}{{name}}"
+            unique.values(), schema_hook=_unknown, ref_template=f"{_SCHEMAS}{{name}}"
         )
         names = _names(asked, given)
         self._bodies = _renamed(self._bodies, names[0])
@@ -228,6 +239,11 @@ def _asked(bodies: Sequence[type[BaseModel]]) -> tuple[dict[type[BaseModel], Jso
 
 def _is_shape(answer: Any) -> bool:
     return answer is not None and not isinstance(answer, str)
+
+
+def _unknown(kind: type) -> JsonSchema:
+    """What msgspec has no name for: anything, or what is written as text, as folders are."""
+    return {"description": "Anything"} if kind is object else {"type": "string"}
 
 
 def _told(tells: Tells) -> Any:
