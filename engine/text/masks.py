@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cached_property
+from itertools import accumulate
 
 import llguidance
 
@@ -17,6 +18,7 @@ from engine.text.tokenizer import Tokenizer
 
 COMPILED_KEPT = 64
 _WORD_BITS = 32
+_DEAD_END = "NoExtensionBias"
 
 
 class GrammarMask:
@@ -45,7 +47,7 @@ class GrammarMask:
     @property
     def error(self) -> str:
         """Why nothing is allowed any more; "" while anything is."""
-        return self._matcher.get_error().partition("\n")[0]
+        return _why_stuck(self._matcher)
 
     def allowed(self) -> bytes:
         """The tokens that may come now; none after an error."""
@@ -104,10 +106,9 @@ class GrammarMasks:
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         start = llguidance.LLMatcher(self._library_tokenizer, define(grammar), log_level=0, limits=LIMITS)
+        start.compute_bitmask()
         if start.is_error():
-            raise unusable(grammar, start.get_error())
-        if not any(start.compute_bitmask()):
-            raise unusable(grammar, "the model has no tokens to write it with")
+            raise unusable(grammar, _why_stuck(start))
         self._compiled[grammar.kind, grammar.source] = start
         if len(self._compiled) > COMPILED_KEPT:
             self._compiled.popitem(last=False)
@@ -140,6 +141,12 @@ class GrammarMasks:
         return llguidance.LLTokenizer(wrapped, n_vocab=len(pieces.tokens), eos_token=ends)
 
 
+def _why_stuck(matcher: llguidance.LLMatcher) -> str:
+    """Why a matcher allows nothing more; "" while it allows anything."""
+    why = matcher.get_error().partition("\n")[0]
+    return "the model has no token to go on with" if why == _DEAD_END else why
+
+
 class _Pieces:
     """What the library asks of a tokenizer: the bytes of every token, and the tokens of a text.
 
@@ -151,14 +158,50 @@ class _Pieces:
     def __init__(self, tokenizer: Tokenizer, count: int, end_token_id: int) -> None:
         special = tokenizer.special_ids
         self.eos_token_id = end_token_id
-        self.special_token_ids = sorted(token_id for token_id in {*special, end_token_id} if token_id < count)
+        self._special = frozenset(token_id for token_id in {*special, end_token_id} if token_id < count)
+        self.special_token_ids = sorted(self._special)
         self.tokens = [
             tokenizer.id_to_token(token_id).encode() if token_id in special else tokenizer.token_bytes(token_id)
             for token_id in range(count)
         ]
         self._tokenizer = tokenizer
+        self._longest = max(map(len, self.tokens), default=1)
 
     def __call__(self, text: str) -> list[int]:
+        """Tokens of a text in the middle of others, as the model would have them, which spell it to the byte: where a
+        tokenizer writes a space in front of a text, or normalises it, they are those after a line's end, or just long
+        ones."""
         if not isinstance(text, str):
             raise TypeError("text is wanted, not bytes")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        wanted = text.encode()
+        for before in ("", "\n"):
+            ids = self._tokenizer.encode(before + text, add_special_tokens=False)
+            lengths = list(accumulate((len(self._bytes(token_id)) for token_id in reversed(ids)), initial=0))
+            if len(wanted) in lengths:
+                ids = ids[len(ids) - lengths.index(len(wanted)) :]
+                if b"".join(map(self._bytes, ids)) == wanted:
+                    return ids
+        return self._greedily(wanted)
+
+    def _bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text; nothing where the model or the text has no such token."""
+        if token_id in self._special or token_id >= len(self.tokens):
+            return b""
+        return self.tokens[token_id]
+
+    def _greedily(self, wanted: bytes) -> list[int]:
+        """The longest token each time, as far as there is one."""
+        ids: list[int] = []
+        at = 0
+        while at < len(wanted):
+            lengths = range(min(self._longest, len(wanted) - at), 0, -1)
+            length = next((length for length in lengths if wanted[at : at + length] in self._ids), 0)
+            if not length:
+                break
+            ids.append(self._ids[wanted[at : at + length]])
+            at += length
+        return ids
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {piece: token_id for token_id, piece in enumerate(self.tokens) if token_id not in self._special}
