@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from console.api.structured import json_grammar, lark_grammar
 from console.api.tools.calls import Tool, ToolChoice
 from console.api.tools.formats import ToolFormat
-from console.api.tools.shapes import JsonCalls, MistralCalls, NamedCalls, XmlCalls
+from console.api.tools.shapes import JsonCalls, MistralCalls, NamedCalls, XmlCalls, kinds_of
 from engine.config import MAX_GRAMMAR_BYTES, Grammar
 from engine.errors import InvalidRequest
 
@@ -21,6 +21,7 @@ Spell = Callable[[str], str]
 """A marker as the grammar has it."""
 
 _SPACING: Mapping[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 
 
@@ -55,16 +56,25 @@ def call_grammar(
         )
     callable_tools = [tool for tool in tools if choice.name in ("", tool.name)]
     block = _block(written, callable_tools, parallel, required, lambda marker: _spelled(marker, ids))
-    _check_schemas(tools, required)
+    _check_schemas(tools, required, isinstance(written.shape, XmlCalls))
     rules = _required(block, parallel) if required else _at_will(block, parallel, written.shape.openings[0] in ids)
     source = "\n".join([*rules, *block.rules])
     return lark_grammar(source, "tool_choice" if required else "tools", max_bytes=MAX_GRAMMAR_BYTES)
 
 
-def _check_schemas(tools: Sequence[Tool], required: bool) -> None:
+def _check_schemas(tools: Sequence[Tool], required: bool, is_xml: bool) -> None:
     for i, tool in enumerate(tools):
+        where = f"tools[{i}].function.parameters"
         if required or tool.strict:
-            json_grammar(tool.schema, f"tools[{i}].function.parameters", lenient=not tool.strict)
+            json_grammar(tool.schema, where, lenient=not tool.strict)
+        if (
+            tool.strict
+            and is_xml
+            and (held := [word for word in _OF_STRINGS if f'"{word}"' in json.dumps(tool.schema)])
+        ):
+            raise InvalidRequest(
+                f"{where}: {held[0]} cannot be held to here, for this model writes strings as plain text", param=where
+            )
 
 
 def _required(block: _Block, parallel: bool) -> list[str]:
@@ -141,7 +151,7 @@ def _named_block(
 
 def _xml(tools: Sequence[Tool]) -> list[str]:
     """Parameters in the order of the schema; those that are not required may lack."""
-    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}", "value[lazy]: /(.|\\n)*\\n<\\/parameter>/"]
+    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}", "text[lazy]: /(.|\\n)*\\n<\\/parameter>/"]
     for i, tool in enumerate(tools):
         properties = tool.schema.get("properties")
         parameters = properties if isinstance(properties, dict) else {}
@@ -150,13 +160,23 @@ def _xml(tools: Sequence[Tool]) -> list[str]:
         head = _quoted(f"<function={tool.name}>\n")
         rules.append(f'call_{i}: {head} {" ".join(uses)} "</function>"')
         for j, (key, schema) in enumerate(parameters.items()):
-            text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
             head = _quoted(f"<parameter={key}>\n")
-            tail = '"\\n"' if text else '"\\n</parameter>\\n"'
-            rules.append(f"p_{i}_{j}: {head} {'value' if text else f'v_{i}_{j}'} {tail}")
-            if not text:
-                rules.append(f"v_{i}_{j}: %json {_json(schema, tool.strict)}")
+            value, *more = _xml_value(f"v_{i}_{j}", tool, schema)
+            rules += [f'p_{i}_{j}: {head} {value} "\\n"', *more]
     return rules
+
+
+def _xml_value(rule: str, tool: Tool, schema: object) -> list[str]:
+    """What holds a parameter's value and its closing tag, and the rules that it refers to."""
+    known = schema if isinstance(schema, Mapping) else {}
+    choices = [known["const"]] if "const" in known else known.get("enum")
+    if "string" not in kinds_of(known):
+        shared = {name: tool.schema[name] for name in ("$defs", "definitions") if name in tool.schema}
+        whole = {**known, **shared} if isinstance(schema, Mapping) else schema
+        return [f'{rule} "\\n</parameter>"', f"{rule}: %json {_json(whole, tool.strict)}"]
+    if isinstance(choices, list) and all(isinstance(each, str) for each in choices):
+        return [f'({" | ".join(map(_quoted, choices))}) "\\n</parameter>"']
+    return ["text"]
 
 
 def _json(schema: object, strict: bool) -> str:

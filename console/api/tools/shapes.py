@@ -91,7 +91,8 @@ class NamedCalls:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return tuple(filter(None, (*self.section, self.opening, self.separator, self.closing)))
+        texts = (*self.section, self.opening, self.kind[self.kind.find("<") :], self.separator, self.closing)
+        return tuple(text for text in texts if text.strip())
 
     def read(self, source: Source, sink: Schemas, opening: str) -> Reading[None]:
         if opening == self.section[0]:
@@ -203,18 +204,29 @@ class XmlCalls:
         return tag == "<parameter="
 
 
+def kinds_of(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema names for a value; those of its alternatives, where it has some."""
+    named = schema.get("type")
+    kinds = {named} if isinstance(named, str) else set(map(str, named)) if isinstance(named, list) else set()
+    for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
+        for one in alternatives if isinstance(alternatives, list) else ():
+            kinds |= kinds_of(one) if isinstance(one, Mapping) else set()
+    return kinds
+
+
 def _read_xml_value(source: Source, sink: Sink, schema: Mapping[str, Any]) -> Reading[None]:
     """A value up to its closing tag, without the line breaks that stand around it."""
     yield from source.tries("\r\n", "\n")
     ends = ("\n</parameter>", "</parameter>")
-    if schema.get("type") == "string":
+    kinds = kinds_of(schema)
+    if kinds == {"string"}:
         sink.arguments('"')
         ended = yield from source.until(ends, lambda text: sink.arguments(_escaped(text)))
         sink.arguments('"')
     else:
         pieces: list[str] = []
         ended = yield from source.until(ends, pieces.append)
-        sink.arguments(_as_json("".join(pieces)))
+        sink.arguments(_as_json("".join(pieces), kinds))
     if not ended:
         raise Malformed("a parameter has no end")
 
@@ -223,12 +235,17 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _as_json(text: str) -> str:
-    """The value that the text is, or that text as a string; True, False and None are Python's, as models write them."""
+def _as_json(text: str, kinds: set[str]) -> str:
+    """The value that the text is, or that text as a string; True, False and None are Python's, as models write them.
+
+    kinds: the types that it may have; where a string is one of them, it is that, if not null.
+    """
     stripped = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip())
+    if "string" in kinds:
+        return "null" if stripped == "null" and "null" in kinds else json.dumps(text, ensure_ascii=False)
     try:
         json.loads(stripped, parse_constant=_no_constant)
-    except ValueError:
+    except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     return stripped
 
