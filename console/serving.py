@@ -13,7 +13,7 @@ def api_settings(settings: Settings, state_dir: Path | None) -> ApiSettings:
 
     The engine ends an answer in time; who sends or takes it slowly gets the time for that besides.
     """
-    slack_s = settings.body_timeout + settings.write_timeout
+    slack_s = settings.idle_timeout + settings.body_timeout + settings.write_timeout
     return ApiSettings(
         host=settings.host,
         port=settings.port,

@@ -40,7 +40,7 @@ def failed(request: web.Request, error: EngineError) -> web.Response:
     """The answer to a request that failed, which is counted."""
     note(request, error)
     call = call_of(request)
-    response = error_response(_put(error, call), call.tells)
+    response = error_response(as_told(request, error), call.tells)
     if isinstance(error, BodyTooSlow):
         response.force_close()
     return response
@@ -48,8 +48,7 @@ def failed(request: web.Request, error: EngineError) -> web.Response:
 
 def told(request: web.Request, error: EngineError) -> object:
     """The JSON of an error in the shape of the request's dialect."""
-    call = call_of(request)
-    return call.tells(_put(error, call))
+    return call_of(request).tells(as_told(request, error))
 
 
 def note(request: web.Request, error: EngineError) -> None:
@@ -64,9 +63,10 @@ def note_left(request: web.Request) -> None:
         call.failure = _LEFT
 
 
-def _put(error: EngineError, call: Call) -> EngineError:
-    """As the client is told: with the id of its request among the details, for shapes that have room for it, and
+def as_told(request: web.Request, error: EngineError) -> EngineError:
+    """An error as its client is told: with the id of its request in the details, for shapes that have room for it, and
     without the paths of this machine, which are for operators to know."""
+    call = call_of(request)
     put = copy.copy(error)
     put.details = {**error.details, "request_id": call.request_id}
     if error.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR and not call.path.startswith(ADMIN):

@@ -43,7 +43,7 @@ def ending(settings: ApiSettings) -> Middleware:
     @web.middleware
     async def end(request: web.Request, handler: Handler) -> web.StreamResponse:
         total_s = settings.total_timeout_s
-        if total_s is None or not call_of(request).dialect or is_websocket(request):
+        if total_s is None or not call_of(request).dialect:
             return await handler(request)
         try:
             async with asyncio.timeout(total_s) as limit:
@@ -56,11 +56,6 @@ def ending(settings: ApiSettings) -> Middleware:
             raise RequestTimeout(f"The request took longer than the {total_s:g} s that it may") from None
 
     return end
-
-
-def is_websocket(request: web.Request) -> bool:
-    """Whether it is the beginning of a websocket, which has no end of its own."""
-    return request.method == "GET" and "Upgrade" in request.headers
 
 
 def check_depth(raw: bytes, most: int) -> None:

@@ -45,6 +45,9 @@ __all__ = ["ApiServer", "ApiSettings"]
 _FAREWELL_S = 2.0
 """How long cancelled requests may take to tell their clients so."""
 
+_LINGER_S = 1.0
+"""How long the rest of a body that nobody wants any more is read, so that its sender gets to read why."""
+
 _SAVE_S = 60.0
 """How often what keys were used for is written down."""
 
@@ -106,6 +109,7 @@ class ApiServer:
             handler_cancellation=True,
             shutdown_timeout=_FAREWELL_S,
             keepalive_timeout=self._settings.idle_timeout_s,
+            lingering_time=_LINGER_S,
             max_line_size=longest,
             max_field_size=longest,
         )

@@ -103,7 +103,7 @@ def test_every_limit_is_a_setting_with_a_default_that_the_server_is_told() -> No
     by_default = api_settings(Settings(), None)
     for name in ("address_rate", "max_header_bytes", "max_body_bytes", "max_json_depth", "max_choices", "max_stops"):
         assert getattr(by_default, name) == getattr(ApiSettings(), name), name
-    assert by_default.total_timeout_s == 690
+    assert by_default.total_timeout_s == 600 + 75 + 30 + 60
     assert api_settings(Settings(timeout=0), None).total_timeout_s is None
     changed = api_settings(Settings(max_body_kib=1, max_output_len=5, idle_timeout=3, body_timeout=4), None)
     assert (changed.max_body_bytes, changed.max_output_tokens) == (1024, 5)

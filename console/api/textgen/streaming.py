@@ -14,7 +14,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from console.api.context import ApiContext, client_of, new_id
 from console.api.described import describes
 from console.api.errors import BadHttp, ErrorBody, InternalError
-from console.api.failing import note
+from console.api.failing import as_told, note
 from console.api.generation import Generation
 from console.api.receiving import check_depth
 from console.api.running import Running
@@ -122,7 +122,7 @@ class Streaming:
             shown = InternalError("The server failed while it answered; its log says why")
         note(request, shown)
         code = WSCloseCode.INTERNAL_ERROR if shown.http_status >= 500 else WSCloseCode.POLICY_VIOLATION
-        await self._send(request, socket, Failed(tells(shown).error))
+        await self._send(request, socket, Failed(tells(as_told(request, shown)).error))
         await self._in_time(request, socket.close(code=code))
 
     async def _send(self, request: web.Request, socket: web.WebSocketResponse, event: object) -> None:
