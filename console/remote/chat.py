@@ -19,8 +19,8 @@ _CALLED = {"mirostat": "mirostat_mode", "include_stop": "include_stop_str_in_out
 _ALWAYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 """What the model's own defaults would stand for where it is left out."""
 
-_NOT_SENT = ("dry_breaker_ids", "negative_prompt_ids", "logprobs")
-"""Tokens of a tokenizer that is elsewhere, and what a chat does not show."""
+_NOT_SENT = ("dry_breaker_ids", "negative_prompt_ids", "shown_token_ids", "logprobs", "grammar")
+"""Tokens of a tokenizer that is elsewhere, and what a chat does not show or ask for."""
 
 
 def chat_body(
