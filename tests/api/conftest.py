@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +26,30 @@ async def paced_api(tmp_path: Path) -> AsyncIterator[Served]:
     """A server whose backend steps only as often as the test allows."""
     async with serving(tmp_path, FakeBackend(gate=Gate())) as served:
         yield served
+
+
+@pytest.fixture
+def only_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asks anybody but this machine fails: a name that is looked up, or an address that is asked."""
+    look_up, connect = socket.getaddrinfo, socket.socket.connect
+
+    def local_look_up(host: Any, *others: Any, **more: Any) -> Any:
+        _check_local(host)
+        return look_up(host, *others, **more)
+
+    def local_connect(self: socket.socket, address: Any) -> None:
+        if isinstance(address, tuple):
+            _check_local(address[0])
+        connect(self, address)
+
+    monkeypatch.setattr(socket, "getaddrinfo", local_look_up)
+    monkeypatch.setattr(socket.socket, "connect", local_connect)
+
+
+def _check_local(host: str | bytes | None) -> None:
+    name = host.decode() if isinstance(host, bytes) else host or "localhost"
+    try:
+        local = ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        local = name == "localhost"
+    assert local, f"{name} was asked"

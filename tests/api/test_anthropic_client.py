@@ -14,6 +14,8 @@ from engine.config import EngineConfig
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
 
+pytestmark = pytest.mark.usefixtures("only_loopback")
+
 KEY = "sk-ant-test"
 SAMPLING = {"temperature": 0.5, "top_k": 3, "top_p": 0.9}
 PROMPT = b"user: hello\nassistant: "

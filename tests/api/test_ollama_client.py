@@ -14,6 +14,8 @@ from engine.config import EngineConfig
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying, vector_of
 
+pytestmark = pytest.mark.usefixtures("only_loopback")
+
 KEY = "sesame"
 PROMPT = b"user: hello\nassistant: "
 

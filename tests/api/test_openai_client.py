@@ -8,14 +8,27 @@ from pathlib import Path
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
+from tests.fakes.model import EOS_ID, fake_spec
+from tests.fakes.tool_templates import HERMES, write_tool_model
+
+pytestmark = pytest.mark.usefixtures("only_loopback")
 
 KEY = "sk-test"
 CHAT_PROMPT = b"user: hello\nassistant: "
+HELLO: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
+
+
+class Person(BaseModel):
+    """Somebody."""
+
+    name: str
+    age: int
 
 
 @pytest.fixture
@@ -149,3 +162,57 @@ async def test_closing_a_stream_early_cancels_the_request(tmp_path: Path) -> Non
             break
         await stream.close()
         await api.until_row(state="finished", finish="cancelled")
+
+
+async def test_an_answer_in_a_shape(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path, FakeBackend(reply=saying('{"name": "Ann", "age": 7}', then=EOS_ID))) as api,
+        client_of(api) as client,
+    ):
+        answer = await client.chat.completions.parse(model="fake", messages=HELLO, response_format=Person)
+        await client.chat.completions.create(model="fake", messages=HELLO, response_format={"type": "json_object"})
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.chat.completions.create(
+                model="fake",
+                messages=HELLO,
+                response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}},
+            )
+        schema, anything = (request.params.grammar for request in api.backend.submitted)
+    assert answer.choices[0].message.parsed == Person(name="Ann", age=7)
+    assert schema is not None
+    assert anything is not None
+    assert (schema.kind, anything.kind) == ("json_schema", "json_object")
+    assert bad.value.param == "response_format.json_schema.schema"
+
+
+async def test_tools(tmp_path: Path) -> None:
+    write_tool_model(tmp_path, HERMES)
+    call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+    function: openai.types.shared_params.FunctionDefinition = {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+    async with (
+        serving(tmp_path, FakeBackend(reply=saying(call, then=EOS_ID)), spec=fake_spec(tmp_path)) as api,
+        client_of(api) as client,
+        client.chat.completions.stream(
+            model="fake", messages=HELLO, tools=[{"type": "function", "function": function}], tool_choice="auto"
+        ) as stream,
+    ):
+        message = (await stream.get_final_completion()).choices[0].message
+    assert message.tool_calls
+    assert (message.tool_calls[0].function.name, message.tool_calls[0].function.arguments) == (
+        "get_weather",
+        '{"city": "Paris"}',
+    )
+
+
+async def test_prompt_logprobs_with_echo(api: Served) -> None:
+    async with client_of(api) as client:
+        answer = await client.completions.create(model="fake", prompt="Once", echo=True, logprobs=1, max_tokens=0)
+    choice = answer.choices[0]
+    assert choice.text == "Once"
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["O", "n", "c", "e"]
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
