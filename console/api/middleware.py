@@ -36,6 +36,10 @@ _POLLED = f"{ADMIN}call/"
 _UNHEARD = logging.DEBUG - 1
 """A console elsewhere polls: a line for each time that it reads the log would have it read again."""
 
+_ASKS_ANTHROPIC = "anthropic-version"
+_ANTHROPIC_ID = "request-id"
+"""Where Anthropic's clients, who all send the one, look for the other."""
+
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -121,6 +125,8 @@ def signing(
         if (call := begun(request)) is not None:
             call.began = True
             response.headers[REQUEST_ID] = call.request_id
+            if _ASKS_ANTHROPIC in request.headers:
+                response.headers[_ANTHROPIC_ID] = call.request_id
             response.headers["Server"] = SERVER
         share(request, response)
 

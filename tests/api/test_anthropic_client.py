@@ -111,6 +111,7 @@ async def test_errors_have_the_client_s_own_types(api: Served) -> None:
         with pytest.raises(anthropic.NotFoundError, match="available: fake"):
             await client.messages.create(model="claude", max_tokens=6, messages=hello())
     assert bad.value.type == "invalid_request_error"
+    assert bad.value.request_id == bad.value.response.headers["X-Request-Id"]
     async with client_of(api, key="wrong") as stranger:
         with pytest.raises(anthropic.AuthenticationError):
             await stranger.messages.create(model="fake", max_tokens=6, messages=hello())

@@ -233,7 +233,7 @@ async def test_tokens_are_counted_without_an_answer(api: Served) -> None:
         ({"tools": [{"name": "x", "input_schema": {}}]}, "tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"stop_sequences": [""]}, "stop"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
         ({"n": 2}, "n"),
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
         ({"temperature": -1}, "temperature"),
@@ -262,3 +262,49 @@ async def test_errors_have_anthropic_s_types(tmp_path: Path) -> None:
             assert (await refusal(api, 429))["type"] == "rate_limit_error"
         await api.server.switch_dialect("anthropic", False)
         assert (await refusal(api, 404))["type"] == "not_found_error"
+
+
+async def test_answers_and_errors_carry_their_id_where_anthropic_s_clients_look_for_it(api: Served) -> None:
+    headers = {"anthropic-version": "2023-06-01", "X-Request-Id": "mine"}
+    for body in ({"max_tokens": 1, "messages": HELLO}, {"max_tokens": 0}):
+        async with api.http.post("/v1/messages", json=body, headers=headers) as response:
+            assert response.headers["request-id"] == "mine"
+            assert (await response.json()).get("request_id", "mine") == "mine"
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "temperature", "top_k", "top_p", "seed"])
+async def test_a_number_beyond_all_bounds_is_refused_by_name(api: Served, field: str) -> None:
+    body = json.dumps({"max_tokens": 1, "messages": HELLO})[:-1] + f', "{field}": 1{"0" * 400}}}'
+    async with api.http.post("/v1/messages", data=body) as response:
+        assert response.status == 400
+        assert field in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        3,
+        [None],
+        [[]],
+        [{}],
+        [{"type": None}],
+        [{"type": "text"}],
+        [{"type": "text", "text": "x", "citations": [{}]}],
+        [{"type": "tool_result"}],
+        [{"type": "tool_result", "tool_use_id": "x", "is_error": 3}],
+        [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}],
+        [{"type": "tool_result", "tool_use_id": "", "content": "x"}],
+    ],
+)
+async def test_content_of_any_shape_is_a_sentence(api: Served, content: object) -> None:
+    error = await refusal(api, messages=[{"role": "user", "content": content}])
+    assert error["message"].startswith("messages[0]")
+
+
+async def test_a_deeply_nested_input_is_no_server_error(api: Served) -> None:
+    deep = '{"a":' * 150 + "1" + "}" * 150
+    call = f'{{"type": "tool_use", "id": "t", "name": "x", "input": {deep}}}'
+    body = f'{{"max_tokens": 1, "messages": [{{"role": "assistant", "content": [{call}]}}]}}'
+    async with api.http.post("/v1/messages", data=body) as response:
+        assert response.status == 400

@@ -351,3 +351,25 @@ async def test_errors_are_one_sentence(tmp_path: Path) -> None:
             await refusal(api, "/api/chat", 429, messages=HELLO)
         await api.server.switch_dialect("ollama", False)
         assert "switched off" in await refusal(api, "/api/chat", 404, messages=HELLO)
+
+
+@pytest.mark.parametrize("field", ["num_predict", "num_ctx", "seed", "top_k", "temperature", "repeat_last_n", "tfs_z"])
+async def test_a_number_beyond_all_bounds_is_no_server_error(api: Served, field: str) -> None:
+    body = f'{{"prompt": "x", "stream": false, "options": {{"num_predict": 1, "{field}": 1{"0" * 400}}}}}'
+    async with api.http.post(
+        "/api/generate", data=body.replace('"num_predict": 1, "num_predict"', '"num_predict"')
+    ) as it:
+        assert it.status == (200 if field == "num_ctx" else 400)
+        answer = await it.json()
+    assert field == "num_ctx" or field in answer["error"]
+
+
+@pytest.mark.parametrize("keep_alive", ["9" * 10**6, "1" * 60 + "h", [], {}, True, "-", "5", "5m5", "1h1h"])
+async def test_a_duration_of_any_shape_is_no_server_error(api: Served, keep_alive: object) -> None:
+    async with api.http.post("/api/generate", json={"prompt": "", "keep_alive": keep_alive}) as response:
+        assert response.status in (200, 400)
+
+
+@pytest.mark.parametrize("content", [3, [], {}, [{"type": "text", "text": "x"}]])
+async def test_content_that_is_no_text_is_refused(api: Served, content: object) -> None:
+    assert "messages[0].content" in await refusal(api, "/api/chat", messages=[{"role": "user", "content": content}])

@@ -31,6 +31,7 @@ from console.api.conversation import read_messages
 from console.api.described import describes
 from console.api.errors import json_response
 from console.api.generation import Generation
+from console.api.naming import renamed
 from console.api.prompts import Prompt
 from console.api.sampling import sampling_params
 from console.api.served import ServedModel
@@ -39,11 +40,15 @@ from console.api.stream import ChunkStream
 from console.api.tools import CallReader, ToolUse, finish_of
 from engine.backends.base import FinishReason
 from engine.config import SamplingParams
+from engine.errors import InvalidRequest
 
 _QUIET = {"enable_thinking": False}
 """For templates that know thinking: this dialect's answers have none."""
 
 _COUNTED = {"messages": [{"role": "user", "content": "Hello"}]}
+_NAMES = {"stop": "stop_sequences"}
+"""What Anthropic calls our fields."""
+
 _EXAMPLE = {**_COUNTED, "max_tokens": 16}
 
 
@@ -62,7 +67,7 @@ class Messages:
         body = await read(request, MessagesBody)
         model = await self._context.served(body)
         use = await _tool_use(body, model)
-        params = use.applied(replace(sampling_params(body, model, max_tokens=body.max_tokens), include_stop=True))
+        params = use.applied(_params(body, model))
         prompt = await _prompt(body, model, use)
         call = _Call(model, params, use.reader())
         with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
@@ -82,6 +87,15 @@ class Messages:
 
 async def _tool_use(body: ConversationBody, model: ServedModel) -> ToolUse:
     return await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
+
+
+def _params(body: MessagesBody, model: ServedModel) -> SamplingParams:
+    """What the engine is told; the answer has the stop sequence that ended it, to be told by."""
+    try:
+        params = sampling_params(body, model, max_tokens=body.max_tokens)
+    except InvalidRequest as error:
+        raise InvalidRequest(renamed(error.message, _NAMES), **error.details) from None
+    return replace(params, include_stop=True)
 
 
 async def _prompt(body: ConversationBody, model: ServedModel, use: ToolUse) -> Prompt:

@@ -23,6 +23,8 @@ LATEST = ":latest"
 
 _DURATION = re.compile(r"-?(\d+(\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 
+_LONGEST_DURATION = 64
+
 
 class OllamaBody(Body):
     """What all requests to a model may have. options: see `Options`.
@@ -115,7 +117,7 @@ def _seconds(keep_alive: object) -> float:
     text = keep_alive if isinstance(keep_alive, str) else ""
     if text.lstrip("-") == "0":
         return 0.0
-    parts = list(_DURATION.finditer(text.removeprefix("-")))
+    parts = list(_DURATION.finditer(text.removeprefix("-"))) if len(text) <= _LONGEST_DURATION else []
     if not parts or "".join(part[0] for part in parts) != text.removeprefix("-"):
         raise InvalidRequest(
             "keep_alive should be a number of seconds or a duration, as 5m or 1h30m", param="keep_alive"

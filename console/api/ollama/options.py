@@ -18,7 +18,12 @@ from console.api.structured import json_grammar, json_object_grammar
 from engine.config import SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest
 
-_NAMES = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict", "tfs": "tfs_z"}
+_NAMES = {
+    "max_tokens": "num_predict",
+    "repetition_penalty": "repeat_penalty",
+    "repetition_range": "repeat_last_n",
+    "tfs": "tfs_z",
+}
 """What Ollama calls our fields."""
 
 _OF_THE_BODY = ("answer_format", "model", "lora", "priority", "n", "best_of", "stream")
@@ -53,7 +58,7 @@ class Options(SamplingFields):
     answer_format: dict[str, Any] | str = ""
     num_predict: Annotated[int, Field(ge=-2)] = -1
     num_ctx: Annotated[int | None, Field(ge=1)] = None
-    repeat_last_n: Annotated[int, Field(ge=-1)] = 64
+    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31)] = 64
 
     @property
     def asks_for_format(self) -> bool:
