@@ -176,7 +176,7 @@ class SessionCounter:
         counts = self._counts
         counts.finished[request.reason] += 1
         counts.longest_tokens = max(counts.longest_tokens, request.prompt_tokens + request.output_tokens)
-        if request.reason != "cancelled":
+        if request.reason != "cancelled" and not request.answerless:
             counts.judged += 1
             if request.whole and self._slo.kept(request.ttft_s, request.itl_s):
                 counts.kept += 1
@@ -184,7 +184,8 @@ class SessionCounter:
         if not request.whole:
             return
         counts.prompts.add(request.prompt_tokens)
-        counts.outputs.add(request.output_tokens)
+        if not request.answerless:
+            counts.outputs.add(request.output_tokens)
         for phase, spent_s in (
             (counts.queue, request.queue_s),
             (counts.prefill, request.prefill_s),

@@ -117,6 +117,11 @@ class Ended:
         """Whether it is an answer that was not cut short: others say nothing of speed and length."""
         return self.reason in ("stop", "length")
 
+    @property
+    def answerless(self) -> bool:
+        """Whether nothing but its prompt was to be computed: it says nothing of answers."""
+        return self.whole and not self.output_tokens
+
 
 class Choices:
     """Answers to one prompt that were asked for together."""
@@ -216,9 +221,9 @@ class UsageMeter:
             (REQUEST_ITL, request.itl_s),
             (PROMPT_TOKENS, request.prompt_tokens),
             (COMPUTED_TOKENS, max(0, request.prompt_tokens - request.cached_tokens)),
-            (OUTPUT_TOKENS, request.output_tokens),
+            (OUTPUT_TOKENS, request.output_tokens or None),
             (MAX_TOKENS, request.max_tokens or None),
-            (LONGEST_OUTPUT, request.longest),
+            (LONGEST_OUTPUT, request.longest or None),
             (CHOICES, request.choices if request.longest is not None else None),
         ):
             if value is not None:

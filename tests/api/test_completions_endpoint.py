@@ -161,7 +161,7 @@ async def test_logprobs_come_as_parallel_lists_with_offsets(tmp_path: Path) -> N
         ({"prompt": "x", "stop": 3}, "stop"),
         ({"prompt": "x", "stop": ["a", 3]}, "stop"),
         ({"prompt": "x", "stop": [""]}, "stop"),
-        ({"prompt": "x", "stop": ["x"] * 17}, "stop"),
+        ({"prompt": "x", "stop": [str(number) for number in range(17)]}, "stop"),
         ({"prompt": "x", "stop_token_ids": [999]}, "stop_token_ids"),
         ({"prompt": "x", "seed": 2**63}, "seed"),
         ({"prompt": "x", "n": 0}, "n"),

@@ -45,11 +45,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(
-    path: Path, *, kv_tokens: int = 2048, step_tokens: int = 64, runner_type: type[ModelRunner] = ModelRunner
+    path: Path,
+    *,
+    kv_tokens: int = 2048,
+    step_tokens: int = 64,
+    ngram_draft: bool = False,
+    runner_type: type[ModelRunner] = ModelRunner,
 ) -> TorchBackend:
     backend = TorchBackend(runner_type)
     backend.load(
-        ModelSpec(path=path, name="tiny", dtype="float32", kv_cache_tokens=kv_tokens),
+        ModelSpec(path=path, name="tiny", dtype="float32", kv_cache_tokens=kv_tokens, ngram_draft=ngram_draft),
         max_prompts=8,
         step_tokens=step_tokens,
         page_tokens=PAGE_TOKENS,
@@ -211,6 +216,15 @@ def test_no_tokens_asked_for_ends_with_the_prompt(llama: Path) -> None:
         assert [(event.token_id, event.finish) for event in events[name]] == [(None, "length")]
     assert_as_transformers(llama, told_by(events["scored"]))
     assert backend.stats().pages_free == backend.stats().pages_total
+
+
+def test_nothing_is_guessed_for_who_wants_no_answer(llama: Path) -> None:
+    again = [5, 6, 7, 8] * 4 + [5]  # the last token is a step's only one, and what follows it is easily guessed
+    backend = load(llama, step_tokens=16, ngram_draft=True)
+    events = run(backend, scored("scored", again, tokens=0), embedded("embedded", again))
+    assert_as_transformers(llama, told_by(events["scored"]), again)
+    torch.testing.assert_close(vector_of(events["embedded"]), pooled(llama, again), atol=1e-5, rtol=1e-4)
+    assert backend.stats().draft_tokens == 0
 
 
 # --- vectors --------------------------------------------------------------------------------------------------------

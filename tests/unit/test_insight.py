@@ -157,6 +157,11 @@ def test_a_failure_keeps_no_slo_and_a_cancelled_request_is_not_judged() -> None:
     assert (goodput.slo_ttft_s, goodput.slo_itl_s) == (5.0, None)
 
 
+def test_a_request_without_an_answer_is_not_judged_and_no_answer_of_no_tokens() -> None:
+    insight = after(answer(output_tokens=0, prefill_s=None, decode_s=None, ttft_s=None), slo=Slo(ttft_s=5.0))
+    assert (insight.goodput.judged, sum(insight.outputs.counts), sum(insight.prompts.counts)) == (0, 0, 1)
+
+
 def test_the_rate_of_goodput_is_that_of_the_last_minute() -> None:
     session = SessionCounter(Slo(ttft_s=5.0))
     for second in range(120):

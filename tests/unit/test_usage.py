@@ -15,6 +15,7 @@ from engine.usage import (
     LONGEST_OUTPUT,
     OUTPUT_TOKENS,
     STEP_TOKENS,
+    TTFT,
     Choices,
     Ended,
     HistogramCounter,
@@ -48,6 +49,15 @@ def test_tokens_that_came_together_share_the_gap_before_them() -> None:
     histogram = meter.freeze().histograms[ITL]
     assert histogram.count == 3
     assert histogram.sum == pytest.approx(0.3)
+
+
+def test_a_request_without_an_answer_counts_into_no_lengths_of_answers() -> None:
+    meter = UsageMeter("m")
+    meter.started(10, 0, None)
+    meter.ended(ended(output_tokens=0, e2e_s=2.0, longest=0))
+    usage = meter.freeze()
+    assert (usage.prompt_tokens, usage.histograms[E2E].count) == (10, 1)
+    assert [usage.histograms[name].count for name in (OUTPUT_TOKENS, LONGEST_OUTPUT, TTFT)] == [0, 0, 0]
 
 
 def test_only_whole_answers_count_into_latencies() -> None:

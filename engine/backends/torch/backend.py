@@ -153,7 +153,7 @@ class TorchBackend:
             mask=mask,
         )
         self._jobs[request.id] = _Job(sequence, row, adapter, telling)
-        if row.foreseeable:
+        if row.foreseeable and sequence.answers:
             self._guesses.begin(request.id, sequence.token_ids)
 
     def cancel(self, request_id: str) -> None:
