@@ -40,6 +40,17 @@ MANY_TOLD = 1024
 _EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 16}
 
 
+_ALIASES = {
+    **OpenAiFields.aliases,
+    "grammar": "grammar_string",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs",
+    "num_predict": "max_tokens",
+}
+"""What text frontends, which send one body to whatever server they talk to, call our fields."""
+
+
 class CompletionBody(OpenAiFields):
     """What the endpoint takes. prompt: a string, token ids, or an array of either.
 
@@ -49,6 +60,7 @@ class CompletionBody(OpenAiFields):
 
     refused = COMPLETION_REFUSED
     inert = OPENAI_INERT
+    aliases = _ALIASES
 
     prompt: Annotated[object, PROMPTS]
     max_tokens: int = OPENAI_MAX_TOKENS

@@ -87,8 +87,8 @@ class FormatFields(Body):
     """What a request says of the format of its answer; at most one of these may ask for one.
 
     guided_json, guided_regex, guided_choice, guided_grammar, structured_outputs: vLLM's, older and newer.
-    json_schema, regex_pattern, grammar_string: TabbyAPI's, the last one text-generation-webui's too; empty ones are
-    none.
+    json_schema, regex_pattern, grammar_string: TabbyAPI's, the last one text-generation-webui's too.
+    Empty ones are none, as SillyTavern sends them; not so guided_regex.
     """
 
     response_format: ResponseFormat | None = None
@@ -120,7 +120,8 @@ class FormatFields(Body):
     def _named(self, max_bytes: int) -> Iterator[Named]:
         if self.response_format is not None:
             yield from self.response_format.named(max_bytes)
-        guided = self.guided_json, self.guided_regex, self.guided_choice or None, self.guided_grammar
+        schema = None if self.guided_json == {} else self.guided_json
+        guided = schema, self.guided_regex, self.guided_choice or None, self.guided_grammar or None
         yield from _formats("guided_", *guided, max_bytes)
         if self.structured_outputs is not None:
             yield from self.structured_outputs.named(max_bytes)

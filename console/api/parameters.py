@@ -67,6 +67,10 @@ SAMPLING_REFUSED: Mapping[str, Refusal] = {
 
 COMPLETION_REFUSED: Mapping[str, Refusal] = {
     **SAMPLING_REFUSED,
+    "add_bos_token": Refusal("prompts are tokenized with the model's own special tokens", (True,)),
+    "grammar_retain_state": Refusal("a grammar holds for one answer", (False,)),
+    "memory": Refusal("put it into the prompt", ("",)),
+    "trim_stop": Refusal("an answer ends before its stop string; use include_stop_str_in_output", (True,)),
     "add_special_tokens": Refusal("prompts are tokenized with the model's own special tokens", (True,)),
     "suffix": Refusal("text can be continued, not filled in", ("",)),
 }
