@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +22,7 @@ _WAITING_LINES = 50_000
 _LINES_AT_ONCE = 1_000
 _STOP_S = 5.0
 _END = object()
+_STDOUT = 1
 
 
 class LineWriter:
@@ -38,7 +38,7 @@ class LineWriter:
         self._encode = encode
         self._max_bytes = max_bytes
         self._lines: queue.Queue[object] = queue.Queue(_WAITING_LINES)
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._complained = False
         self._thread = threading.Thread(target=self._work, name="lines", daemon=True)
 
@@ -85,8 +85,8 @@ class LineWriter:
     def _write(self, data: bytes, lines: int) -> None:
         try:
             file = self._ready_for(len(data))
-            file.write(data)
-            file.flush()
+            while data:
+                data = data[file.write(data) :]
             self._complained = False
         except OSError as error:
             self.lost += lines
@@ -94,10 +94,10 @@ class LineWriter:
                 log.warning("%s cannot be written: %s", self._path or "stdout", error.strerror or error)
             self._complained = True
 
-    def _ready_for(self, size: int) -> BinaryIO:
+    def _ready_for(self, size: int) -> FileIO:
         """The file, begun anew where it was put aside or would grow too long."""
         if self._path is None:
-            return self._file or sys.stdout.buffer
+            return self._file or self._opened()
         if self._file is not None and not _is_at(self._file, self._path):
             self._file.close()
             self._file = None
@@ -108,14 +108,14 @@ class LineWriter:
         self._file = self._file or self._opened()
         return self._file
 
-    def _opened(self) -> BinaryIO:
+    def _opened(self) -> FileIO:
         if self._path is None:
-            return sys.stdout.buffer
+            return open(_STDOUT, "wb", buffering=0, closefd=False)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        return self._path.open("ab")
+        return self._path.open("ab", buffering=0)
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
+def _is_at(file: FileIO, path: Path) -> bool:
     """Whether the path still leads to that file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())

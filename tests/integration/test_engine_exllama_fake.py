@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from console.api.vllm_metrics import models_of, vllm_families
 from engine.config import SamplingParams
 from engine.engine import Engine, RequestStream
 from engine.errors import InvalidRequest
@@ -73,6 +74,20 @@ async def test_sixteen_streams_at_once_get_the_models_text(tmp_path: Path, draft
         assert {answer.last.finish for answer in answers} == {"length"}
         await until(lambda: engine.snapshot().totals.finished == {"length": 16})
     assert fakes.freed == 1
+
+
+async def test_metrics_tell_of_guesses_by_model_and_by_position(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeExllama(draft_tokens=3)) as engine:
+        await asyncio.gather(*(read(engine.submit(ask(f"number {n}", params=greedy()))) for n in range(4)))
+        (usage,) = engine.usage()
+        families = {family.name: family for family in vllm_families(models_of(engine.snapshot()), [usage])}
+    assert usage.drafts is not None
+    assert 0 < usage.drafts <= usage.draft_tokens
+    assert 0 < usage.draft_accepted == sum(usage.held_by_position) <= usage.draft_tokens
+    told = families["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
+    assert [sample.value for sample in told] == list(usage.held_by_position)
+    assert [sample.labels["position"] for sample in told] == [str(n) for n in range(len(told))]
+    assert {sample.labels["model_name"] for sample in told} == {"fake"}
 
 
 async def test_a_stop_string_ends_the_answer_and_frees_its_pages(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -75,3 +77,24 @@ def test_a_line_that_cannot_be_made_is_left_out_alone(tmp_path: Path) -> None:
     writer.close()
     assert (tmp_path / "lines").read_text() == "one\ntwo\n"
     assert writer.lost == 1
+
+
+def test_stdout_that_nobody_reads_any_more_costs_its_lines_alone() -> None:
+    program = """if True:
+        import sys, threading
+        from console.line_writer import LineWriter
+        writer = LineWriter(None, lambda line: str(line).encode(), max_bytes=1)
+        writer.open()
+        sys.stdin.read()
+        writer.put("nobody reads this")
+        writer.close()
+        print(writer.lost, file=sys.stderr)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as ran:
+        assert ran.stdout is not None
+        ran.stdout.close()
+        ran.stdout = None
+        _, said = ran.communicate(b"go", timeout=60)
+    assert (ran.returncode, said.split()[-1:]) == (0, [b"1"])
