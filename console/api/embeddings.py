@@ -116,8 +116,8 @@ async def vectors_of(
     """Each prompt's vector as float32, and the tokens of all. Raises what Engine.submit does."""
     vectors: list[bytes] = []
     tokens = 0
-    # As many at once as a request may ask for answers: the queue has a limit, and others are in it.
-    for some in _parts(prompts, context.settings.max_choices):
+    # As many at once as a request may ask for answers and the queue may hold: all of them are submitted, or none.
+    for some in _parts(prompts, max(1, min(context.settings.max_choices, context.engine.config.max_queue))):
         with context.embed(request, new_id("embd"), body, model, some) as generation:
             vectors.extend(answer.vector for answer in await generation.answers())
             tokens += generation.tokens.prompt

@@ -11,7 +11,6 @@ from typing import Any
 import openai
 import pytest
 
-from console.api.server import ApiSettings
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving
 from tests.fakes.backend import HIDDEN_SIZE, FakeBackend, Gate, vector_of
@@ -57,8 +56,8 @@ async def test_the_openai_client_reads_vectors(api: Served) -> None:
 
 
 async def test_more_inputs_than_may_be_queued_at_once_are_embedded_by_and_by(tmp_path: Path) -> None:
-    settings, config = ApiSettings(port=0, max_choices=4), EngineConfig(worker_host="thread", max_queue=4)
-    async with serving(tmp_path, settings=settings, config=config) as api:
+    config = EngineConfig(worker_host="thread", max_prompts=2, max_queue=4)
+    async with serving(tmp_path, config=config) as api:
         texts = [f"text {number}" for number in range(30)]
         answer = await api.post("/v1/embeddings", input=texts)
         assert [each["embedding"] for each in answer["data"]] == [vector_of(text.encode()) for text in texts]
