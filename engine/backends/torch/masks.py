@@ -22,10 +22,7 @@ def hold(logits: Tensor, masks: Mapping[int, TokenMask]) -> None:
     words = bytearray().join(mask.allowed() for mask in masks.values())
     bits = torch.frombuffer(words, dtype=torch.uint8).view(len(masks), -1).to(logits.device)
     added = functional.embedding(bits.int(), _additions(logits.device)).view(len(masks), -1)[:, : logits.shape[1]]
-    if len(masks) == len(logits):
-        logits += added
-    else:
-        logits[torch.tensor(list(masks), device=logits.device)] += added
+    logits.index_add_(0, torch.tensor(list(masks), device=logits.device), added)
 
 
 @lru_cache
