@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from console.api.receiving import check_depth
 from console.api.server import ApiSettings
+from console.loading import engine_config
 from console.serving import api_settings
 from console.settings import Settings
+from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from tests.api.harness import Served, serving
 from tests.fakes.model import fake_spec
@@ -105,6 +107,8 @@ def test_every_limit_is_a_setting_with_a_default_that_the_server_is_told() -> No
         assert getattr(by_default, name) == getattr(ApiSettings(), name), name
     assert by_default.total_timeout_s == 600 + 75 + 30 + 60
     assert api_settings(Settings(timeout=0), None).total_timeout_s is None
+    assert engine_config(Settings(max_queue=3), None).max_queue == 3
+    assert engine_config(Settings(), None).max_queue == EngineConfig().max_queue
     changed = api_settings(Settings(max_body_kib=1, max_output_len=5, idle_timeout=3, body_timeout=4), None)
     assert (changed.max_body_bytes, changed.max_output_tokens) == (1024, 5)
     assert (changed.idle_timeout_s, changed.body_timeout_s) == (3, 4)

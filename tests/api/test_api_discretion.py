@@ -66,6 +66,16 @@ async def test_clients_are_told_no_path_of_the_machine_and_operators_are(
     assert api.server.report().failures[0].message == PLACES
 
 
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../etc", "~/models/x", "org/name", "demo"])
+async def test_a_model_that_a_request_names_is_one_that_is_loaded_and_never_a_path(api: Served, name: str) -> None:
+    for field in ("model", "lora"):
+        async with api.http.post("/v1/completions", json={"prompt": "x", field: name}) as response:
+            error = (await response.json())["error"]
+            assert response.status in (400, 404)
+            assert error["param"] == field
+    assert [model.name for model in api.engine.snapshot().models] == ["fake"]
+
+
 async def test_the_id_of_a_request_is_in_its_answer_and_where_the_shape_has_room_for_it_in_its_error(
     api: Served,
 ) -> None:

@@ -124,6 +124,14 @@ async def test_a_star_lets_every_page_in_without_any_cookie(tmp_path: Path) -> N
         assert "Access-Control-Allow-Credentials" not in response.headers
 
 
+async def test_no_page_from_elsewhere_opens_a_websocket_and_a_program_may(api: Served) -> None:
+    with pytest.raises(aiohttp.WSServerHandshakeError) as no:
+        await api.http.ws_connect("/api/v1/stream", origin=PAGE)
+    assert no.value.status == 403
+    async with api.http.ws_connect("/api/v1/stream", origin=api.url) as socket:
+        assert not socket.closed
+
+
 # -- how often ----------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +180,14 @@ async def test_a_key_has_so_many_requests_under_way_and_no_more(paced_api: Serve
     assert api.backend.gate is not None
     api.backend.gate.open()
     assert (await first)[0] == 200
+    assert (await answer(api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
+
+
+async def test_a_websocket_takes_a_place_of_its_key_s(api: Served) -> None:
+    headers = await limited(api, concurrent=1)
+    async with api.http.ws_connect("/api/v1/stream", headers=headers):
+        await refused(api, headers)
+    await until(lambda: api.server.report().under_way == 0)
     assert (await answer(api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
 
 

@@ -136,6 +136,33 @@ async def test_paths_inside_our_folders_are_taken_links_there_included(folders: 
             assert found["can_load"] is True
 
 
+@pytest.mark.parametrize("name", ["models/link/../../elsewhere/secret", "models/./../elsewhere/secret"])
+async def test_no_step_up_leads_out_by_a_link_neither(folders: Path, name: str) -> None:
+    async with operated(folders) as api:
+        for path in (f"{folders}/{name}", f"../{name}", f"~/{name}"):
+            assert "lies in none of the folders" in await api.refusal("/admin/load", model=path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+async def test_a_folder_of_pickles_is_refused_by_their_name_and_none_is_opened(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model(tmp_path / "models/pickled")
+    (folder / "model.safetensors").rename(folder / name)
+    (folder / name).chmod(0)
+
+    def unpickled(*_: object, **__: object) -> None:
+        raise AssertionError("a pickle was opened")
+
+    for opener in ("pickle.load", "pickle.loads", "torch.load"):
+        monkeypatch.setattr(opener, unpickled)
+    async with operated(tmp_path) as api:
+        said = await api.refusal("/admin/load", 400, model="pickled")
+        assert name in said
+        assert "pickle" in said
+        assert api.models() == {}
+
+
 async def test_the_model_of_the_start_may_be_loaded_again_wherever_it_lies(folders: Path) -> None:
     model = folders / "elsewhere/secret"
     async with operated(folders, model=str(model)) as api:
