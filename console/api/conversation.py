@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from console.api.parameters import MESSAGE_REFUSED
-from console.api.tools import calling_turn, fitting, format_of, named, result_turn
+from console.api.tools import calling_turn, fitting, format_of, named, result_turn, spoken
 from console.api.tools.openai import read_calls
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
@@ -61,8 +62,16 @@ def render(
         raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]}", param="chat_template_kwargs")
     if any("tool_calls" in turn for turn in turns):
         turns = _with_calls(tokenizer, turns)
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
-    return _up_to(text, str(turns[-1]["content"]).strip()) if continue_final else text
+    rendered = partial(
+        tokenizer.apply_chat_template, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+    )
+    try:
+        text = rendered(turns)
+    except InvalidRequest:
+        if all(turn["content"] is not None for turn in turns):
+            raise
+        text = rendered(spoken(turns))
+    return _up_to(text, str(turns[-1]["content"] or "").strip()) if continue_final else text
 
 
 def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:

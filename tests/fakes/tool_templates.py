@@ -9,7 +9,7 @@ from tests.fakes.model import VOCAB_SIZE, write_fake_model
 
 _TURNS = (
     "{% for m in messages %}{% if m.role == 'tool' %}result {{ m.name }} {{ m.tool_call_id }}: {{ m.content }}\n"
-    "{% elif m.tool_calls is defined %}assistant: {{ m.content }}%CALLS%{{ '\\n' }}"
+    "{% elif m.tool_calls is defined %}assistant: {{ m.content or '' }}%CALLS%{{ '\\n' }}"
     "{% else %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )

@@ -22,7 +22,7 @@ from console.api.tools.calls import (
     ToolChoice,
 )
 from console.api.tools.formats import ToolFormat, format_of, known_format
-from console.api.tools.history import calling_turn, fitting, named, result_turn
+from console.api.tools.history import calling_turn, fitting, named, result_turn, spoken
 from console.api.tools.reader import CallReader, whole
 from console.api.tools.use import NO_TOOLS, ToolUse, finish_of, tool_use
 
@@ -47,6 +47,7 @@ __all__ = [
     "known_format",
     "named",
     "result_turn",
+    "spoken",
     "tool_use",
     "whole",
 ]

@@ -31,9 +31,9 @@ class Arguments(dict[str, object]):
 
 
 def calling_turn(content: str, calls: Sequence[ToolCall], where: str) -> Turn:
-    """An assistant's turn with the calls that it made. Raises InvalidRequest for arguments that are no JSON object.
+    """An assistant's turn with the calls that it made; its content is None where it said nothing.
 
-    where: what the client called the calls, for errors.
+    where: what the client called the calls, for errors. Raises InvalidRequest for arguments that are no JSON object.
     """
     past = [
         {
@@ -43,7 +43,7 @@ def calling_turn(content: str, calls: Sequence[ToolCall], where: str) -> Turn:
         }
         for i, call in enumerate(calls)
     ]
-    return {"role": "assistant", "content": content, "tool_calls": past}
+    return {"role": "assistant", "content": content or None, "tool_calls": past}
 
 
 def result_turn(call_id: str, content: str, name: str = "") -> Turn:
@@ -77,6 +77,11 @@ def fitting(turns: Sequence[Turn], written: ToolFormat | None) -> list[Turn]:
         else:
             fitted.append(turn)
     return fitted
+
+
+def spoken(turns: Sequence[Turn]) -> list[Turn]:
+    """The same, each with text, if an empty one: templates differ in what they can put together."""
+    return [turn | {"content": ""} if turn["content"] is None else turn for turn in turns]
 
 
 def _calls(turn: Mapping[str, object]) -> list[dict[str, dict[str, object]]]:
