@@ -83,7 +83,12 @@ class EricApp(App[None], inherit_bindings=False):
         self.set_class(wants_ascii(), "-ascii")
         self.habits = Habits(self, themes_folder)
         self.habits.wear(theme or AUTO_THEME)
-        self.stylesheet = Stylesheet(variables=self.get_css_variables())
+        self.stylesheet: Stylesheet = Stylesheet(variables=self.get_css_variables())
+
+    @property
+    def look(self) -> tuple[object, ...]:
+        """All that styles depend on besides a widget itself."""
+        return self.stylesheet.parses, self.theme, self.classes, self.app_focus
 
     def get_key_display(self, binding: Binding) -> str:
         """The key in characters that the terminal has."""
