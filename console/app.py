@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding
@@ -83,7 +84,22 @@ class EricApp(App[None], inherit_bindings=False):
         self.set_class(wants_ascii(), "-ascii")
         self.habits = Habits(self, themes_folder)
         self.habits.wear(theme or AUTO_THEME)
-        self.stylesheet = Stylesheet(variables=self.get_css_variables())
+        self._styled: WeakKeyDictionary[Screen[Any], tuple[object, ...]] = WeakKeyDictionary()
+        self.stylesheet: Stylesheet = Stylesheet(variables=self.get_css_variables())
+
+    @property
+    def look(self) -> tuple[object, ...]:
+        """All that styles depend on besides a widget itself and what its own CSS is about, its children."""
+        return self.stylesheet.changes, self.theme, self.classes, self.app_focus
+
+    def refresh_css(self, animate: bool = True) -> None:
+        """Style the screen that is seen anew, where there is need: Textual asks whenever another comes up first."""
+        self.stylesheet.set_variables(self.get_css_variables())
+        seen = self.screen_stack[-1] if self.screen_stack else None
+        if seen is None or self._styled.get(seen) != self.look:
+            super().refresh_css(animate)
+        if seen is not None:
+            self._styled[seen] = self.look
 
     def get_key_display(self, binding: Binding) -> str:
         """The key in characters that the terminal has."""

@@ -16,12 +16,14 @@ class Stylesheet(stylesheet.Stylesheet):
     def __init__(self, *, variables: dict[str, str]) -> None:
         super().__init__(variables=variables)
         self._parse_cache = LRUCache(_SOURCES)
+        self.changes = 0
 
     def set_variables(self, variables: dict[str, str]) -> None:
-        """Another theme is parsed for; the same one again changes nothing."""
+        """Another theme is parsed for; the same one again changes nothing. changes: how often there was another."""
         if variables != self._variables:
             super().set_variables(variables)
             self._require_parse = True
+            self.changes += 1
 
     def reparse(self) -> None:
         """Parse what was not yet, as after another theme. Raises StylesheetError, with the rules as they were."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import ActiveBinding
 from textual.screen import Screen
@@ -41,6 +42,7 @@ class ConsoleScreen(Screen[None]):
 
     MODE: ClassVar[str] = ""
     _link: EngineLink | None = None
+    _look: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
         """The frame, with the body in it."""
@@ -96,7 +98,10 @@ class ConsoleScreen(Screen[None]):
         """Never a first frame without numbers."""
         self.refresh_view()
 
-    def on_screen_resume(self) -> None:
-        """Back from another mode: nothing stale."""
+    def on_screen_resume(self, event: events.ScreenResume) -> None:
+        """Back from another mode: nothing stale. Textual would style every widget anew, too, where nothing changed."""
+        look = self.console.look
+        event.refresh_styles = look != self._look
+        self._look = look
         if self.is_mounted:
             self.refresh_view()

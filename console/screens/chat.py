@@ -22,6 +22,7 @@ from console.screens.chat_settings import ChatSettingsScreen
 from console.widgets.chat_input import ChatInput
 from console.widgets.chat_list import ChatShelf
 from console.widgets.chat_turn import Foot
+from console.widgets.prose import Prose
 from console.widgets.text import plural
 from engine.errors import EngineError
 from engine.snapshot import Snapshot
@@ -230,6 +231,11 @@ class ChatScreen(ConversationsScreen):
         self._copied = turn.id, number
         lines = plural(len(blocks[number - 1].splitlines()), "line")
         await self._copy(blocks[number - 1], f"code block {number} of {len(blocks)}, {lines}")
+
+    async def on_prose_link_pressed(self, event: Prose.LinkPressed) -> None:
+        """Over ssh there is no browser to open one in."""
+        event.stop()
+        await self._copy(event.href, "the link")
 
     async def _copy(self, text: str, what: str) -> None:
         if await copy(self.app, text):

@@ -109,7 +109,7 @@ class Pane:
         await self.show()
         widget = self.transcript.answer(turn.id)
         if widget is not None:
-            await widget.resume(turn)
+            widget.resume(turn)
         self._start(turn, self.chat.messages(self.branch), params, continues=True)
         return True
 

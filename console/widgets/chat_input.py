@@ -40,6 +40,7 @@ class ChatInput(TextArea):
 
     def __init__(self) -> None:
         super().__init__(highlight_cursor_line=False, placeholder=ASKING)
+        self.cursor_blink = False  # twice a second a part of the screen would be drawn, and sent over ssh, for it
         self.last_question = ""
         self.editing: Turn | None = None
 

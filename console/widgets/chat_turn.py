@@ -14,13 +14,14 @@ from textual.app import ComposeResult
 from textual.content import Content
 from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import Markdown, Static
+from textual.widgets import Static
 
 from console.chats import Turn, TurnNote
-from console.widgets.chat_markdown import ChatMarkdown
 from console.widgets.glyphs import fitted
+from console.widgets.prose import Prose
 
 MIN_INTERVAL_S = 0.1
+NUMBERS_INTERVAL_S = 0.5
 LOOP_SHARE = 0.2
 
 _FINISH = {"length": "cut off at max tokens", "cancelled": "stopped", "error": "failed"}
@@ -181,7 +182,7 @@ class Answer(TurnWidget):
 
     DEFAULT_CSS = """
     Answer {
-        & > Markdown { padding: 0; margin: 0; background: transparent; }
+        & > Prose { margin: 0 0 1 0; }
     }
     """
 
@@ -194,7 +195,7 @@ class Answer(TurnWidget):
 
     def compose(self) -> ComposeResult:
         """Text above, numbers below."""
-        yield ChatMarkdown(self.turn.content, open_links=False)
+        yield Prose(self.turn.content, grows=self.turn.unfinished)
         yield Foot(self.turn.id)
 
     def on_mount(self) -> None:
@@ -203,11 +204,11 @@ class Answer(TurnWidget):
         if self.turn.unfinished:
             self._start()
 
-    async def resume(self, turn: Turn) -> None:
+    def resume(self, turn: Turn) -> None:
         """The answer goes on."""
         self.turn, self._problem = turn, ""
         self._written = len(turn.content)
-        await self.query_one(Markdown).update(turn.content)
+        self.query_one(Prose).update(turn.content, grows=True)
         self.show_foot()
         self._start()
 
@@ -216,7 +217,7 @@ class Answer(TurnWidget):
         self.turn = turn
         self._wake.set()
 
-    async def finish(self, turn: Turn, problem: str = "") -> None:
+    def finish(self, turn: Turn, problem: str = "") -> None:
         """No more text comes. The whole is parsed once more, so that no half-read fence stays behind.
 
         problem: one sentence where the answer failed, shown in place of the numbers.
@@ -226,7 +227,7 @@ class Answer(TurnWidget):
         if not self.is_mounted:
             return
         self._written = len(turn.content)
-        await self.query_one(Markdown).update(turn.content)
+        self.query_one(Prose).update(turn.content)
         self.show_foot()
 
     def show_foot(self) -> None:
@@ -242,7 +243,7 @@ class Answer(TurnWidget):
         self.run_worker(self._write(), group="writer", exclusive=True, exit_on_error=False)
 
     async def _write(self) -> None:
-        markdown = self.query_one(Markdown)
+        prose, told_s = self.query_one(Prose), 0.0
         while self.turn.unfinished:
             await self._wake.wait()
             self._wake.clear()
@@ -254,7 +255,9 @@ class Answer(TurnWidget):
                 continue
             self._written += len(text)
             started = time.perf_counter()
-            await markdown.append(text)
-            self.show_foot()
+            prose.append(text)
+            if started - told_s >= NUMBERS_INTERVAL_S:
+                told_s = started
+                self.show_foot()
             parse_s = time.perf_counter() - started
             await asyncio.sleep(max(MIN_INTERVAL_S, parse_s / LOOP_SHARE))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import Markdown, Static
+from textual.widgets import Static
 
 from console.app import EricApp
 from console.chats import ChatStore, Turn
@@ -15,6 +15,7 @@ from console.widgets.chat_input import ChatInput
 from console.widgets.chat_list import ChatList
 from console.widgets.chat_transcript import ChatTranscript
 from console.widgets.chat_turn import Answer, Foot, Question, note_line
+from console.widgets.prose import Prose
 from engine.errors import QueueFull
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
@@ -67,7 +68,7 @@ async def test_an_answer_streams_in_with_its_speed_beneath() -> None:
         assert [question.content_text for question in pilot.app.screen.query(Question)] == ["How fast?"]
         note = foot(pilot)
         assert "45.0 tok/s · TTFT 80 ms · 3 tokens" in note
-        assert pilot.app.screen.query_one(Markdown).source == "It is *fast*."
+        assert pilot.app.screen.query_one(Prose).source == "It is *fast*."
 
 
 async def test_escape_stops_the_answer_and_keeps_what_came(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ async def test_escape_stops_the_answer_and_keeps_what_came(tmp_path: Path) -> No
         await until(pilot, lambda: link.closed_chats == 1)
         await until(pilot, lambda: "stopped" in foot(pilot))
         assert answers(pilot) == ["one two"]
-        assert pilot.app.screen.query_one(Markdown).source == "one two"
+        assert pilot.app.screen.query_one(Prose).source == "one two"
     kept = last_turn(chats)
     assert (kept.content, kept.note.finish, kept.unfinished) == ("one two", "cancelled", False)
 
@@ -233,14 +234,14 @@ async def test_keys_are_taken_while_a_long_answer_streams() -> None:
 
 async def test_markdown_is_parsed_far_less_often_than_words_come(monkeypatch: pytest.MonkeyPatch) -> None:
     parses = 0
-    append = Markdown.append
+    append = Prose.append
 
-    def counted(self: Markdown, markdown: str) -> object:
+    def counted(self: Prose, markdown: str) -> object:
         nonlocal parses
         parses += 1
         return append(self, markdown)
 
-    monkeypatch.setattr(Markdown, "append", counted)
+    monkeypatch.setattr(Prose, "append", counted)
     words = 400
     link = FakeLink(answer=" ".join(["word"] * words))
     async with console(link).run_test() as pilot:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from textual.widgets import Markdown
 
 from console.widgets.chat_input import ChatInput
 from console.widgets.chat_turn import Foot
+from console.widgets.prose import Prose
 from engine.errors import QueueFull
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
@@ -80,7 +80,7 @@ async def test_the_model_goes_on_with_its_own_answer(tmp_path: Path) -> None:
         await opened(pilot)
         await pilot.press("ctrl+t")
         await until(pilot, lambda: answers(pilot) == ["It is fast indeed"] and ended(pilot))
-        await until(pilot, lambda: pilot.app.screen.query_one(Markdown).source == "It is fast indeed")
+        await until(pilot, lambda: pilot.app.screen.query_one(Prose).source == "It is fast indeed")
     assert [[(turn.role, turn.content) for turn in chat] for chat in link.conversation.continued] == [
         [("user", "Q"), ("assistant", "It is")]
     ]

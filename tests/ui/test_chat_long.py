@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from textual.widgets import Markdown
 
 from console.chats import ChatSettings, ChatStore
 from console.widgets.chat_transcript import ChatTranscript
 from console.widgets.chat_turn import Answer
 from console.widgets.chat_window import Limits, Window, beginning, earlier, ending, later, limits_for
+from console.widgets.prose import Prose
 from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, console, ended, opened, panes
 from tests.ui.seen import until
@@ -111,7 +111,7 @@ async def test_nothing_is_written_while_the_reader_is_elsewhere_and_all_of_it_wh
         link.step("chat")
         await until(pilot, lambda: answers(pilot)[-1] == "one")
         await pilot.pause(0.3)
-        written = list(pilot.app.screen.query(Answer))[-1].query_one(Markdown)
+        written = list(pilot.app.screen.query(Answer))[-1].query_one(Prose)
         assert written.source == ""
         await pilot.press("end")
         await until(pilot, lambda: written.source == "one")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from textual.css import stylesheet
 
 from console.app import EricApp
 from console.modes import MODES
+from console.stylesheet import Stylesheet
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import until
@@ -50,3 +51,34 @@ async def test_another_theme_parses_all_anew_and_is_seen(parsed: Counter[Any]) -
         await until(pilot, lambda: app.screen.styles.background != dark)
         await pilot.pause()
     assert before <= set(parsed) and max(parsed.values()) == 1
+
+
+async def test_a_screen_that_comes_back_is_styled_anew_only_where_the_look_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    styled: list[object] = []
+    app = EricApp(FakeLink(scenes.busy()), theme="ericllm-dark")
+    async with app.run_test(size=(120, 40)) as pilot:
+        for digit in "2121":
+            await pilot.press(digit)
+            await pilot.pause()
+        update_nodes = Stylesheet.update_nodes
+        monkeypatch.setattr(
+            Stylesheet,
+            "update_nodes",
+            lambda self, nodes, animate=False: update_nodes(self, seen(nodes), animate),
+        )
+
+        def seen(nodes: Iterable[Any]) -> list[Any]:
+            styled.extend(found := list(nodes))
+            return found
+
+        await pilot.press("2")
+        await pilot.pause()
+        assert app.current_mode == "models" and app.screen not in styled
+        app.habits.wear("ericllm-light")
+        await pilot.pause()
+        light = app.screen.styles.background
+        await pilot.press("1")
+        await pilot.pause()
+        assert app.screen in styled and app.screen.styles.background == light
