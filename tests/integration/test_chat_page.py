@@ -15,7 +15,7 @@ from console.api.settings import ApiSettings
 from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate, saying
 from tests.fakes.saying import Script
-from tests.integration.browser import Page, browsing
+from tests.integration.browser import Page, browsing, chromium
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +77,13 @@ async def chatting(folder: Path, backend: FakeBackend, settings: ApiSettings | N
         assert page.errors == []
         assert page.hosts == {api.url.removeprefix("http://")}
         assert await page.run("typeof window.hacked") == "undefined"
+
+
+def test_without_a_browser_it_is_said_how_to_get_one_and_ci_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CI", "1")
+    with pytest.raises(pytest.fail.Exception, match="apt-get install -y --no-install-recommends chromium"):
+        chromium()
 
 
 async def test_an_answer_is_shown_while_it_comes_and_how_fast_it_was(tmp_path: Path) -> None:
@@ -405,6 +412,55 @@ async def test_code_keeps_every_character_in_every_language(tmp_path: Path) -> N
             f".map((name) => pieces({json.dumps(code)}, name).map(([, text]) => text).join('')))"
         )
     assert set(joined) == {code}
+
+
+async def test_events_are_read_wherever_the_network_cuts_them(tmp_path: Path) -> None:
+    raw = 'data: {"text": "é\u2028😀"}\r\n\r\n: ping\n\nevent: x\ndata: 1\ndata: 2\n\ndata:[DONE]\n\n'
+    async with chatting(tmp_path, FakeBackend()) as chat:
+        found = await chat.page.run(
+            f"""import('/chat/client.js').then(async ({{events}}) => {{
+              const bytes = new TextEncoder().encode({json.dumps(raw)});
+              const read = async (at) => {{
+                const parts = [bytes.slice(0, at), bytes.slice(at)];
+                const stream = new ReadableStream({{
+                  pull(each) {{ parts.length ? each.enqueue(parts.shift()) : each.close(); }}
+                }});
+                const found = [];
+                for await (const event of events(stream)) found.push(event);
+                return JSON.stringify(found);
+              }};
+              const all = [];
+              for (let at = 0; at <= bytes.length; at++) all.push(await read(at));
+              return all;
+            }})"""
+        )
+    assert {tuple(json.loads(each)) for each in found} == {('{"text": "é\u2028😀"}', "1\n2", "[DONE]")}
+
+
+async def test_the_reference_shows_every_endpoint_and_finds_them_by_their_parameters(tmp_path: Path) -> None:
+    async with chatting(tmp_path, FakeBackend()) as chat:
+        page = chat.page
+        document = await chat.api.get("/openapi.json")
+        endpoints = [path for path, methods in document["paths"].items() for _ in methods]
+        await page.go(f"{chat.api.url}/docs")
+        shown = await page.run(
+            "[...document.querySelectorAll('.endpoint > summary code')].map((each) => each.textContent)"
+        )
+        assert set(shown) == set(endpoints)
+        await page.run("for (const each of document.querySelectorAll('details')) each.open = true")
+        await page.until(
+            "[...document.querySelectorAll('.endpoint')].every((each) => each.querySelector('.body').firstChild)"
+        )
+        await page.click("#filter")
+        await page.type("max_completion_tokens")
+        seen = (
+            "[...document.querySelectorAll('.endpoint:not([hidden]) > summary code')].map((each) => each.textContent)"
+        )
+        found = await page.run(seen)
+        assert "/v1/chat/completions" in found and "/v1/models" not in found
+        for width in (1280, 390):
+            await page.look(width, 844, dark=False)
+            assert await page.run("document.documentElement.scrollWidth") == width
 
 
 def _exported(folder: Path) -> list[Path]:
