@@ -6,11 +6,14 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
+import jsonschema
 import pytest
+from pydantic import BaseModel
 
+from console.api.server import ApiSettings
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, Reply, saying
 from tests.fakes.model import EOS_ID, fake_spec
@@ -25,7 +28,19 @@ WEATHER: dict[str, Any] = {
 PARIS = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
 BROKEN = '<tool_call>{"name": "get_weather", "arguments": {"city" oh'
 USED = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Paris"}}
-SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Grace"]}, "age": {"type": "integer", "minimum": 10, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+class Person(BaseModel):
+    """Somebody."""
+
+    name: Literal["Ada", "Grace"]
+    here: bool
 
 
 @asynccontextmanager
@@ -177,11 +192,34 @@ async def test_one_call_at_a_time_where_parallel_ones_are_off(tmp_path: Path) ->
     assert len(answer["content"]) == 1
 
 
-async def test_an_output_format_holds_the_answer_to_its_schema(tmp_path: Path) -> None:
-    async with serving(tmp_path, FakeBackend(reply=saying('{"a":1}', then=EOS_ID))) as api:
-        output = {"format": {"type": "json_schema", "schema": SCHEMA}}
-        answer = await ask(api, tools=[], output_config=output)
-        grammar = api.backend.submitted[-1].params.grammar
-    assert answer["content"] == [{"type": "text", "text": '{"a":1}'}]
-    assert grammar is not None
-    assert (grammar.kind, json.loads(grammar.source)) == ("json_schema", SCHEMA)
+async def test_an_output_format_holds_the_answer_to_its_schema(api: Served) -> None:
+    output = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    answer = await ask(api, tools=[], output_config=output)
+    jsonschema.validate(json.loads(answer["content"][0]["text"]), SCHEMA)
+    assert answer["stop_reason"] == "end_turn"
+    deltas = [event["delta"] for event in await events_of(api, tools=[], output_config=output) if "delta" in event]
+    jsonschema.validate(json.loads("".join(delta.get("text", "") for delta in deltas)), SCHEMA)
+
+
+async def test_the_client_s_own_types_come_back(api: Served) -> None:
+    async with anthropic.AsyncAnthropic(base_url=api.url, api_key="x", max_retries=0) as client:
+        message = await client.messages.parse(
+            model="fake", max_tokens=200, messages=[{"role": "user", "content": "who?"}], output_format=Person
+        )
+    assert isinstance(message.parsed_output, Person)
+
+
+async def test_a_schema_beyond_what_the_operator_allows_is_refused(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path, settings=ApiSettings(port=0, max_schema_bytes=20)) as api,
+        api.http.post(
+            "/v1/messages",
+            json={
+                "max_tokens": 9,
+                "messages": HELLO,
+                "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+            },
+        ) as response,
+    ):
+        assert response.status == 400
+        assert "output_config.format.schema has" in (await response.json())["error"]["message"]

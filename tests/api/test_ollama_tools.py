@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import ollama
 import pytest
 
+from console.api.server import ApiSettings
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, Reply, saying
 from tests.fakes.model import EOS_ID, fake_spec
@@ -18,7 +20,12 @@ from tests.fakes.tool_templates import HERMES, write_tool_model
 
 HELLO = [{"role": "user", "content": "hello"}]
 PARIS = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
-SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Grace"]}, "age": {"type": "integer", "minimum": 10, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 
 
 def get_weather(city: str) -> str:
@@ -95,16 +102,26 @@ async def test_a_call_that_breaks_off_is_text(tmp_path: Path) -> None:
     assert not answer.message.tool_calls
 
 
-async def test_a_format_holds_the_answer_to_json(tmp_path: Path) -> None:
-    async with serving(tmp_path, FakeBackend(reply=saying('{"a":1}', then=EOS_ID))) as api:
-        client = ollama.AsyncClient(host=api.url)
-        answer = await client.chat("fake", HELLO, format=SCHEMA)
-        await client.generate("fake", "x", format="json")
-        schema, anything = (request.params.grammar for request in api.backend.submitted)
-    assert answer.message.content == '{"a":1}'
-    assert schema is not None
-    assert anything is not None
-    assert (schema.kind, json.loads(schema.source), anything.kind) == ("json_schema", SCHEMA, "json_object")
+async def test_a_format_holds_the_answer_to_a_schema(api: Served) -> None:
+    client = ollama.AsyncClient(host=api.url)
+    answer = await client.chat("fake", HELLO, format=SCHEMA)
+    jsonschema.validate(json.loads(answer.message.content or ""), SCHEMA)
+    assert answer.done_reason == "stop"
+    parts = [part async for part in await client.generate("fake", "who?", format=SCHEMA, stream=True)]
+    jsonschema.validate(json.loads("".join(part.response or "" for part in parts)), SCHEMA)
+
+
+async def test_the_format_json_is_any_object(tmp_path: Path) -> None:
+    closing = FakeBackend(reply=lambda prompt_ids, index: ord("}"))
+    async with serving(tmp_path, closing) as api:
+        answer = await ollama.AsyncClient(host=api.url).generate("fake", "x", format="json")
+    assert json.loads(answer.response) == {}
+
+
+async def test_a_format_beyond_what_the_operator_allows_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=ApiSettings(port=0, max_schema_bytes=20)) as api:
+        with pytest.raises(ollama.ResponseError, match="format has"):
+            await ollama.AsyncClient(host=api.url).generate("fake", "x", format=SCHEMA)
 
 
 async def test_a_format_and_tools_together_are_refused(tmp_path: Path) -> None:
