@@ -6,7 +6,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,33 +25,19 @@ from engine.backends.torch import scheduler as scheduling
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.gauges import gauges
 from engine.backends.torch.guesses import MAX_AHEAD, Guesses, held
+from engine.backends.torch.jobs import NOT_FINITE, Job
 from engine.backends.torch.kv_size import CPU_SHARE, CUDA_SHARE, kv_pages
-from engine.backends.torch.lora import LoraAdapter
 from engine.backends.torch.pages import PagePool
-from engine.backends.torch.prompts import FinalStates, PromptMean, Telling, telling_of
+from engine.backends.torch.prompts import FinalStates
 from engine.backends.torch.refusals import refuse_unknown_tokens
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampler import SampledToken, SampleRow, sample
+from engine.backends.torch.sampler import SampledToken, sample
 from engine.backends.torch.scheduler import NO_GUESSES, Plan, Scheduler
 from engine.backends.torch.warm_up import warm_up
 from engine.config import AdapterSpec, ModelSpec
 from engine.errors import InvalidRequest, LoadCancelled
 
 _logger = logging.getLogger(__name__)
-
-_NOT_FINITE = "the model gave no finite probabilities for it"
-
-
-@dataclass(slots=True)
-class _Job:
-    """A live request: its sequence for the scheduler, its row for the sampler, the adapter that it holds, and what is
-    to be told of its prompt."""
-
-    sequence: scheduling.Sequence
-    row: SampleRow
-    adapter: LoraAdapter | None
-    telling: Telling | None
-    begun: bool = False
 
 
 class TorchBackend:
@@ -66,7 +51,7 @@ class TorchBackend:
         self._runner_type = runner_type
         self._runner: ModelRunner | None = None
         self._scheduler: Scheduler | None = None
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._guesses = Guesses()
         self._steps = 0
         self._kv_bytes = 0
@@ -131,30 +116,13 @@ class TorchBackend:
         runner, scheduler = self._loaded()
         if request.id in self._jobs:
             raise InvalidRequest(f"a request with id {request.id} is being worked on", param="id")
-        vocab = runner.config.vocab_size
-        refuse_unknown_tokens(request, vocab)
-        adapter = runner.adapters.named(request.adapter)
-        telling = telling_of(request)
-        sequence = scheduling.Sequence(
-            request.id,
-            [*request.prompt_ids, *request.generated],
-            prompt_tokens=len(request.prompt_ids),
-            adapter=adapter.key if adapter is not None else "",
-            answers=request.params.max_tokens != 0,
-            tell=telling.until if telling is not None else 0,
-        )
-        scheduler.submit(sequence)
-        row = SampleRow(
-            request.params,
-            prompt_ids=request.prompt_ids,
-            generated=request.generated,
-            end_token_ids=[token_id for token_id in request.end_token_ids if token_id < vocab],
-            banned_next=request.banned_next,
-            mask=mask,
-        )
-        self._jobs[request.id] = _Job(sequence, row, adapter, telling)
-        if row.foreseeable and sequence.answers:
-            self._guesses.begin(request.id, sequence.token_ids)
+        vocab_size = runner.config.vocab_size
+        refuse_unknown_tokens(request, vocab_size)
+        job = Job.of(request, runner.adapters.named(request.adapter), mask, vocab_size)
+        scheduler.submit(job.sequence)
+        self._jobs[request.id] = job
+        if job.foreseeable:
+            self._guesses.begin(request.id, job.sequence.token_ids)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its pages."""
@@ -306,15 +274,16 @@ class TorchBackend:
         at_end = {sequence.id for sequence in ended}
         spoilt = self._add_told(plan)
         events = [self._computed(sequence) for sequence in ended if not (sequence.answers or sequence.id in spoilt)]
-        events += [self._end(name, "error", _NOT_FINITE) for name in spoilt]
+        events += [self._end(name, "error", NOT_FINITE) for name in spoilt]
         for index, sequence in enumerate(sampled):
             if sequence.id in spoilt:
                 continue
             if not ids[index]:
-                events.append(self._end(sequence.id, "error", self._why_nothing(sequence.id)))
+                events.append(self._end(sequence.id, "error", self._jobs[sequence.id].why_nothing))
                 continue
             self._guesses.came(sequence.id, guessed[index], ids[index])
-            events += self._told(sequence, tokens[index][: sequence.known - known[index]], sequence.id in at_end)
+            new = tokens[index][: sequence.known - known[index]]
+            events += self._jobs[sequence.id].told(new, ended=sequence.id in at_end)
             if events[-1].finish is not None:
                 self.cancel(sequence.id)
         return events
@@ -326,41 +295,9 @@ class TorchBackend:
 
     def _computed(self, sequence: scheduling.Sequence) -> TokenEvent:
         """The end of a request that is to have no answer: its prompt is computed."""
-        telling = self._jobs[sequence.id].telling
-        embedded = isinstance(telling, PromptMean)
-        event = TokenEvent(
-            request_id=sequence.id,
-            finish="stop" if embedded else "length",
-            cached_tokens=sequence.cached_tokens,
-            prompt_logprobs=telling.logprobs if telling is not None else (),
-            vector=telling.vector if telling is not None else b"",
-        )
+        event = self._jobs[sequence.id].computed()
         self.cancel(sequence.id)
         return event
-
-    def _told(self, sequence: scheduling.Sequence, tokens: Sequence[SampledToken], ended: bool) -> list[TokenEvent]:
-        """What is told of a request's new tokens; ended: whether they are its last ones."""
-        job, events = self._jobs[sequence.id], []
-        for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
-            job.row.push(token.token_id)
-            whole = job.row.mask is not None and job.row.mask.ended
-            events.append(
-                TokenEvent(
-                    request_id=sequence.id,
-                    token_id=token.token_id,
-                    logprob=token.logprob,
-                    finish="stop" if whole else "length" if ended and not left else None,
-                    cached_tokens=None if job.begun else sequence.cached_tokens,
-                    prompt_logprobs=() if job.begun or job.telling is None else job.telling.logprobs,
-                )
-            )
-            job.begun = True
-        return events
-
-    def _why_nothing(self, request_id: str) -> str:
-        """Why no token could be chosen for a request."""
-        mask = self._jobs[request_id].row.mask
-        return _NOT_FINITE if mask is None or not mask.error else f"its grammar allows nothing more: {mask.error}"
 
     def _fail(self, plan: Plan, error: Exception) -> list[TokenEvent]:
         """End every request of a step that failed."""
