@@ -13,7 +13,7 @@ import pytest
 
 from engine.config import Grammar
 from tests.api.harness import Served, serving
-from tests.fakes.backend import FakeBackend, Gate, Reply, saying
+from tests.fakes.backend import FakeBackend, Gate, Reply, letters, saying
 from tests.fakes.model import EOS_ID, VOCAB_SIZE, fake_spec
 from tests.fakes.tool_templates import CODER, DEEPSEEK, HERMES, LLAMA, MISTRAL, UNKNOWN, write_tool_model
 
@@ -54,7 +54,8 @@ async def serving_tools(
 ) -> AsyncIterator[Served]:
     """A server whose model has this template and gives this answer."""
     write_tool_model(folder, template, control_tokens)
-    async with serving(folder, FakeBackend(reply=reply, gate=gate), spec=fake_spec(folder)) as api:
+    backend = FakeBackend(reply=reply, gate=gate, vocab_size=VOCAB_SIZE + len(control_tokens))
+    async with serving(folder, backend, spec=fake_spec(folder)) as api:
         yield api
 
 
@@ -251,6 +252,38 @@ async def test_a_call_that_must_come_is_held_to_a_grammar_of_the_model_s_format(
     assert isinstance(grammar, Grammar)
     assert ("get_weather" in grammar.source) == (choice == "required")
     assert '\\"name\\": \\"now\\"' in grammar.source
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens"),
+    [(HERMES, ()), (CODER, ()), (MISTRAL, ("[TOOL_CALLS]",)), (LLAMA, ("<|python_tag|>",))],
+    ids=["Hermes", "Qwen3-Coder", "Mistral", "Llama"],
+)
+async def test_a_model_that_would_talk_nonsense_calls_where_it_must(
+    tmp_path: Path, template: str, tokens: tuple[str, ...]
+) -> None:
+    city = {"type": "string", "enum": ["Paris", "Oslo"]}
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+    async with serving_tools(tmp_path, template, letters, tokens) as api:
+        body = {"messages": HELLO, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+        choice = (await api.post(CHAT, **body))["choices"][0]
+        events = await api.events(CHAT, **body)
+    assert choice["finish_reason"] == events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    called = [call["function"]["arguments"] for call in choice["message"]["tool_calls"]]
+    streamed = [piece for delta in deltas_of(events) for piece in delta.get("tool_calls", [])]
+    assert "".join(piece["function"]["arguments"] for piece in streamed) == "".join(called)
+    assert all(json.loads(arguments)["city"] in ("Paris", "Oslo") for arguments in called)
+
+
+async def test_a_format_for_the_whole_answer_and_tools_exclude_each_other(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying("ok", then=EOS_ID)) as api:
+        body = {"messages": HELLO, "tools": [WEATHER], "response_format": {"type": "json_object"}}
+        error = await api.refusal(CHAT, **body)
+        assert error["param"] == "response_format"
+        answer = await api.post(CHAT, **body, tool_choice="none", max_tokens=5)
+    assert answer["choices"][0]["message"]["content"].startswith("{")
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ class FakeBackend:
         load_steps: int = 4,
         adapters_per_request: bool = True,
         embeds: bool = True,
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
         self.reply = reply
         self.gate = gate
@@ -149,6 +150,7 @@ class FakeBackend:
         self.max_model_len = max_model_len
         self.load_steps = load_steps
         self.adapters_per_request = adapters_per_request
+        self.vocab_size = vocab_size
         self.embeds = embeds
         self.loaded: ModelSpec | None = None
         self.max_prompts = 0
@@ -194,7 +196,7 @@ class FakeBackend:
             architecture="FakeForCausalLM",
             dtype="float32",
             devices=("cpu",),
-            vocab_size=VOCAB_SIZE,
+            vocab_size=self.vocab_size,
             max_model_len=spec.max_model_len or self.max_model_len,
             kv_tokens=self.kv_tokens,
             page_tokens=page_tokens,
@@ -252,7 +254,7 @@ class FakeBackend:
             token_id = (token_id + 1) % 256
         mask = self._masks.get(request_id)
         if mask is not None:
-            token_id = nearest(token_id, mask)
+            token_id = nearest(token_id, mask, self.vocab_size)
             mask.accept(token_id)
         tokens.append(token_id)
         if whole := mask is not None and mask.ended:
@@ -330,10 +332,10 @@ class FakeBackend:
         self._started.clear()
 
 
-def nearest(token_id: int, mask: TokenMask) -> int:
+def nearest(token_id: int, mask: TokenMask, vocab_size: int = VOCAB_SIZE) -> int:
     """The first token from this one on that the mask allows."""
     bits = mask.allowed()
-    for candidate in (*range(token_id, VOCAB_SIZE), *range(token_id)):
+    for candidate in (*range(token_id, vocab_size), *range(token_id)):
         if bits[candidate // 8] >> candidate % 8 & 1:
             return candidate
     raise AssertionError(f"the mask allows nothing: {mask.error}")
