@@ -1,16 +1,14 @@
 // The chat page: what is open, what is being answered, and what happens when a person does something.
 
-import { ApiError, answer, models } from "./client.js";
+import { readInto } from "./answering.js";
+import { models } from "./client.js";
 import { addTurn, exported, imported, messages, newConversation, path, show, titleOf } from "./conversation.js";
 import { el, say } from "./dom.js";
+import { Drawer, End, Toast } from "./frame.js";
 import { Settings, samplingOf } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { Conversations, readKey, readSettings, writeKey, writeSettings } from "./store.js";
 import { Thread } from "./thread.js";
-
-const SAVE_MS = 2000;
-const UNDO_MS = 8000;
-const NEAR_END_PX = 80;
 
 const $ = (id) => document.getElementById(id);
 
@@ -22,8 +20,6 @@ class Chat {
   #settings = readSettings();
   #key = readKey();
   #running = new Map(); // conversation id -> {turn, controller}
-  #following = true;
-  #deleted = null;
 
   async start() {
     this.thread = new Thread($("turns"), {
@@ -37,12 +33,15 @@ class Chat {
       remove: (conversation) => this.#remove(conversation),
     });
     this.settings = new Settings($("settings"), this.#settings, { key: this.#key, keepKey: !!this.#key }, (change) => this.#changed(change));
+    this.drawer = new Drawer({ list: $("sidebar"), main: $("main"), scrim: $("scrim"), button: $("menu"), close: $("close-menu") });
+    this.end = new End($("scroller"), $("to-end"));
+    this.toast = new Toast($("toast"));
     this.#listen();
     this.#kept = await Conversations.open();
     this.#conversations = await this.#kept.all();
     const last = this.#conversations.find((each) => each.id === this.#settings.open);
     this.#open(last ?? newConversation(this.#settings.system));
-    if (!this.#kept.lasting) this.#toast("This browser keeps nothing: conversations last as long as this page.");
+    if (!this.#kept.lasting) this.toast.say("This browser keeps nothing: conversations last as long as this page.");
     await this.#learnModels();
     document.body.dataset.ready = "true";
   }
@@ -72,17 +71,10 @@ class Chat {
     $("export").addEventListener("click", () => this.#export());
     $("import").addEventListener("click", () => $("file").click());
     $("file").addEventListener("change", () => this.#import());
-    $("menu").addEventListener("click", () => this.#openSidebar(true));
-    $("close-menu").addEventListener("click", () => this.#openSidebar(false));
-    $("scrim").addEventListener("click", () => this.#openSidebar(false));
-    matchMedia("(max-width: 47.5rem)").addEventListener("change", () => this.#openSidebar(false));
-    $("scroller").addEventListener("scroll", () => this.#noteScroll(), { passive: true });
-    $("to-end").addEventListener("click", () => this.#follow(true));
     addEventListener("focus", () => this.#learnModels());
     for (const starter of document.querySelectorAll("[data-starter]")) {
       starter.addEventListener("click", () => this.#ask(null, starter.dataset.starter));
     }
-    this.#openSidebar(false);
   }
 
   // -- asking ---------------------------------------------------------------------------------------------------
@@ -108,58 +100,19 @@ class Chat {
     const body = { ...samplingOf(this.#settings), model: $("model").value || undefined, messages: messages(conversation, path(conversation)) };
     const turn = addTurn(conversation, parent, "assistant", "");
     turn.model = body.model ?? "";
-    const run = { turn, controller: new AbortController() };
-    this.#running.set(conversation.id, run);
+    const controller = new AbortController();
+    this.#running.set(conversation.id, { turn, controller });
     this.#keepFirst(conversation);
-    this.#follow(true);
+    this.end.follow();
     this.#show();
     say("Answering");
-    await this.#read(conversation, run, body);
+    const watching = { grew: () => this.#grow(conversation, turn), save: () => this.#keep(conversation) };
+    if (await readInto(turn, body, this.#key, controller.signal, watching)) this.#askForKey();
     this.#running.delete(conversation.id);
-    await this.#kept.put(conversation);
+    await this.#keep(conversation);
     this.#showSidebar();
     if (conversation === this.#current) this.#show();
     say(turn.error ?? (turn.finish === "stopped" ? "Stopped" : `Answered: ${turn.text}`));
-  }
-
-  /** Read an answer into its turn, to its end. */
-  async #read(conversation, { turn, controller }, body) {
-    const began = performance.now();
-    const pace = { first: null, last: began, savedAt: began, frame: 0 };
-    try {
-      for await (const piece of answer(body, this.#key, controller.signal)) {
-        if (piece.text) {
-          pace.last = performance.now();
-          pace.first ??= pace.last;
-          turn.text += piece.text;
-          pace.frame ||= requestAnimationFrame(() => {
-            pace.frame = 0;
-            this.#grow(conversation, turn);
-          });
-          if (pace.last - pace.savedAt > SAVE_MS) {
-            pace.savedAt = pace.last;
-            this.#kept.put(conversation);
-          }
-        }
-        turn.finish = piece.finish ?? turn.finish;
-        if (piece.usage) turn.stats = statsOf(piece.usage, began, pace);
-      }
-      turn.finish ??= "stop";
-    } catch (error) {
-      this.#failed(turn, error, controller.signal);
-    }
-    cancelAnimationFrame(pace.frame);
-    turn.stats ??= statsOf(null, began, pace);
-  }
-
-  #failed(turn, error, signal) {
-    if (signal.aborted) {
-      turn.finish = "stopped";
-      return;
-    }
-    turn.finish = "error";
-    turn.error = error instanceof ApiError ? error.message : `The page failed: ${error.message}`;
-    if (error.status === 401 || error.status === 403) this.#askForKey();
   }
 
   #stop() {
@@ -168,13 +121,13 @@ class Chat {
 
   #escape() {
     if (document.querySelector("dialog[open]")) return;
-    if ($("sidebar").classList.contains("open")) this.#openSidebar(false);
+    if (this.drawer.isOpen) this.drawer.turn(false);
     else this.#stop();
   }
 
   #choose(turn) {
     show(this.#current, turn);
-    this.#kept.put(this.#current);
+    this.#keep(this.#current);
     this.#show();
     document.querySelector(`[data-turn="${CSS.escape(turn.id)}"] footer button`)?.focus();
   }
@@ -185,8 +138,8 @@ class Chat {
     this.#current = conversation;
     this.#settings.open = conversation.id;
     writeSettings(this.#settings);
-    this.#openSidebar(false);
-    this.#follow(true);
+    this.drawer.turn(false);
+    this.end.follow();
     this.#show();
     if (matchMedia("(hover: hover)").matches) $("message").focus();
   }
@@ -194,12 +147,22 @@ class Chat {
   /** Put the conversation on top of the list, and keep it. */
   #keepFirst(conversation) {
     this.#conversations = [conversation, ...this.#conversations.filter((each) => each !== conversation)];
-    this.#kept.put(conversation).catch(() => this.#toast("This browser has no room to keep the conversation."));
+    this.#keep(conversation);
+  }
+
+  /** Keep the conversation as it is; one that was deleted meanwhile stays so. */
+  async #keep(conversation) {
+    if (!this.#conversations.includes(conversation)) return;
+    try {
+      await this.#kept.put(conversation);
+    } catch {
+      this.toast.say("This browser has no room to keep the conversation.");
+    }
   }
 
   #rename(conversation, title) {
     conversation.title = title === titleOf({ ...conversation, title: "" }) ? "" : title;
-    this.#kept.put(conversation);
+    this.#keep(conversation);
     this.#show();
   }
 
@@ -209,10 +172,9 @@ class Chat {
     this.#kept.delete(conversation.id);
     if (conversation === this.#current) this.#open(newConversation(this.#settings.system));
     else this.#showSidebar();
-    this.#deleted = conversation;
-    this.#toast(`Deleted “${titleOf(conversation)}”.`, "Undo", () => {
-      this.#keepFirst(this.#deleted);
-      this.#open(this.#deleted);
+    this.toast.say(`Deleted “${titleOf(conversation)}”.`, "Undo", () => {
+      this.#keepFirst(conversation);
+      this.#open(conversation);
     });
     $("new").focus();
   }
@@ -231,10 +193,10 @@ class Chat {
     try {
       const found = imported(await file.text());
       for (const conversation of found.reverse()) this.#keepFirst(conversation);
-      this.#toast(`Imported ${found.length} ${found.length === 1 ? "conversation" : "conversations"}.`);
+      this.toast.say(`Imported ${found.length} ${found.length === 1 ? "conversation" : "conversations"}.`);
       this.#showSidebar();
     } catch (error) {
-      this.#toast(error.message);
+      this.toast.say(error.message);
     }
   }
 
@@ -243,7 +205,7 @@ class Chat {
   #changed({ system, key, keepKey, settings }) {
     if (system !== undefined) {
       this.#current.system = this.#settings.system = system;
-      if (this.#current.turns.length) this.#kept.put(this.#current);
+      this.#keep(this.#current);
     }
     if (key !== undefined) {
       this.#key = key;
@@ -271,10 +233,9 @@ class Chat {
   }
 
   #notice(error) {
-    const needsKey = error.status === 401 || error.status === 403;
     const enter = el("button", { type: "button", onclick: () => this.#askForKey() }, "Enter a key");
     const again = el("button", { type: "button", onclick: () => this.#learnModels() }, "Try again");
-    $("notice").replaceChildren(el("span", {}, error.message), needsKey ? enter : again);
+    $("notice").replaceChildren(el("span", {}, error.message), error.needsKey ? enter : again);
     $("notice").hidden = false;
   }
 
@@ -291,7 +252,7 @@ class Chat {
     this.#showSidebar();
     this.#showWelcome();
     this.#showComposer();
-    this.#toEnd();
+    this.end.keep();
   }
 
   #showSidebar() {
@@ -325,52 +286,8 @@ class Chat {
   #grow(conversation, turn) {
     if (conversation !== this.#current) return;
     this.thread.grow(turn);
-    this.#toEnd();
+    this.end.keep();
   }
-
-  #noteScroll() {
-    const { scrollTop, clientHeight, scrollHeight } = $("scroller");
-    this.#following = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
-    $("to-end").hidden = this.#following;
-  }
-
-  #follow(on) {
-    this.#following = on;
-    this.#toEnd();
-  }
-
-  #toEnd() {
-    if (this.#following) $("scroller").scrollTop = $("scroller").scrollHeight;
-  }
-
-  #openSidebar(open) {
-    const isNarrow = matchMedia("(max-width: 47.5rem)").matches;
-    const had = $("sidebar").contains(document.activeElement);
-    $("sidebar").classList.toggle("open", open);
-    $("sidebar").inert = isNarrow && !open;
-    $("main").inert = isNarrow && open;
-    $("scrim").hidden = !(isNarrow && open);
-    $("menu").setAttribute("aria-expanded", String(open));
-    if (isNarrow && open) $("close-menu").focus();
-    else if (isNarrow && had) $("menu").focus();
-  }
-
-  #toast(text, label, action) {
-    clearTimeout(this.toasting);
-    const close = () => ($("toast").hidden = true);
-    const button = label && el("button", { type: "button", onclick: () => (close(), action()) }, label);
-    $("toast").replaceChildren(el("span", {}, text), ...(button ? [button] : []));
-    $("toast").hidden = false;
-    this.toasting = setTimeout(close, UNDO_MS);
-  }
-}
-
-/** How fast an answer came, as this browser saw it. usage: the server's count of tokens, null where it sent none. */
-function statsOf(usage, began, { first, last }) {
-  if (first === null) return null;
-  const tokens = usage?.completion_tokens ?? null;
-  const rate = tokens > 1 && last > first ? ((tokens - 1) * 1000) / (last - first) : null;
-  return { tokens, rate, firstMs: first - began, context: usage?.total_tokens ?? null };
 }
 
 new Chat().start();

@@ -8,6 +8,11 @@ export class ApiError extends Error {
     super(message);
     this.status = status;
   }
+
+  /** Whether another key might help. */
+  get needsKey() {
+    return this.status === 401 || this.status === 403;
+  }
 }
 
 /** The models that a request may name: [{id, max_model_len, ...}]. Throws ApiError. */
