@@ -11,7 +11,7 @@ from aiohttp import web
 from console.api.errors import BodyTooSlow, error_response
 from console.api.scopes import ADMIN, LOOKING
 from console.api.traffic import Call, Ending
-from engine.errors import EngineError
+from engine.errors import EngineError, ModelLoadFailed
 
 _PATH = re.compile(r"(?<![\w:/])(?:~|/[^\s/'\"<>,;:()]+)(?:/[^\s/'\"<>,;:()]+)+")
 
@@ -69,6 +69,7 @@ def as_told(request: web.Request, error: EngineError) -> EngineError:
     call = call_of(request)
     put = copy.copy(error)
     put.details = {**error.details, "request_id": call.request_id}
-    if error.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR and not call.path.startswith(ADMIN):
+    ours = error.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR or isinstance(error, ModelLoadFailed)
+    if ours and not call.path.startswith(ADMIN):
         put.message = _PATH.sub(lambda found: found[0].rpartition("/")[2], error.message)
     return put

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.web_request import BaseRequest
 
 from console.api.admin import Admin
 from console.api.context import ApiContext
@@ -106,6 +107,23 @@ async def test_admin_requests_from_elsewhere_are_taken_with_a_key_where_they_wer
         await api.get("/admin/models", headers=BEARER)
         for path in ("/admin/models", "/admin/snapshot", "/admin/load"):
             await api.get(path, status=401)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_admin_is_off_for_other_machines_unless_it_was_switched_on_and_never_without_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    settings = ApiSettings(port=0, host="0.0.0.0", no_auth=True, admin_remote=remote)
+    async with serving(tmp_path, settings=settings, operator=FolderOperator(tmp_path)) as api:
+        monkeypatch.setattr(BaseRequest, "remote", "203.0.113.7")
+        await api.get("/v1/models")
+        for path in ("/admin/models", "/admin/snapshot"):
+            await api.get(path, status=403)
+        made = await api.server.make_key("boss", ("admin",))
+        weak = await api.server.make_key("app", ("use",))
+        for path in ("/admin/models", "/admin/snapshot"):
+            await api.get(path, status=200 if remote else 403, headers={"X-API-Key": made.key})
+            await api.get(path, status=403, headers={"X-API-Key": weak.key})
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "[::ffff:127.0.0.1]"])

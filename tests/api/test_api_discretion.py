@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from console.api.server import ApiSettings
-from engine.errors import ModelLoadFailed
+from engine.errors import EngineError, ModelLoadFailed, UnsupportedModel, WorkerFailed
 from tests.api.harness import Served, serving
 from tests.api.operators import FolderOperator
 from tests.fakes.backend import FakeBackend
@@ -54,14 +54,15 @@ async def test_a_prompt_is_in_no_log_where_the_answer_breaks(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", [ModelLoadFailed, UnsupportedModel, WorkerFailed])
 async def test_clients_are_told_no_path_of_the_machine_and_operators_are(
-    api: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+    api: Served, monkeypatch: pytest.MonkeyPatch, stream: bool, kind: type[EngineError]
 ) -> None:
     def broken(*_: object) -> None:
-        raise ModelLoadFailed(PLACES)
+        raise kind(PLACES)
 
     monkeypatch.setattr(api.engine, "submit", broken)
-    error = await api.refusal("/v1/completions", status=500, prompt="x", stream=stream)
+    error = await api.refusal("/v1/completions", status=kind.http_status, prompt="x", stream=stream)
     assert error["message"] == ("tiny cannot be read: [Errno 2] No such file: 'config.json' (log in w0.log)")
     assert api.server.report().failures[0].message == PLACES
 

@@ -21,6 +21,7 @@ from console.screens.api_forms import AddressScreen, KeyScreen, NewKeyScreen
 from console.screens.confirm import ConfirmScreen
 from console.widgets.api_head import place_line, traffic_line
 from console.widgets.api_tables import ago, failures_title
+from console.widgets.status_line import status_line
 from console.widgets.table import Table
 from engine.errors import ErrorInfo
 from tests.fakes import scenes
@@ -249,6 +250,15 @@ async def test_opening_it_to_other_machines_with_a_key_asks_nothing() -> None:
     async with an_app(link).run_test() as pilot:
         await address(pilot, "0.0.0.0", "8000")
         await until(pilot, lambda: "listen" in link.names())
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_status_line_says_in_the_colour_of_errors_that_everybody_may_ask(width: int) -> None:
+    served = ApiStatus(running=True, host="0.0.0.0", no_auth=True)
+    for status, alarmed in ((served, True), (msgspec.structs.replace(served, key_required=True), False)):
+        line = status_line(scenes.busy(), status, width)
+        said = [line.plain[span.start : span.end] for span in line.spans if "$error" in str(span.style)]
+        assert any("API" in each and "key" in each for each in said) == alarmed
 
 
 async def test_switching_it_on_for_other_machines_without_a_key_is_asked_about() -> None:
