@@ -11,10 +11,12 @@ import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from console.api.conversation import read_messages
-from console.api.tools import CallReader, Tool, fitting, spoken, whole
+from console.api.tools import CallReader, Tool, fitting, spoken, tool_use, whole
 from console.api.tools.formats import FORMATS, ToolFormat
 from engine.errors import InvalidRequest
 from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
+from tests.fakes.tool_templates import write_tool_model
 
 FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -85,6 +87,13 @@ def test_a_published_template_of_another_format_has_none() -> None:
     template = template_of("glm4moe")
     assert template.uses("tools")
     assert not any(each.marks(template.source) for each in FORMATS)
+
+
+@pytest.mark.parametrize("name", FORMAT_OF)
+def test_a_model_whose_template_takes_one_call_a_message_is_kept_to_one(tmp_path: Path, name: str) -> None:
+    folder = write_tool_model(tmp_path, template_of(name).source)
+    use = tool_use(Tokenizer.from_folder(folder), [WEATHER])
+    assert use.parallel == (FORMAT_OF[name] != "Llama 3")
 
 
 @pytest.mark.parametrize("name", FORMAT_OF)

@@ -21,6 +21,9 @@ from engine.text.tokenizer import Tokenizer
 MAX_TOOLS = 256
 AUTO = ToolChoice("auto")
 
+_ONE_CALL = "only supports single tool-calls"
+"""What Llama's templates say of themselves."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
@@ -76,6 +79,7 @@ def tool_use(
     if not tools or choice.mode == "none":
         return NO_TOOLS
     written = known_format(tokenizer)
+    parallel = parallel and not _takes_one_call(tokenizer)
     marks = {marker: tokenizer.token_to_id(marker) for marker in written.shape.markers}
     shown = {mark: token_id for mark, token_id in marks.items() if token_id in tokenizer.special_ids}
     ids = {mark: token_id for mark, token_id in shown.items() if token_id is not None}
@@ -92,6 +96,13 @@ def tool_use(
 def finish_of(reader: CallReader | None, finish: FinishReason | None) -> FinishReason | Literal["tool_calls"] | None:
     """Why an answer ended, as OpenAI names it: one that calls tools and was not cut off ends with `tool_calls`."""
     return "tool_calls" if reader is not None and reader.called and finish == "stop" else finish
+
+
+def _takes_one_call(tokenizer: Tokenizer) -> bool:
+    """Whether the model's template refuses messages with several calls, as Llama's do: what it answers with several
+    could not be followed up."""
+    template = tokenizer.tool_template
+    return template is not None and _ONE_CALL in template.source
 
 
 def _check(tools: Sequence[Tool], choice: ToolChoice) -> None:
