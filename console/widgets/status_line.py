@@ -170,9 +170,10 @@ def _api(api: ApiStatus, brevity: int, *, named: bool) -> Content:
     if not api.running:
         return Content.styled("○ API off", _MUTED)
     address = f":{api.port}" if brevity > 1 else api.url.partition("://")[2]
+    if brevity > 3 and api.is_open:
+        return Content.styled("✖ API, no key", "$error")
     if brevity > 3:
-        said = "API on" if named else f"API {address}"
-        return Content.styled(f"✖ {said}, no key", "$error") if api.is_open else Content.styled(said, "$foreground")
+        return Content.styled("API on" if named else f"API {address}", "$foreground")
     clients = f", {api.clients}" if brevity > 1 else f", {text.plural(api.clients, 'client')}"
     head = "API on" if named else f"API {address} on"
     if api.is_open:
