@@ -1,0 +1,122 @@
+"""A worker whose requests wait for their grammars: nobody else waits, and whoever leaves is forgotten."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from engine.backends.base import BackendRequest
+from engine.config import Grammar
+from engine.errors import InvalidRequest
+from engine.text.masks import GrammarMask, GrammarMasks
+from engine.text.tokenizer import Tokenizer
+from engine.worker.hosts import ThreadHost
+from engine.worker.protocol import Cancel
+from tests.fakes.backend import FakeBackend, saying
+from tests.fakes.model import EOS_ID, write_fake_model
+from tests.fakes.worker import Probe, submit_command
+
+DIGITS = Grammar(kind="regex", source="[0-9]{3}")
+NAME = Grammar(kind="json_schema", source=json.dumps({"enum": ["Ada Lovelace", "Ada Byron"]}))
+
+
+class Slow:
+    """Grammars that are compiled when the test says so. begun: requests whose grammars are asked for."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, tuple[BackendRequest, Future[GrammarMask]]] = {}
+
+    def compile(self, request_id: str, masks: GrammarMasks) -> None:
+        """Let one be done."""
+        request, future = self.begun[request_id]
+        future.set_result(_begin(masks, request).result(20.0))
+
+
+_begin = GrammarMasks.begin
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    """In place of the compiler of every worker."""
+    compiler = Slow()
+
+    def begin(masks: GrammarMasks, request: BackendRequest) -> Future[GrammarMask]:
+        future: Future[GrammarMask] = Future()
+        compiler.begun[request.id] = (request, future)
+        return future
+
+    monkeypatch.setattr(GrammarMasks, "begin", begin)
+    return compiler
+
+
+@pytest.fixture
+async def probe(tmp_path: Path, backend: FakeBackend) -> AsyncIterator[Probe]:
+    """A worker with the fake model."""
+    probe = await Probe(ThreadHost("w0", backend_factory=lambda spec: backend)).start()
+    await probe.load(write_fake_model(tmp_path / "fake"))
+    yield probe
+    await probe.host.stop(5.0)
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+async def test_others_are_answered_while_a_grammar_is_compiled(probe: Probe, slow: Slow, backend: FakeBackend) -> None:
+    probe.send(submit_command("held", grammar=DIGITS), submit_command("free"))
+    assert (await probe.answer("free"))[1].finish == "length"
+    slow.begun["held"][1].set_exception(InvalidRequest("no", param="guided_regex"))
+    _, last = await probe.answer("held")
+    assert last.error is not None
+    assert last.error.details == {"param": "guided_regex"}
+    assert [request.id for request in backend.submitted] == ["free"]
+
+
+async def test_a_request_that_leaves_meanwhile_never_reaches_the_backend(
+    probe: Probe, slow: Slow, backend: FakeBackend
+) -> None:
+    probe.send(submit_command("gone", grammar=DIGITS), submit_command("first"))
+    await probe.answer("first")
+    probe.send(Cancel(request_id="gone"), submit_command("second"))
+    await probe.answer("second")
+    slow.begun["gone"][1].set_exception(AssertionError("nobody asks"))
+    probe.send(submit_command("third"))
+    await probe.answer("third")
+    assert [request.id for request in backend.submitted] == ["first", "second", "third"]
+
+
+async def test_a_failed_step_fails_those_in_it_and_not_those_that_wait(
+    probe: Probe, slow: Slow, backend: FakeBackend, tmp_path: Path
+) -> None:
+    backend.fail_at_steps = frozenset({1})
+    probe.send(submit_command("held", grammar=DIGITS), submit_command("free"))
+    assert (await probe.answer("free"))[1].finish == "error"
+    slow.compile("held", GrammarMasks(Tokenizer.from_folder(tmp_path / "fake"), 257))
+    text, last = await probe.answer("held")
+    assert (last.finish, len(text), text.isdigit()) == ("stop", 3, True)
+
+
+@pytest.mark.parametrize("backend", [FakeBackend(reply=saying('"Ada Lovelace"', then=EOS_ID))])
+async def test_a_banned_string_is_gone_round_within_the_grammar(probe: Probe, backend: FakeBackend) -> None:
+    probe.send(submit_command("a", grammar=NAME, banned_strings=("LOVE",), max_tokens=60))
+    text, last = await probe.answer("a")
+    assert (text, last.finish) == ('"Ada Byron"', "stop")
+
+
+@pytest.mark.parametrize("generated", ['"Ada', '"Ada Lovelace'])
+async def test_a_request_from_another_worker_goes_on_within_its_grammar(probe: Probe, generated: str) -> None:
+    probe.send(submit_command("a", generated=generated, grammar=NAME, max_tokens=60))
+    text, last = await probe.answer("a")
+    assert json.loads(generated + text) in ("Ada Lovelace", "Ada Byron")
+    assert last.finish == "stop"
+
+
+async def test_a_whole_answer_that_came_along_ends_with_an_end_token(probe: Probe) -> None:
+    probe.send(submit_command("a", generated='"Ada Byron"', grammar=NAME, max_tokens=60))
+    text, last = await probe.answer("a")
+    assert (text, last.finish) == ("", "stop")
