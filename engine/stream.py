@@ -158,7 +158,8 @@ class RequestStream:
         if text:
             self._text.append(text)
         self._token_ids.extend(token_ids)
-        self._logprobs.extend(logprobs)
+        if logprobs:
+            self._logprobs.extend(logprobs)
         self._output_tokens += len(token_ids)
         self._cached_tokens = cached_tokens
         self._ttft_s = ttft_s

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from engine.worker.answer import Output
 from engine.worker.protocol import RequestOutput
 
-HELD_S = 0.02
+HELD_S = 1 / 30
+"""As often as anybody can see text grow."""
 CROWD = 8
 
 
