@@ -80,14 +80,15 @@ class TextOffsets:
     def push(self, token_id: int) -> int:
         """Where `token_id` begins, which comes next."""
         at = self._at
-        if not self._is_hidden(token_id):
-            self._at += len(self._text.push(token_id))
+        if token_id not in self._tokenizer.special_ids or self._shows(_text(token_id, self._tokenizer)):
+            piece = self._text.push(token_id)
+            unwritten = piece.startswith(" ") and not self._shows(piece) and self._shows(piece[1:])
+            self._at += len(piece) - unwritten  # SentencePiece puts a space of its own after control tokens
         return at
 
-    def _is_hidden(self, token_id: int) -> bool:
-        if self._within is None or token_id not in self._tokenizer.special_ids:
-            return False
-        return not self._within.startswith(_text(token_id, self._tokenizer), self._at - self._start)
+    def _shows(self, piece: str) -> bool:
+        """Whether the text goes on like this, as far as it is known."""
+        return self._within is None or self._within.startswith(piece, self._at - self._start)
 
 
 def chat_logprobs(records: Sequence[TokenLogprob], tokenizer: Tokenizer) -> ChatLogprobs:

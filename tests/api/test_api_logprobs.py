@@ -9,7 +9,9 @@ import pytest
 
 from console.api.logprobs import LOWEST, TextOffsets, chat_logprobs, completion_logprobs
 from engine.backends.base import TokenLogprob
+from engine.text.folder import TokenizerFolder
 from engine.text.tokenizer import Tokenizer
+from tests.fakes import tiny_tokenizers
 from tests.fakes.model import EOS_ID, write_fake_model
 
 A, B, C = b"abc"
@@ -63,3 +65,16 @@ def test_skipped_control_tokens_take_no_room_in_an_answer(tokenizer: Tokenizer) 
     for skip, offsets in ((True, [3, 4, 4]), (False, [3, 4, 9])):
         found = TextOffsets(tokenizer, start=3, skip_special_tokens=skip)
         assert [found.push(token_id) for token_id in (A, EOS_ID, B)] == offsets
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
+@pytest.mark.parametrize("text", ["the fox", "token's world, isn't it?", "the fox <s> in it"])
+def test_tokens_lie_in_the_text_where_their_offsets_say(kind: str, text: str) -> None:
+    tokenizer = Tokenizer(getattr(tiny_tokenizers, kind)(), TokenizerFolder())
+    token_ids = tokenizer.encode(text)
+    offsets = TextOffsets(tokenizer, within=text)
+    starts = [offsets.push(token_id) for token_id in token_ids]
+    pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+    assert "".join(pieces) == text
+    for piece, token_id in zip(pieces, token_ids, strict=True):
+        assert piece.strip() in ("", tokenizer.token_bytes(token_id).decode().strip())
