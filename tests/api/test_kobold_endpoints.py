@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from console.api.server import ApiSettings
+from engine.config import EngineConfig
 from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate, expected_text, letters, saying
 from tests.fakes.model import EOS_ID
@@ -217,3 +218,10 @@ async def test_a_body_that_only_text_generation_webui_has_is_its(api: Served) ->
     counts = {reading.name: reading.requests for reading in api.server.report().dialects}
     await until(lambda: api.server.report().under_way == 0)
     assert (counts["textgen"], counts["kobold"]) == (1, 0)
+
+
+async def test_an_answer_that_runs_out_of_time_ends_with_what_it_has(tmp_path: Path) -> None:
+    config = EngineConfig(worker_host="thread", timeout_s=0.6)
+    async with serving(tmp_path, FakeBackend(gate=Gate(3)), config=config) as api:
+        answer = await api.post("/api/v1/generate", prompt="x")
+    assert answer["results"] == [{"text": completion("x", 3), "finish_reason": "length"}]

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from console.api.server import ApiSettings
+from engine.config import EngineConfig
 from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate, expected_text, letters, saying
 from tests.fakes.model import EOS_ID
@@ -259,3 +260,11 @@ async def test_a_silent_websocket_is_closed(tmp_path: Path) -> None:
         api.http.ws_connect("/api/v1/stream") as socket,
     ):
         assert (await socket.receive()).type == aiohttp.WSMsgType.CLOSE
+
+
+async def test_a_stream_that_runs_out_of_time_ends_with_what_it_has(tmp_path: Path) -> None:
+    config = EngineConfig(worker_host="thread", timeout_s=0.6)
+    async with serving(tmp_path, FakeBackend(gate=Gate(3)), config=config) as api:
+        told = await events(api, prompt="x")
+    assert "".join(event["text"] for event in told[:-1]) == completion("x", 3)
+    assert told[-1]["event"] == "stream_end"

@@ -11,7 +11,7 @@ import pytest
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving
-from tests.fakes.backend import FakeBackend, expected_text, letters, saying
+from tests.fakes.backend import FakeBackend, Gate, expected_text, letters, saying
 from tests.fakes.model import EOS_ID
 
 
@@ -289,3 +289,12 @@ async def test_a_key_of_use_is_needed_to_ask_the_root(tmp_path: Path) -> None:
     async with serving(tmp_path, settings=ApiSettings(port=0, api_key="sesame")) as api:
         error = await refusal(api, "/", status=401, inputs="x")
     assert error["error_type"] == "authentication"
+
+
+async def test_an_answer_that_runs_out_of_time_ends_with_what_it_has(tmp_path: Path) -> None:
+    config = EngineConfig(worker_host="thread", timeout_s=0.6)
+    async with serving(tmp_path, FakeBackend(gate=Gate(3)), config=config) as api:
+        told = await events(api, inputs="x", parameters={"details": True})
+    assert told[-1]["generated_text"] == completion("x", 3)
+    assert told[-1]["details"]["finish_reason"] == "length"
+    assert "".join(event["token"]["text"] for event in told) == completion("x", 3)
