@@ -11,6 +11,8 @@ _QUESTION = "Hello"
 _BODIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "openai": ("/v1/chat/completions", {"messages": [{"role": "user", "content": _QUESTION}]}),
     "generate": ("/generate", {"prompt": _QUESTION}),
+    "anthropic": ("/v1/messages", {"max_tokens": 256, "messages": [{"role": "user", "content": _QUESTION}]}),
+    "ollama": ("/api/chat", {"messages": [{"role": "user", "content": _QUESTION}]}),
 }
 """For each dialect, the best first: where one asks in it, and what besides the model's name."""
 

@@ -16,6 +16,10 @@ from tests.fakes.backend import FakeBackend, Gate
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 TEXT = {"prompt": "x", "max_tokens": 1000}
+SEVERAL = [("/generate", TEXT), ("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)]
+"""Where one may ask for several answers."""
+
+ONE = [("/v1/messages", {**CHAT, "max_tokens": 1000}), ("/api/chat", CHAT), ("/api/generate", {"prompt": "x"})]
 
 
 class RawClient:
@@ -51,11 +55,7 @@ async def assert_cancelled(api: Served, answers: int = 1) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [("/generate", TEXT), ("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)],
-    ids=["generate", "completions", "chat"],
-)
+@pytest.mark.parametrize(("path", "body"), [*SEVERAL, *ONE], ids=[path for path, _ in (*SEVERAL, *ONE)])
 class TestALeavingClient:
     """One client, every endpoint, every phase."""
 
@@ -85,15 +85,18 @@ class TestALeavingClient:
         client.leave()
         await assert_cancelled(paced_api)
 
-    async def test_cancels_every_answer_it_asked_for(
-        self, paced_api: Served, path: str, body: dict[str, Any], stream: bool
-    ) -> None:
-        assert paced_api.backend.gate is not None
-        client = await RawClient.post(paced_api.url, path, {**body, "stream": stream, "n": 3})
-        await until(lambda: paced_api.engine.snapshot().running == 3)
-        paced_api.backend.gate.allow(2)
-        client.leave()
-        await assert_cancelled(paced_api, answers=3)
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("path", "body"), SEVERAL, ids=["generate", "completions", "chat"])
+async def test_a_leaving_client_cancels_every_answer_it_asked_for(
+    paced_api: Served, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    assert paced_api.backend.gate is not None
+    client = await RawClient.post(paced_api.url, path, {**body, "stream": stream, "n": 3})
+    await until(lambda: paced_api.engine.snapshot().running == 3)
+    paced_api.backend.gate.allow(2)
+    client.leave()
+    await assert_cancelled(paced_api, answers=3)
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_body_starts_nothing(api: Served) -> None:
