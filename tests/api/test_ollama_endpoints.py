@@ -85,7 +85,7 @@ async def test_the_answer_to_a_conversation_has_ollama_s_shape(api: Served) -> N
     answer = await chat(api, model="fake:latest", options={"num_predict": 5})
     assert answer.pop("created_at").endswith("Z")
     assert without(answer, FIGURES) == {
-        "model": "fake",
+        "model": "fake:latest",
         "message": {"role": "assistant", "content": answer_to(HELLO_PROMPT, 5)},
         "done": True,
         "done_reason": "length",

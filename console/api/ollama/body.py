@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -43,6 +44,10 @@ class OllamaBody(Body):
     def model_name(self) -> str | None:
         """The model's name as it is known here."""
         return self.model and self.model.removesuffix(LATEST)
+
+    def as_named(self, model: ServedModel) -> ServedModel:
+        """The model under the name that the client has for it, tag and all, which answers repeat."""
+        return replace(model, name=self.model or model.name)
 
     def check_keep_alive(self) -> None:
         """Raise InvalidRequest for one that is none, or that asks to unload the model."""

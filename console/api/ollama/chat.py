@@ -47,7 +47,7 @@ class Chat:
         body = await read(request, ChatBody)
         options = body.read()
         said = read_conversation(body.messages)
-        model = await watch.loading(self._context.served(options))
+        model = body.as_named(await watch.loading(self._context.served(options)))
         if not said:
             return Answering(model, watch, _shape).loaded()
         use = await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)

@@ -72,7 +72,7 @@ class Embed:
         body = await read(request, EmbedBody)
         options = _options(body)
         texts = _texts(body.input)
-        model = await watch.loading(self._context.served(options))
+        model = body.as_named(await watch.loading(self._context.served(options)))
         check_inputs(len(texts), body.dimensions, model)
         vectors, tokens = await self._vectors(request, options, model, texts, truncate=body.truncate)
         return json_response(

@@ -46,7 +46,7 @@ class Generate:
         body = await read(request, GenerateBody)
         options = body.read()
         _check_raw(body)
-        model = await watch.loading(self._context.served(options))
+        model = body.as_named(await watch.loading(self._context.served(options)))
         if not body.prompt:
             return Answering(model, watch, _loaded).loaded()
         prompt = await _prompt(body, model)
@@ -91,5 +91,6 @@ async def _prompt(body: GenerateBody, model: ServedModel) -> Prompt:
 def _after(context: list[int], prompt: Prompt, model: ServedModel) -> Prompt:
     """The prompt after an earlier conversation; a text begins but once."""
     model.check_token_ids(context, "context")
-    ids = prompt.ids[1:] if prompt.ids[0] == model.tokenizer.bos_token_id else prompt.ids
+    begins = bool(prompt.ids) and prompt.ids[0] == model.tokenizer.bos_token_id
+    ids = prompt.ids[1:] if begins else prompt.ids
     return Prompt(compact([*context, *ids]), prompt.text)
