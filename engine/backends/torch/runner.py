@@ -156,6 +156,7 @@ class ModelRunner:
         do not fit.
         """
         self._kv = self._planner = None
+        self._most_sampled = 0
         for each in self._layout.memories:
             each.forget_kv()
         self.attention, paged = self.pick_attention(page_tokens)
