@@ -25,7 +25,7 @@ class Cut:
     add_special_tokens: bool = True
 
     def __call__(self, tokenizer: Tokenizer) -> list[int]:
-        """The ids for a model; raises InvalidRequest."""
+        """The ids for a model, which may be another than the one that the limit is of."""
         start = tokenizer.encode(self.head, add_special_tokens=self.add_special_tokens) if self.head else []
         return self._joined(start, tokenizer.encode(self.text, add_special_tokens=self._adds), tokenizer)
 
@@ -34,6 +34,10 @@ class Cut:
         text = self.text[-self.limit * model.tokenizer.longest_token :]  # which has as many tokens as are kept, or more
         [start] = await model.encode([self.head], add_special_tokens=self.add_special_tokens) if self.head else [[]]
         [ids] = await model.encode([text], add_special_tokens=self._adds)
+        if len(start) >= self.limit:
+            raise InvalidRequest(
+                f"memory has {len(start)} tokens; with the prompt there may be {self.limit}", param="memory"
+            )
         whole = self._joined(start, ids, model.tokenizer)
         if not whole:
             raise InvalidRequest("prompt is empty; there is nothing to continue", param="prompt")
@@ -47,12 +51,7 @@ class Cut:
     def _joined(self, start: list[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:
         if not start and ids[:1] == [tokenizer.bos_token_id]:
             start, ids = ids[:1], ids[1:]
-        room = self.limit - len(start)
-        if room < 1:
-            raise InvalidRequest(
-                f"memory has {len(start)} tokens; with the prompt there may be {self.limit}", param="memory"
-            )
-        return [*start, *ids[-room:]]
+        return [*start, *ids[-max(1, self.limit - len(start)) :]]
 
 
 def room_for_prompt(max_tokens: int, wanted: int | None, model: ServedModel, *, answer: str, context: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import msgspec
@@ -15,6 +14,7 @@ from console.api.described import describes
 from console.api.errors import json_response
 from console.api.metrics import SnapshotCollector
 from console.api.served import not_ready
+from console.api.versions import product_version
 from engine.errors import EngineClosed, NoModelLoaded
 from engine.snapshot import ModelReading, ModelState, Snapshot, WorkerReading
 
@@ -95,7 +95,7 @@ class Operations:
         status = self._context.engine.status
         paths = sorted({resource.canonical for resource in request.app.router.resources()})
         name = status.spec.name if status.spec is not None and status.state == "ready" else None
-        return json_response(About(version=_version(), model=name, state=status.state, endpoints=paths))
+        return json_response(About(version=product_version(), model=name, state=status.state, endpoints=paths))
 
     @describes("Whether the engine lives; 503 where a worker hangs", answer=Health)
     async def _health(self, request: web.Request) -> web.Response:
@@ -162,10 +162,3 @@ def _readiness(snapshot: Snapshot, stall_s: float) -> Ready:
     if not any(worker.state == "ready" and not is_stalled(worker, stall_s) for worker in own):
         raise NoModelLoaded(f"The model {status.spec.name} is loaded, but none of its workers answers", state="ready")
     return Ready(status="ready", model=status.spec.name)
-
-
-def _version() -> str:
-    try:
-        return version("ericllm")
-    except PackageNotFoundError:
-        return "unknown"

@@ -201,6 +201,12 @@ async def test_a_bad_grammar_is_refused_before_any_token(api: Served, grammar: d
     assert not api.backend.submitted
 
 
+async def test_a_grammar_longer_than_allowed_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=ApiSettings(port=0, max_schema_bytes=100)) as api:
+        error = await refusal(api, inputs="x", parameters={"grammar": {"type": "regex", "value": "a" * 101}})
+    assert "100" in error["error"]
+
+
 async def test_the_prompt_s_tokens_are_told_where_they_are_asked_for(api: Served) -> None:
     parameters = {"decoder_input_details": True, "details": True, "max_new_tokens": 1}
     answer = await api.post("/generate", inputs="ab", parameters=parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
@@ -127,7 +128,8 @@ class Generating:
             prompt_logprobs=0 if asked.decoder_input_details else None,
         )
         if asked.grammar is not None:
-            params = msgspec.structs.replace(params, grammar=asked.grammar.grammar())
+            most = self._context.settings.max_schema_bytes
+            params = msgspec.structs.replace(params, grammar=await asyncio.to_thread(asked.grammar.grammar, most))
         prompt = await body.prompt(model, asked.truncate)
         full = full_text if asked.return_full_text is None else asked.return_full_text
         return _Call(asked, fields, model, prompt, params, body.inputs if full else "")

@@ -19,15 +19,15 @@ class TgiGrammar(BaseModel):
     type: str
     value: Any
 
-    def grammar(self) -> Grammar:
-        """The same for the engine; raises InvalidRequest."""
+    def grammar(self, max_bytes: int) -> Grammar:
+        """The same for the engine; a fraction of a second's work at worst. Raises InvalidRequest."""
         match self.type, self.value:
             case "regex", str(text):
-                return regex_grammar(text, "grammar")
+                return regex_grammar(text, "grammar", max_bytes=max_bytes)
             case "json" | "json_object", schema:
-                return json_grammar(schema, "grammar")
+                return json_grammar(schema, "grammar", max_bytes=max_bytes)
             case "json_schema", {"schema": schema}:
-                return json_grammar(schema, "grammar")
+                return json_grammar(schema, "grammar", max_bytes=max_bytes)
             case "regex" | "json_schema", _:
                 value = "a string" if self.type == "regex" else 'an object with "schema"'
                 raise InvalidRequest(f"grammar of type {self.type} should have {value} as its value", param="grammar")

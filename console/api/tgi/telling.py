@@ -36,7 +36,7 @@ class Telling:
                 model_device_type=loaded.devices[0].partition(":")[0] if loaded.devices else "cpu",
                 max_concurrent_requests=config.num_workers * config.max_prompts + config.max_queue,
                 max_best_of=MAX_N,
-                max_stop_sequences=MAX_STOP_STRINGS,
+                max_stop_sequences=min(MAX_STOP_STRINGS, self._context.settings.max_stops),
                 max_input_tokens=loaded.max_model_len - 1,
                 max_input_length=loaded.max_model_len - 1,
                 max_total_tokens=loaded.max_model_len,
