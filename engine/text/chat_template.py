@@ -16,7 +16,9 @@ from engine.text.template_budget import TooMuchWork
 from engine.text.template_sandbox import TemplateEnvironment
 
 QUICK_S = 0.02
-"""What an event loop may wait for a rendering."""
+"""What an event loop may wait for a rendering of a usual conversation; of a long one, for each `_USUAL` messages."""
+
+_USUAL = 100
 
 
 class ChatTemplate:
@@ -52,7 +54,7 @@ class ChatTemplate:
             "documents": None,
         }
         try:
-            return self._timed(variables | kwargs)
+            return self._timed(variables | kwargs, QUICK_S * max(1.0, len(messages) / _USUAL))
         except InvalidRequest:
             raise
         except TooMuchWork as error:
@@ -65,12 +67,12 @@ class ChatTemplate:
                 f"the model's chat template cannot render these messages: {reason}", param="messages"
             ) from error
 
-    def _timed(self, variables: Mapping[str, object]) -> str:
+    def _timed(self, variables: Mapping[str, object], quick_s: float) -> str:
         template, began = self._template, time.thread_time()
         try:
             return template.render(variables)
         finally:
-            self.is_quick = self.is_quick and time.thread_time() - began < QUICK_S
+            self.is_quick = self.is_quick and time.thread_time() - began < quick_s
 
     @cached_property
     def _template(self) -> Template:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from jinja2.runtime import Context
@@ -18,6 +18,12 @@ _MAX_BITS = 4096
 _CLOCK_EVERY = 32
 _ITEM = 16
 """What an item of a list counts as, in characters."""
+
+_OF_NO_ITEMS = frozenset({"attr", "count", "d", "default", "first", "items", "last", "length"})
+_OF_ITEMS = frozenset(
+    {"batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "sum"}
+)
+"""Those that look at no item of a list, and those that look at none from inside; all others may read it out."""
 
 # fmt: off
 _OF_TEXT = frozenset({
@@ -161,6 +167,10 @@ def made_by_filter(name: str, value: object, args: Sequence[Any], budget: Budget
             raise TooMuchWork("it adds up what are no numbers")
         case _, str() as text, _:
             return len(text) if name in _OF_TEXT else _ITEM * len(text)
+        case _ if name in _OF_NO_ITEMS:
+            return 0
+        case _, Sized(), _ if name in _OF_ITEMS:
+            return _ITEM * len(value)
         case _:
             budget.weigh(value)
             return 0
