@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cached_property
@@ -89,29 +89,37 @@ class GrammarMasks:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._compiled: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
+        self._compiled: dict[tuple[str, str], llguidance.LLMatcher] = {}
+        self._compiling = threading.Lock()
 
     def begin(self, request: BackendRequest) -> Future[GrammarMask]:
         """The mask of a request that has a grammar, done at once where that was compiled lately. It raises
         InvalidRequest where the model cannot write what the grammar wants."""
         grammar = request.params.grammar
         assert grammar is not None, f"request {request.id} is held to nothing"
-        made: Future[GrammarMask] = Future()
         start = self._compiled.get((grammar.kind, grammar.source))
-        if start is not None:
-            self._compiled.move_to_end((grammar.kind, grammar.source))
-            made.set_result(self._mask(start, request))
-            return made
-        return in_deep_thread(lambda: self._mask(self._compile(grammar), request), grammar.source)
+        if start is None:
+            return in_deep_thread(lambda: self._mask(self._start_of(grammar), request), grammar.source)
+        made: Future[GrammarMask] = Future()
+        made.set_result(self._mask(start, request))
+        return made
+
+    def _start_of(self, grammar: Grammar) -> llguidance.LLMatcher:
+        """The grammar, compiled; what many requests ask for at once is compiled for the first of them."""
+        key = (grammar.kind, grammar.source)
+        with self._compiling:
+            if key not in self._compiled:
+                self._compiled[key] = self._compile(grammar)
+            start = self._compiled[key]
+            if len(self._compiled) > COMPILED_KEPT:
+                del self._compiled[next(iter(self._compiled))]
+        return start
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         start = llguidance.LLMatcher(self._library_tokenizer, define(grammar), log_level=0, limits=LIMITS)
         start.compute_bitmask()
         if start.is_error():
             raise unusable(grammar, _why_stuck(start))
-        self._compiled[grammar.kind, grammar.source] = start
-        if len(self._compiled) > COMPILED_KEPT:
-            self._compiled.popitem(last=False)
         return start
 
     def _mask(self, start: llguidance.LLMatcher, request: BackendRequest) -> GrammarMask:
