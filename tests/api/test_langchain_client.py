@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -142,3 +143,9 @@ async def test_texts_become_vectors(api: Served) -> None:
 async def test_a_refusal_raises_openai_s_error(api: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="reasoning_effort is not supported"):
         await chat_of(api, reasoning_effort="high").ainvoke("hello")
+
+
+@pytest.mark.parametrize("elsewhere", ["example.com", "192.0.2.1"])
+async def test_a_client_that_asks_elsewhere_would_be_found_out(elsewhere: str) -> None:
+    with pytest.raises(AssertionError, match="was asked"):
+        await asyncio.open_connection(elsewhere, 80)

@@ -373,3 +373,14 @@ async def test_a_duration_of_any_shape_is_no_server_error(api: Served, keep_aliv
 @pytest.mark.parametrize("content", [3, [], {}, [{"type": "text", "text": "x"}]])
 async def test_content_that_is_no_text_is_refused(api: Served, content: object) -> None:
     assert "messages[0].content" in await refusal(api, "/api/chat", messages=[{"role": "user", "content": content}])
+
+
+async def test_a_model_without_a_chat_template_goes_on_with_the_prompt(tmp_path: Path) -> None:
+    folder = write_fake_model(tmp_path / "m")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    async with serving(folder) as api:
+        await generate(api, options={"num_predict": 1})
+        assert prompt_of(api) == "hello"
+        assert "system" in await refusal(api, "/api/generate", prompt="x", system="y")
+        assert "chat template" in await refusal(api, "/api/chat", messages=HELLO)
+        assert (await api.post("/api/show", model="fake"))["template"] == ""
