@@ -148,8 +148,11 @@ class Page:
         await self.send("Emulation.setEmulatedMedia", features=[scheme])
 
     async def picture(self) -> bytes:
-        """The window as a PNG."""
+        """The window as a PNG, with all that moves at its end."""
         await self.run("document.fonts.ready.then(() => new Promise(requestAnimationFrame)).then(() => 1)")
+        await self.run(
+            "for (const each of document.getAnimations()) { try { each.finish(); } catch { /* endless */ } }"
+        )
         found = await self.send("Page.captureScreenshot", format="png")
         return base64.b64decode(found["data"])
 
