@@ -77,7 +77,7 @@ def assert_held(answer: Answer, grammar: Grammar | None) -> None:
         return
     assert answer.last.finish == "stop", answer.text
     if grammar.is_json:
-        jsonschema.validate(json.loads(answer.text, strict=False), SCHEMA)
+        jsonschema.validate(json.loads(answer.text), SCHEMA)
     elif grammar.kind == "choice":
         assert answer.text in json.loads(grammar.source)
     else:
