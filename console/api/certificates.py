@@ -6,6 +6,7 @@ import ssl
 from pathlib import Path
 
 from console.api.errors import CannotListen
+from console.api.settings import ApiSettings
 from engine.models.files import home_expanded
 
 
@@ -50,6 +51,17 @@ class Certificate:
             return tuple(part for file in self._files for part in (file.stat().st_mtime_ns, file.stat().st_size))
         except OSError:
             return ()
+
+
+def certificate_of(settings: ApiSettings) -> Certificate | None:
+    """What the settings have TLS spoken with, None for none. Raises CannotListen."""
+    cert, key = settings.tls_cert, settings.tls_key
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        missing = "--tls-cert" if cert is None else "--tls-key"
+        raise CannotListen(f"TLS takes a certificate and its key: {missing} is missing")
+    return Certificate(cert, key)
 
 
 class _Encrypted(Exception):

@@ -7,30 +7,18 @@ import logging
 import time
 from collections.abc import Callable
 
-from aiohttp import web
-
 from console.addresses import is_loopback
-from console.api.admin import Admin
-from console.api.authorizing import Door, authorizing
-from console.api.calls import Calls
-from console.api.certificates import Certificate
+from console.api.application import application
+from console.api.authorizing import Door
+from console.api.certificates import Certificate, certificate_of
 from console.api.connections import Runner
 from console.api.context import ApiContext
 from console.api.dialects import Dialects
 from console.api.errors import CannotListen, Unprotected
-from console.api.events import Events
-from console.api.guarding import guarding, sharing
 from console.api.key_file import KeysUnavailable
 from console.api.keys import Keys
-from console.api.limits import Addresses
 from console.api.listening import Address, Listener
-from console.api.middleware import counting, errors, signing, speaking
-from console.api.observing import observing
-from console.api.openapi import OpenApi
-from console.api.operations import Operations
 from console.api.operator import Operator
-from console.api.pages.pages import Pages
-from console.api.receiving import ending, receiving
 from console.api.scopes import in_words
 from console.api.settings import ApiSettings
 from console.link import ApiStatus, EngineLink
@@ -76,7 +64,7 @@ class ApiServer:
         self._door = Door(self._keys, lambda: self._is_reached_at(self._wanted.host), settings.admin_remote)
         self._certificate: Certificate | None = None
         self._dialects = Dialects(self._context)
-        self._runner: web.AppRunner | None = None
+        self._runner: Runner | None = None
         self._listener: Listener | None = None
         self._saving: asyncio.Task[None] | None = None
         self._error: ErrorInfo | None = None
@@ -103,9 +91,15 @@ class ApiServer:
     async def _open(self) -> None:
         self._refuse_unprotected(self._wanted)
         longest = self._settings.max_header_bytes
-        self._certificate = self._new_certificate()
+        self._certificate = certificate_of(self._settings)
         runner = Runner(
-            self._app(),
+            application(
+                self._context,
+                self._dialects,
+                self._door,
+                on_loopback=lambda: is_loopback(self._wanted.host),
+                link=self._link,
+            ),
             handler_cancellation=True,
             shutdown_timeout=_FAREWELL_S,
             keepalive_timeout=self._settings.idle_timeout_s,
@@ -247,16 +241,6 @@ class ApiServer:
         except KeysUnavailable as error:
             log.warning("%s", error.message)
 
-    def _new_certificate(self) -> Certificate | None:
-        """What TLS is spoken with, None for none. Raises CannotListen."""
-        cert, key = self._settings.tls_cert, self._settings.tls_key
-        if cert is None and key is None:
-            return None
-        if cert is None or key is None:
-            missing = "--tls-cert" if cert is None else "--tls-key"
-            raise CannotListen(f"TLS takes a certificate and its key: {missing} is missing")
-        return Certificate(cert, key)
-
     async def _renew_certificate(self) -> None:
         """Take what a renewal wrote."""
         try:
@@ -282,35 +266,3 @@ class ApiServer:
     def _warn_where_open(self) -> None:
         if (status := self.status()).is_open:
             log.warning("--no-auth: everybody who reaches %s may ask, without a key", status.url)
-
-    def _app(self) -> web.Application:
-        settings = self._settings
-        app = web.Application(
-            middlewares=[
-                observing(self._context.watchers),
-                counting(self._traffic, self._dialects),
-                errors,
-                guarding(
-                    Addresses(settings.address_rate, time.monotonic),
-                    settings.cors_origins,
-                    settings.allowed_hosts,
-                    lambda: is_loopback(self._wanted.host),
-                ),
-                authorizing(self._traffic, self._door),
-                receiving(settings),
-                speaking(self._dialects),
-                ending(settings),
-            ],
-            client_max_size=self._settings.max_body_bytes,
-        )
-        app.add_routes(Operations(self._context).routes())
-        app.add_routes(self._dialects.routes())
-        app.add_routes(Pages().routes())
-        app.add_routes(OpenApi(self._dialects).routes())
-        if self._context.operator is not None:
-            app.add_routes(Admin(self._context, self._context.operator).routes())
-        if self._context.operator is not None and self._link is not None:
-            app.add_routes(Events(self._context, self._link).routes())
-            app.add_routes(Calls(self._context, self._link, self._context.operator.admit).routes())
-        app.on_response_prepare.append(signing(sharing(settings.cors_origins)))
-        return app

@@ -1,0 +1,64 @@
+"""What aiohttp serves: every endpoint, and what happens to a request on its way there, from the outside in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from aiohttp import web
+
+from console.api.admin import Admin
+from console.api.authorizing import Door, authorizing
+from console.api.calls import Calls
+from console.api.context import ApiContext
+from console.api.dialects import Dialects
+from console.api.events import Events
+from console.api.guarding import guarding, sharing
+from console.api.limits import Addresses
+from console.api.middleware import counting, errors, signing, speaking
+from console.api.observing import observing
+from console.api.openapi import OpenApi
+from console.api.operations import Operations
+from console.api.pages.pages import Pages
+from console.api.receiving import ending, receiving
+from console.link import EngineLink
+
+
+def application(
+    context: ApiContext,
+    dialects: Dialects,
+    door: Door,
+    *,
+    on_loopback: Callable[[], bool],
+    link: Callable[[], EngineLink] | None = None,
+) -> web.Application:
+    """An application for one run of a server.
+
+    on_loopback: whether it listens there alone.  link: what a console elsewhere is shown; None where there is none.
+    """
+    settings, traffic = context.settings, context.traffic
+    addresses = Addresses(settings.address_rate, time.monotonic)
+    app = web.Application(
+        middlewares=[
+            observing(context.watchers),
+            counting(traffic, dialects),
+            errors,
+            guarding(addresses, settings.cors_origins, settings.allowed_hosts, on_loopback),
+            authorizing(traffic, door),
+            receiving(settings),
+            speaking(dialects),
+            ending(settings),
+        ],
+        client_max_size=settings.max_body_bytes,
+    )
+    app.add_routes(Operations(context).routes())
+    app.add_routes(dialects.routes())
+    app.add_routes(Pages().routes())
+    app.add_routes(OpenApi(dialects).routes())
+    if context.operator is not None:
+        app.add_routes(Admin(context, context.operator).routes())
+        if link is not None:
+            app.add_routes(Events(context, link).routes())
+            app.add_routes(Calls(context, link, context.operator.admit).routes())
+    app.on_response_prepare.append(signing(sharing(settings.cors_origins)))
+    return app
