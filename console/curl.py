@@ -13,6 +13,9 @@ _BODIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "generate": ("/generate", {"prompt": _QUESTION}),
     "anthropic": ("/v1/messages", {"max_tokens": 256, "messages": [{"role": "user", "content": _QUESTION}]}),
     "ollama": ("/api/chat", {"messages": [{"role": "user", "content": _QUESTION}]}),
+    "tgi": ("/generate", {"inputs": _QUESTION}),
+    "textgen": ("/api/v1/generate", {"prompt": _QUESTION, "max_new_tokens": 200}),
+    "kobold": ("/api/v1/generate", {"prompt": _QUESTION}),
 }
 """For each dialect, the best first: where one asks in it, and what besides the model's name."""
 

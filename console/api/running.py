@@ -55,9 +55,10 @@ class Live:
     async def answers(self, count: int) -> list[tuple[str, FinishReason | None]]:
         """Each whole text and why it ended; one that was stopped has no reason of its own."""
         finishes: list[FinishReason | None] = [None] * count
-        async for piece in self.pieces():
-            finishes[piece.choice] = piece.finish
-        texts = ["".join(pieces) for pieces in self._texts]
+        async with aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                finishes[piece.choice] = piece.finish
+        texts = ["".join(text) for text in self._texts]
         return [(text, finish) for text, finish in zip([*texts, *[""] * count], finishes, strict=False)]
 
 

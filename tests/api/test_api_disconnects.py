@@ -19,7 +19,19 @@ TEXT = {"prompt": "x", "max_tokens": 1000}
 SEVERAL = [("/generate", TEXT), ("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)]
 """Where one may ask for several answers."""
 
-ONE = [("/v1/messages", {**CHAT, "max_tokens": 1000}), ("/api/chat", CHAT), ("/api/generate", {"prompt": "x"})]
+ONE = [
+    ("/v1/messages", {**CHAT, "max_tokens": 1000}),
+    ("/api/chat", CHAT),
+    ("/api/generate", {"prompt": "x"}),
+    ("/", {"inputs": "x"}),
+]
+FIXED = [
+    ("/generate_stream", {"inputs": "x"}),
+    ("/api/v1/generate", {"prompt": "x", "max_new_tokens": 1000}),
+    ("/api/v1/generate", {"prompt": "x", "max_length": 1000}),
+    ("/api/extra/generate/stream", {"prompt": "x", "max_length": 1000}),
+]
+"""Where the path says whether the answer is streamed."""
 
 
 class RawClient:
@@ -84,6 +96,18 @@ class TestALeavingClient:
         await paced_api.until_row(state="decode", output_tokens=3)
         client.leave()
         await assert_cancelled(paced_api)
+
+
+@pytest.mark.parametrize(("path", "body"), FIXED, ids=["tgi", "textgen", "kobold", "kobold stream"])
+async def test_a_client_that_leaves_where_the_path_says_how_to_answer(
+    paced_api: Served, path: str, body: dict[str, Any]
+) -> None:
+    assert paced_api.backend.gate is not None
+    client = await RawClient.post(paced_api.url, path, body)
+    paced_api.backend.gate.allow(3)
+    await paced_api.until_row(state="decode", output_tokens=3)
+    client.leave()
+    await assert_cancelled(paced_api)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

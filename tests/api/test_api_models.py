@@ -71,6 +71,19 @@ async def test_an_adapter_s_name_as_the_model_is_its_model_with_it(two: Served, 
     assert answer.get("model", "critic") == "critic"
 
 
+async def test_tgi_s_adapter_id_is_an_adapter_and_its_model_a_model(two: Served) -> None:
+    parameters = {"adapter_id": "poet", "max_new_tokens": 3}
+    assert await two.post("/generate", inputs=">", parameters=parameters) == {"generated_text": "111"}
+    assert used_adapter(two) == "poet"
+    answer = await two.post("/generate", inputs=">", model="two", parameters={"max_new_tokens": 3})
+    assert answer == {"generated_text": "222"}
+
+
+@pytest.mark.parametrize("name", ["tgi", "dummy"])
+async def test_names_that_clients_of_one_model_send_are_the_first_model_s(two: Served, name: str) -> None:
+    assert text_in(await two.post("/v1/completions", prompt=">", max_tokens=3, model=name)) == "111"
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_lora_field_chooses_an_adapter_of_the_model(two: Served, path: str) -> None:
     for body in ({"lora": "poet"}, {"lora": "poet", "model": "one"}, {"lora": "poet", "model": "poet"}):

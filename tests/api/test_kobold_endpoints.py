@@ -89,6 +89,13 @@ async def test_a_dynamic_temperature_lies_around_the_given_one_and_takes_its_pla
     assert (params.temperature, params.min_temp, params.max_temp) == (1.0, 1.0, 2.0)
 
 
+async def test_a_grammar_reaches_the_engine(api: Served) -> None:
+    await api.post("/api/v1/generate", prompt="x", max_length=1, grammar='root ::= "a" | "b"')
+    assert api.backend.submitted[0].params.grammar is not None
+    detail = await refusal(api, prompt="x", grammar="root ::= (")
+    assert "grammar" in detail["msg"]
+
+
 async def test_an_answer_has_its_stop_sequence_unless_it_is_to_be_trimmed(tmp_path: Path) -> None:
     async with serving(tmp_path, FakeBackend(reply=saying("one two three"))) as api:
         kept = await api.post("/api/v1/generate", prompt=">", stop_sequence=["two"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Literal
 
 import msgspec
@@ -89,9 +89,9 @@ class Streaming:
             self._context.generate(request, new_id("text"), body, model, [prompt], params) as generation,
             self._running.added(client_of(request), "", generation) as live,
         ):
-            async with _watched(socket, generation):
-                number = 0
-                async for piece in live.pieces():
+            number = 0
+            async with _watched(socket, generation), aclosing(live.pieces()) as pieces:
+                async for piece in pieces:
                     if piece.text:
                         await self._send(request, socket, TextStream(number, piece.text))
                         number += 1
@@ -147,7 +147,7 @@ async def _watched(socket: web.WebSocketResponse, generation: Generation) -> Asy
         yield
     finally:
         watching.cancel()
-        await asyncio.wait([watching])
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _watch(socket: web.WebSocketResponse, generation: Generation) -> None:
