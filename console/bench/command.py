@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from console.bench.http import HttpReport, http_text, measure_http
 from console.bench.overhead import OverheadReport, measure_overhead, overhead_text
 from console.bench.plan import plan_for
 from console.bench.progress import Progress
@@ -19,8 +20,8 @@ from console.bench.workers import WorkersReport, measure_workers, workers_text
 _DESCRIPTION = (
     "Measure what the engine costs here. 'overhead': what it adds to a bare loop over the backend, and the memory of a "
     "waiting request. 'workers': two workers with half the threads each against one with all, and the memory of 1, 2 "
-    "and 4 workers. 'screen': how quick the console is while clients stream. Measure on a quiet machine; each takes a "
-    "few minutes."
+    "and 4 workers. 'screen': how quick the console is while clients stream. 'http': what the API serves on one core "
+    "where the backend costs nothing, and the time that it adds. Measure on a quiet machine; each takes a few minutes."
 )
 
 
@@ -30,13 +31,16 @@ def bench(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     plan = plan_for(given.model, threads=given.threads, rounds=given.rounds)
     progress = Progress(sys.stderr)
     try:
-        report: OverheadReport | WorkersReport | ScreenReport
+        report: OverheadReport | WorkersReport | ScreenReport | HttpReport
         if given.what == "overhead":
             report = asyncio.run(measure_overhead(plan, given.concurrent, given.waiting, progress.show))
             text = overhead_text(report)
         elif given.what == "screen":
             report = asyncio.run(measure_screen(given.model, given.concurrent, given.seconds, progress.show))
             text = screen_text(report)
+        elif given.what == "http":
+            report = asyncio.run(measure_http(given.model, given.rounds, progress.show, profile=given.profile))
+            text = http_text(report)
         else:
             report = asyncio.run(measure_workers(plan, progress.show))
             text = workers_text(report)
@@ -50,7 +54,7 @@ def bench(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.description = _DESCRIPTION
-    parser.add_argument("what", choices=("overhead", "workers", "screen"))
+    parser.add_argument("what", choices=("overhead", "workers", "screen", "http"))
     parser.add_argument("--model", default="demo", help="a folder, or a name as --model takes it (default demo)")
     parser.add_argument("--threads", type=_positive, help="CPU threads in all (default: the machine's cores)")
     parser.add_argument("--rounds", type=_positive, default=9, help="rounds of each kind, interleaved (default 9)")
@@ -61,6 +65,9 @@ def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Nam
         "--waiting", type=_positive, default=10_000, help="overhead: requests in the queue (default 10000)"
     )
     parser.add_argument("--seconds", type=_positive, default=20, help="screen: how long each part takes (default 20)")
+    parser.add_argument(
+        "--profile", default="", metavar="FILE", help="http: cProfile's account of the server (python -m pstats FILE)"
+    )
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the numbers for programs")
     return parser.parse_args(argv)
 

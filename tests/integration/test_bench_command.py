@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import pstats
 from pathlib import Path
 
 import pytest
 
 from console.bench.bare import BareLoop
+from console.bench.http import http_text, measure_http
+from console.bench.http_server import Order, ServerProcess
 from console.bench.overhead import OverheadReport, overhead_text
 from console.bench.plan import PROMPT_TOKENS, Spread, numbers_of, plan_for
 from console.bench.table import table
@@ -163,3 +167,28 @@ def test_screen_reports_every_promise_of_the_screen_with_its_goal(capsys: pytest
         for name in ("gap of the loop, p99", "key shown, p99", "another screen shown, p99", "CPU of the screen"):
             assert goals[name + when]["value"] > 0
     assert (report["clients"], report["keys"] > 4, report["tokens_per_s"] > 0) == (2, True, True)
+
+
+@pytest.mark.slow
+async def test_http_reports_rates_and_added_time_of_the_api_alone(tiny: Path, tmp_path: Path) -> None:
+    cores, profile = os.sched_getaffinity(0), tmp_path / "profile"
+    report = await measure_http(str(tiny), 1, lambda text: None, profile=str(profile), scale=0.02)
+    assert [rate.goal for rate in report.rates] == [1500, 20_000, 20_000]
+    for rate in report.rates:
+        assert rate.per_s.median > 0 and rate.cpu_us.median > 0
+        assert rate.per_cpu_s == pytest.approx(1e6 / rate.cpu_us.median)
+    assert all(0 < each.p50_ms <= each.p99_ms for each in report.late)
+    assert 0 < report.chunks_per_token <= 1
+    assert (report.server_core is None) == (len(cores) < 2)
+    assert os.sched_getaffinity(0) == cores
+    assert pstats.Stats(str(profile)).get_stats_profile().total_tt > 0
+    text = http_text(report)
+    for part in ("short requests, 32 clients", "streamed tokens, 128 streams", "1500/s", "20000/s", "p99"):
+        assert part in text
+
+
+@pytest.mark.slow
+async def test_a_server_that_cannot_be_measured_says_why() -> None:
+    with pytest.raises(WorkerFailed, match=r"the server ended: .*no-such-model"):
+        async with ServerProcess(Order(model="no-such-model")):
+            pass
