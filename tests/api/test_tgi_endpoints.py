@@ -304,3 +304,17 @@ async def test_an_answer_that_runs_out_of_time_ends_with_what_it_has(tmp_path: P
     assert told[-1]["generated_text"] == completion("x", 3)
     assert told[-1]["details"]["finish_reason"] == "length"
     assert "".join(event["token"]["text"] for event in told) == completion("x", 3)
+
+
+async def test_what_has_a_prompt_is_another_dialect_s(api: Served) -> None:
+    assert await api.post("/generate", prompt="Once", max_tokens=2) == {"text": "Once" + completion("Once", 2)}
+    assert (await api.post("/tokenize", prompt="Once"))["count"] == 4
+
+
+async def test_where_tgi_is_off_its_bodies_are_told_so_and_the_others_answered(api: Served) -> None:
+    await api.server.switch_dialect("tgi", False)
+    for path in ("/", "/generate", "/generate_stream", "/tokenize"):
+        error = await refusal(api, path, status=404, inputs="x")
+        assert "switched off" in error["error"]
+    assert (await api.get("/health"))["status"] == "ok"
+    await api.post("/generate", prompt="Once", max_tokens=2)
