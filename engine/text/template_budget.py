@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import ItemsView, KeysView, Mapping, Sequence, Sized, ValuesView
 from typing import Any
 
 from jinja2.runtime import Context
@@ -33,6 +33,8 @@ _OF_TEXT = frozenset({
 # fmt: on
 """Those that see a text as one."""
 
+_TO_BYTES = frozenset({"encode", "to_bytes"})
+_ODD_FORMAT = "it formats text in a way that may have no end"
 _PADDING = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
 _SPLITTING = frozenset({"rsplit", "split", "splitlines"})
 _PLAIN_FORMAT = re.compile(r"%(?:[-+ #0]?[0-9]{0,3}(?:\.[0-9]{1,3})?[a-zA-Z%]|\([^()%]*\)s)")
@@ -60,8 +62,9 @@ class Budget:
         if self._steps % _CLOCK_EVERY == 0 and time.monotonic() > self._ends:
             raise TooMuchWork(f"it takes longer than {MAX_S:g} s")
 
-    def weigh(self, value: object) -> None:
-        """Spend what `value` is when it is written out; raises TooMuchWork early where that is endless."""
+    def weigh(self, value: object) -> int:
+        """Spend what `value` is when it is written out, and return it; raises TooMuchWork early where it is endless."""
+        before = self._left
         waiting: list[object] = [value]
         while waiting:
             match waiting.pop():
@@ -70,11 +73,12 @@ class Budget:
                 case Mapping() as mapping:
                     self.spend(_ITEM * len(mapping))
                     waiting += [*mapping.keys(), *mapping.values()]
-                case list() | tuple() | set() | frozenset() as items:
+                case list() | tuple() | set() | KeysView() | ValuesView() | ItemsView() as items:
                     self.spend(_ITEM * len(items))
                     waiting += items
                 case _:
                     self.spend()
+        return before - self._left
 
 
 class BudgetedContext(Context):
@@ -112,56 +116,62 @@ def made_by(operator: str, left: Any, right: Any, budget: Budget) -> int:
         case "*", int(), int() if left.bit_length() + right.bit_length() > _MAX_BITS:
             raise TooMuchWork("it makes a number of too many digits")
         case "%", str(), _:
-            return _made_by_format(left, right, budget)
+            if re.sub(_PLAIN_FORMAT, "", left).count("%"):
+                raise TooMuchWork(_ODD_FORMAT)
+            return len(left) + left.count("%") * (1000 + budget.weigh(right))
         case _:
             return 0
 
 
-def _made_by_format(pattern: str, values: object, budget: Budget) -> int:
-    if re.sub(_PLAIN_FORMAT, "", pattern).count("%"):
-        raise TooMuchWork("it formats text in a way that may have no end")
-    budget.weigh(values)
-    return len(pattern) + 1000 * pattern.count("%")
-
-
-def made_by_method(text: str, name: str, args: Sequence[Any], budget: Budget) -> int:
-    """Characters that a method of a string makes."""
+def made_by_method(owner: object, name: str, args: Sequence[Any], budget: Budget) -> int:
+    """Characters that a method makes. args: all of them, those by name last."""
+    if name in _TO_BYTES:
+        raise TooMuchWork("it makes bytes, which no prompt is made of")
+    if not isinstance(owner, str):
+        return 0
     match name, *args:
         case "replace", str() as old, str() as new, *_:
-            return len(text) + text.count(old) * len(new)
+            return len(owner) + owner.count(old) * len(new)
         case "join", parts:
             budget.weigh(parts)
-            return len(text) * len(parts) if isinstance(parts, Sequence) else len(text)
+            return len(owner) * len(parts) if isinstance(parts, Sized) else 0
         case "format" | "format_map", *values:
-            if _WIDE_FIELD.search(text):
-                raise TooMuchWork("it formats text in a way that may have no end")
-            budget.weigh(values)
-            return len(text) * max(1, *(len(value) for value in values if isinstance(value, str)), 1)
+            plain = all(isinstance(value, str | int | float | None) for value in values)
+            if not plain or _WIDE_FIELD.search(owner):
+                raise TooMuchWork(_ODD_FORMAT)
+            texts = [value for value in values if isinstance(value, str)]
+            return len(owner) + owner.count("{") * (_MAX_BITS + _longest(texts))
         case _ if name in _PADDING:
             widths = [arg for arg in args if isinstance(arg, int)]
-            return len(text) + max([8, *widths]) * (1 + text.count("\t"))
-        case _ if name in _SPLITTING:
-            return _ITEM * len(text)
+            return len(owner) + max([8, *widths]) * (1 + owner.count("\t"))
         case _:
-            return len(text)
+            return len(owner) * (_ITEM if name in _SPLITTING else 1)
 
 
 def _size(value: str | list[object] | tuple[object, ...]) -> int:
     return len(value) if isinstance(value, str) else _ITEM * len(value)
 
 
+def _longest(values: Sequence[object]) -> int:
+    """The longest text or the largest number among them."""
+    sizes = [len(value) if isinstance(value, str) else value for value in values if isinstance(value, str | int)]
+    return max(map(abs, sizes), default=0)
+
+
 def made_by_filter(name: str, value: object, args: Sequence[Any], budget: Budget) -> int:
-    """Characters that a filter makes; raises TooMuchWork for what it should not be asked."""
+    """Characters that a filter makes; raises TooMuchWork for what it should not be asked. args: all of them, those by
+    name last and in any order."""
+    most = _longest(args)
     match name, value, args:
         case "replace", str() as text, [str() as old, str() as new, *_]:
-            return len(text) + text.count(old) * len(new)
-        case "indent", str() as text, [width, *_]:
-            wide = len(width) if isinstance(width, str) else int(width)
-            return len(text) + wide * (1 + text.count("\n"))
-        case "join", _, [str() as between, *_]:
-            budget.weigh(value)
-            return len(between) * len(value) if isinstance(value, Sequence) else 0
-        case "batch" | "slice" | "round", _, [int() as count, *_] if abs(count) > 1000:
+            return len(text) + max(text.count(old) * len(new), text.count(new) * len(old))
+        case "indent", str() as text, _:
+            return len(text) + most * (1 + text.count("\n"))
+        case "replace" | "indent", list() | tuple() | Mapping(), _:
+            raise TooMuchWork(f"{name} gets what is no text")
+        case "join", _, _:
+            return budget.weigh(value) + (most * len(value) if isinstance(value, Sized) else 0)
+        case "batch" | "slice" | "round", _, _ if most > 1000:
             raise TooMuchWork(f"{name} gets a number beyond all use")
         case "sum", _, [*given] if any(isinstance(each, list | tuple) for each in given):
             raise TooMuchWork("it adds up what are no numbers")

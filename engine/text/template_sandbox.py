@@ -81,9 +81,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         budget = budget_of(context)
         method = getattr(obj, "__wrapped__", obj)
         name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)
-        if isinstance(owner, str):
-            args = tuple(list(arg) if name == "join" and isinstance(arg, Iterator) else arg for arg in args)
-            budget.spend(made_by_method(owner, name, args, budget))
+        args = tuple(list(arg) if name == "join" and isinstance(arg, Iterator) else arg for arg in args)
+        budget.spend(made_by_method(owner, name, [*args, *kwargs.values()], budget))
         result = super().call(context, obj, *args, **kwargs)
         budget.weigh(result)
         return result

@@ -50,6 +50,17 @@ ENDLESS = {
     "zeros": "{{ 'x'.zfill(9999999999) }}",
     "tabs": "{{ ('\t' * 9999).expandtabs(9999999) }}",
     "an indent": "{{ 'x\ny'|indent(9999999999, true) }}",
+    "an indent by name": "{{ 'x\ny'|indent(first=true, width=9999999999) }}",
+    "tabs by name": "{{ '\t'.expandtabs(tabsize=9999999999) }}",
+    "text replaced by name": DOUBLE.replace("%s", "ns.x|replace(new=ns.x, old='a')"),
+    "a list that is replaced in": "{{ ['a' * 9999] | replace('a', 'b' * 99999) }}",
+    "a dict's keys joined": "{{ dict(a=1, b=2)|join('x' * 99999999) }}",
+    "fields formatted many times": "{{ ('{0}' * 99999).format('x' * 99999) }}",
+    "a name formatted many times": "{{ ('%(a)s' * 99999) % {'a': 'x' * 99999} }}",
+    "an object's field": "{{ ('{0}' * 99999).format(['x' * 9999]) }}",
+    "bytes": "{{ 'x'.encode() * 9999999999 }}",
+    "a number's bytes": "{{ (1).to_bytes(9999999999, 'big') }}",
+    "batches by name": "{{ [1]|batch(fill_with=0, linecount=9999999999)|list }}",
     "an indent of JSON": "{{ messages|tojson(indent=9999999999) }}",
     "batches": "{{ [1]|batch(9999999999, 0)|list }}",
     "slices": "{{ [1]|slice(9999999999)|list }}",
@@ -122,12 +133,12 @@ def test_what_templates_do_is_as_it_was() -> None:
         "{%- set a, b = (1, 2) -%}{{ a ~ b }}{% for k, v in {'x': 1}|items %}{{ k }}{{ v }}{% endfor %}"
         "{% for x in [1, 2, 3] %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}"
         "{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|join('-') }}"
-        "{{ '%s of %02d' % ('one', 2) }}{{ '{} {:>3}'.format('a', 'b') }}{{ [3, 1]|sort|first }}"
+        "{{ '%s of %02d' % ('one', 2) }}{{ '{} {:>3} {}'.format('a', 'b', 1700000000) }}{{ [3, 1]|sort|first }}"
         "{{ 'a,b'.split(',')[1] }}{{ missing|default('none') }}{{ messages[0].get('content')|upper }}"
         "{% macro m(x) %}({{ x }}){% endmacro %}{{ m(1) }}{% generation %}g{% endgeneration %}"
         "{{ {'b': [1, none], 'a': '<é>'}|tojson }}{{ messages|length }}"
         "{% if 'ell' in messages[0].content %}!{% endif %}"
     )
     assert ChatTemplate(source, {}).render(HELLO) == (
-        '12x11/3,2/3,3/3helloone of 02a   b1bnoneHELLO(1)g{"b": [1, null], "a": "<é>"}1!'
+        '12x11/3,2/3,3/3helloone of 02a   b 17000000001bnoneHELLO(1)g{"b": [1, null], "a": "<é>"}1!'
     )
