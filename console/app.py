@@ -14,6 +14,7 @@ from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 
 from console import in_view, keymap, modes
+from console.adviser import Adviser
 from console.commands import BindingCommands
 from console.effects import Effects
 from console.habits import Habits
@@ -75,6 +76,7 @@ class EricApp(App[None], inherit_bindings=False):
         self._on_leaving = on_leaving
         self._knobs = Knobs()
         self.effects = Effects()
+        self.adviser = Adviser()
         self.viewed_key = ""
         self._several = False
         self._drawn: Snapshot | None = None
@@ -113,9 +115,12 @@ class EricApp(App[None], inherit_bindings=False):
         """Our own CSS variables, derived from the theme in use."""
         return variable_defaults(self.current_theme)
 
+    def on_load(self) -> None:
+        """Before any screen is there to ask what was found."""
+        self._look_at(self.snapshot())
+
     def on_mount(self) -> None:
         """Start the clock."""
-        self.effects.look(self.snapshot())
         if self._start is not None:
             self.switch_mode(self._start)
         self.habits.settle()
@@ -150,13 +155,18 @@ class EricApp(App[None], inherit_bindings=False):
         self._drawn, self._stood = self.link.snapshot(), self.standing
         self.set_class(self._stood.stale, "-stale")
         self._knobs.settled(snapshot)
-        self.effects.look(snapshot)
+        self._look_at(snapshot)
         if (several := len(snapshot.models) > 1) != self._several:
             self._several = several
             self.screen.refresh_bindings()
         for screen in self.screen_stack if self.is_running else ():
             if isinstance(screen, Live) and screen.is_mounted:
                 screen.refresh_view()
+
+    def _look_at(self, snapshot: Snapshot) -> None:
+        """What must be followed whatever screen is seen."""
+        self.effects.look(snapshot)
+        self.adviser.listen(snapshot)
 
     # -- the model in view ---------------------------------------------------------------------------------------------
 

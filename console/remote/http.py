@@ -38,7 +38,10 @@ class Instance:
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=True if tls is None else tls),
             headers=headers,
-            read_bufsize=2**20, max_line_size=2**16, trust_env=False, auto_decompress=True
+            read_bufsize=2**20,
+            max_line_size=2**16,
+            trust_env=False,
+            auto_decompress=True,
         )
 
     async def __aenter__(self) -> Instance:

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
 
-from console.adviser import Adviser, Look, Open, Turn
+from console.adviser import Look, Open, Turn
 from console.keymap import INSIGHT
 from console.link import ApiStatus
 from console.screens.base import ConsoleScreen
@@ -46,10 +46,6 @@ class DashboardScreen(ConsoleScreen):
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
     ]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._adviser = Adviser()
-
     def compose_body(self) -> ComposeResult:
         """Left: what there is. Right: how it goes. Below: for whom, and what could be better."""
         yield DevicesPanel(id="many-devices")
@@ -79,7 +75,6 @@ class DashboardScreen(ConsoleScreen):
         self.query_one(SessionPanel).show(snapshot)
         self.query_one(ThroughputPanel).show(snapshot)
         self.query_one(RequestsPanel).show(snapshot)
-        self._adviser.listen(snapshot)
         self._show_advice()
 
     def on_workers_panel_opened(self, event: WorkersPanel.Opened) -> None:
@@ -114,7 +109,7 @@ class DashboardScreen(ConsoleScreen):
     # -- advice --------------------------------------------------------------------------------------------------------
 
     def _show_advice(self) -> None:
-        if self.query_one(AdvicePanel).show(self._adviser.said):
+        if self.query_one(AdvicePanel).show(self.console.adviser.said):
             self.refresh_bindings()
 
     def action_take_advice(self, index: int | None = None) -> None:
@@ -125,7 +120,7 @@ class DashboardScreen(ConsoleScreen):
             return
         match said[at].action:
             case Turn(knob=knob, by=by):
-                self._adviser.taken(said[at])
+                self.console.adviser.taken(said[at])
                 self.console.action_step(knob, by)
             case Open(mode=mode):
                 self.console.action_open(mode)
@@ -137,7 +132,7 @@ class DashboardScreen(ConsoleScreen):
         """Hear no more of the first advice, or of that one."""
         said = self.query_one(AdvicePanel).said
         if index < len(said):
-            self._adviser.dismiss(said[index])
+            self.console.adviser.dismiss(said[index])
             self._show_advice()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:

@@ -25,7 +25,7 @@ from console.widgets.markdown_lines import lay_out
 _LINE_END = re.compile(r"\r\n|\n|\r")
 
 GROWN_LINES = 4
-"""By so many lines at once a text grows that is being written: the screen is laid out and scrolled a fourth as often."""
+"""A text that is being written grows by so many lines at once; its screen is laid out and scrolls that less often."""
 
 
 @dataclass(frozen=True, slots=True)

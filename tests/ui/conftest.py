@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import console.app
+from console.stylesheet import Parsed, Stylesheet
+
 
 @pytest.fixture(autouse=True)
 def a_neutral_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
@@ -21,3 +24,19 @@ def a_neutral_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     yield
     monkeypatch.undo()
     time.tzset()
+
+
+@pytest.fixture(scope="session")
+def parsed() -> Parsed:
+    """Every app of a run has the same CSS."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def css_parsed_once(monkeypatch: pytest.MonkeyPatch, parsed: Parsed) -> None:
+    """Most of the time in which an app starts goes into parsing."""
+
+    def stylesheet(*, variables: dict[str, str]) -> Stylesheet:
+        return Stylesheet(variables=variables, parsed=parsed)
+
+    monkeypatch.setattr(console.app, "Stylesheet", stylesheet)

@@ -180,3 +180,15 @@ def test_the_key_does_the_first_that_can_be_done() -> None:
 
 def test_advice_looks_right(snap_compare: object) -> None:
     assert snap_compare(EricApp(FakeLink(advice_scenes.crowded())), terminal_size=(100, 30))  # type: ignore[operator]
+
+
+async def test_what_is_advised_is_found_while_another_screen_is_seen() -> None:
+    link = FakeLink(scenes.busy())
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("7")
+        await pilot.pause()
+        crowded = advice_scenes.crowded(requests=scenes.requests())
+        link.show(msgspec.structs.replace(crowded, at=crowded.at + 2))
+        app.refresh_screen()
+        assert any(QUEUE in advice.sentence for advice in app.adviser.said)

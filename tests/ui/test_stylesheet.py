@@ -17,8 +17,13 @@ from tests.fakes.link import FakeLink
 from tests.ui.seen import until
 
 
+@pytest.fixture(autouse=True)
+def css_parsed_once() -> None:
+    """By each app here, to be counted."""
+
+
 @pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Any]]:
+def parses(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Any]]:
     """How often each piece of CSS was parsed, by where it is from."""
     counts: Counter[Any] = Counter()
     parse = stylesheet.parse
@@ -31,26 +36,26 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Any]]:
     yield counts
 
 
-async def test_opening_screens_parses_nothing_that_was_parsed_before(parsed: Counter[Any]) -> None:
+async def test_opening_screens_parses_nothing_that_was_parsed_before(parses: Counter[Any]) -> None:
     app = EricApp(FakeLink(scenes.busy()))
     async with app.run_test(size=(120, 40)) as pilot:
         for mode in MODES:
             await pilot.press(f"f{mode.digit}")
             await until(pilot, lambda mode=mode: app.current_mode == mode.name and app.screen.is_mounted)
             await pilot.pause()
-    assert parsed and max(parsed.values()) == 1
+    assert parses and max(parses.values()) == 1
 
 
-async def test_another_theme_parses_all_anew_and_is_seen(parsed: Counter[Any]) -> None:
+async def test_another_theme_parses_all_anew_and_is_seen(parses: Counter[Any]) -> None:
     app = EricApp(FakeLink(scenes.busy()), theme="ericllm-dark")
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
-        before, dark = set(parsed), app.screen.styles.background
-        parsed.clear()
+        before, dark = set(parses), app.screen.styles.background
+        parses.clear()
         app.habits.wear("ericllm-light")
         await until(pilot, lambda: app.screen.styles.background != dark)
         await pilot.pause()
-    assert before <= set(parsed) and max(parsed.values()) == 1
+    assert before <= set(parses) and max(parses.values()) == 1
 
 
 async def test_a_screen_that_comes_back_is_styled_anew_only_where_the_look_changed(
