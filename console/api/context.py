@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -49,14 +49,20 @@ class ApiContext:
         if isinstance(body, SamplingFields) and body.asks_for_format:
             await asyncio.to_thread(body.format, self.settings.max_schema_bytes)
         try:
-            async with asyncio.timeout(None) as wait:
-                self._waiting.add(wait)
-                try:
-                    return await served_model(self.engine, body.model, body.lora)
-                finally:
-                    self._waiting.discard(wait)
+            async with self.waiting():
+                return await served_model(self.engine, body.model, body.lora)
         except TimeoutError:
             raise _stopped() from None
+
+    @asynccontextmanager
+    async def waiting(self, timeout_s: float | None = None) -> AsyncIterator[None]:
+        """While a request waits for something; raises TimeoutError after `timeout_s`, or when the server stops."""
+        async with asyncio.timeout(timeout_s) as wait:
+            self._waiting.add(wait)
+            try:
+                yield
+            finally:
+                self._waiting.discard(wait)
 
     def check_choices(self, prompts: int, n: int) -> None:
         """Raise InvalidRequest where this many prompts with `n` answers each are too many; before they are read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -268,3 +269,11 @@ async def test_a_stream_that_runs_out_of_time_ends_with_what_it_has(tmp_path: Pa
         told = await events(api, prompt="x")
     assert "".join(event["text"] for event in told[:-1]) == completion("x", 3)
     assert told[-1]["event"] == "stream_end"
+
+
+async def test_a_stopping_server_closes_a_websocket_that_has_asked_nothing(api: Served) -> None:
+    async with api.http.ws_connect("/api/v1/stream") as socket:
+        await until(lambda: api.server.report().under_way == 1)
+        stopping = asyncio.create_task(api.server.stop(drain_s=0.0))
+        assert (await socket.receive()).type == aiohttp.WSMsgType.CLOSE
+        await stopping

@@ -99,9 +99,10 @@ class Streaming:
         await self._in_time(request, socket.close())
 
     async def _first(self, socket: web.WebSocketResponse) -> TextgenBody | None:
-        """What the client sends; None where it leaves or stays silent for too long."""
+        """What the client sends; None where it leaves, stays silent for too long, or the server stops."""
         try:
-            message = await socket.receive(timeout=self._context.settings.idle_timeout_s)
+            async with self._context.waiting(self._context.settings.idle_timeout_s):
+                message = await socket.receive()
         except TimeoutError:
             await socket.close()
             return None
