@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from engine.config import Grammar
+from engine.engine import GenerateRequest, RequestStream
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, Gate, Reply, letters, saying
 from tests.fakes.model import EOS_ID, VOCAB_SIZE, fake_spec
@@ -358,3 +359,20 @@ async def test_openai_s_own_client_puts_a_streamed_call_together(tmp_path: Path)
     assert message.content == "Hm."
     assert message.tool_calls is not None
     assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Paris"}
+
+
+async def test_a_request_with_tools_is_bound_to_the_model_whose_format_its_answer_is_read_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving_tools(tmp_path, HERMES, saying("ok", then=EOS_ID)) as api:
+        submitted: list[GenerateRequest] = []
+        submit = api.engine.submit
+
+        def note(request: GenerateRequest) -> RequestStream:
+            submitted.append(request)
+            return submit(request)
+
+        monkeypatch.setattr(api.engine, "submit", note)
+        await api.post(CHAT, messages=HELLO, tools=[NOW])
+        await api.post(CHAT, messages=HELLO)
+    assert [request.encode is None for request in submitted] == [True, False]

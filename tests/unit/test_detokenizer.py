@@ -110,3 +110,12 @@ def test_a_decoder_that_looks_ahead_is_refused_by_name() -> None:
     backend.decoder = tokenizers.decoders.CTC()
     with pytest.raises(UnsupportedModel, match="CTC"):
         Tokenizer(backend, TokenizerFolder())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_control_token_that_is_to_be_shown_is_text_where_the_others_are_skipped(kind: str) -> None:
+    subject = tokenizer(kind)
+    shown, *others = sorted(subject.special_ids)
+    detokenizer = IncrementalDetokenizer(subject, shown=[shown])
+    text = "".join(detokenizer.push(token_id) for token_id in (*others, shown))
+    assert text == subject.decode([shown], skip_special_tokens=False)
