@@ -232,3 +232,12 @@ async def test_an_answer_that_runs_out_of_time_ends_with_what_it_has(tmp_path: P
     async with serving(tmp_path, FakeBackend(gate=Gate(3)), config=config) as api:
         answer = await api.post("/api/v1/generate", prompt="x")
     assert answer["results"] == [{"text": completion("x", 3), "finish_reason": "length"}]
+
+
+async def test_a_default_length_is_no_more_than_the_server_allows(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=ApiSettings(port=0, max_output_tokens=3)) as api:
+        assert (await api.post("/api/v1/generate", prompt="x"))["results"][0]["text"] == completion("x", 3)
+        webui = await api.post("/api/v1/generate", prompt="x", do_sample=True)
+        assert webui == {"results": [{"text": completion("x", 3)}]}
+        assert "max_length" in (await refusal(api, prompt="x", max_length=4))["msg"]
+        assert await api.get("/api/v1/config/max_length") == {"value": 3}

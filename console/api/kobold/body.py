@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field
 
@@ -65,6 +65,12 @@ class KoboldBody(SamplingFields):
     singleline: bool = False
     genkey: Annotated[str, Field(max_length=200)] = ""
     render_special: bool = False
+
+    def limited(self, most: int | None) -> Self:
+        """The body, its answer no longer than any may be where the client has not said how long."""
+        if most is None or "max_length" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"max_length": min(self.max_length, most)})
 
     async def params(self, model: ServedModel) -> SamplingParams:
         """What the engine is told; raises InvalidRequest."""

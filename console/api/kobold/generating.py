@@ -127,6 +127,7 @@ class Generating:
     @asynccontextmanager
     async def _live(self, request: web.Request, body: KoboldBody) -> AsyncIterator[Live]:
         """The generation that a body asks for, while it is under way."""
+        body = body.limited(self._context.settings.max_output_tokens)
         model = await self._context.served(body)
         params, prompt = await body.params(model), await body.prompt_for(model)
         with (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field
 
@@ -47,6 +47,12 @@ class TextgenBody(SamplingFields):
     repetition_penalty: float | None = 1.1
     truncation_length: Annotated[int | None, Field(ge=1)] = None
     add_bos_token: bool = True
+
+    def limited(self, most: int | None) -> Self:
+        """The body, its answer no longer than any may be where the client has not said how long."""
+        if most is None or "max_new_tokens" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"max_new_tokens": min(self.max_new_tokens, most)})
 
     async def params(self, model: ServedModel) -> SamplingParams:
         """What the engine is told; raises InvalidRequest."""

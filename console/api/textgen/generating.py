@@ -53,6 +53,7 @@ class Generating:
         body = await read(request, TextgenBody)
         if body.stream:
             raise InvalidRequest("stream is not supported here: use the websocket /api/v1/stream", param="stream")
+        body = body.limited(self._context.settings.max_output_tokens)
         model = await self._context.served(body)
         params, prompt = await body.params(model), await body.prompt_for(model)
         with (

@@ -83,6 +83,7 @@ class Streaming:
             return
         if body.n > 1:
             raise InvalidRequest("n must be 1 here: there is one text", param="n")
+        body = body.limited(self._context.settings.max_output_tokens)
         model = await self._context.served(body)
         params, prompt = await body.params(model), await body.prompt_for(model)
         with (
