@@ -54,9 +54,9 @@ def call_grammar(
             f"strict needs tool_choice required, or a tool's name, here: {written.name} calls begin like any answer",
             param=f"tools[{strict}].function.strict",
         )
+    _check_schemas(tools, required, isinstance(written.shape, XmlCalls))
     callable_tools = [tool for tool in tools if choice.name in ("", tool.name)]
     block = _block(written, callable_tools, parallel, required, lambda marker: _spelled(marker, ids))
-    _check_schemas(tools, required, isinstance(written.shape, XmlCalls))
     rules = _required(block, parallel) if required else _at_will(block, parallel, written.shape.openings[0] in ids)
     source = "\n".join([*rules, *block.rules])
     return lark_grammar(source, "tool_choice" if required else "tools", max_bytes=MAX_GRAMMAR_BYTES)
