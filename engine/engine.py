@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import count
 
 import msgspec
 
-from engine.admission import end_tokens, resolve_params, resolve_timeout, to_embed
 from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, EngineConfig, ModelSpec
-from engine.deployment import Deployment
 from engine.desk import Desk
 from engine.devices import DeviceProbe, new_probe
-from engine.errors import EngineClosed, EngineError, ModelNotFound, NoModelLoaded, RequestNotFound
+from engine.entrance import Entrance
+from engine.errors import EngineClosed, EngineError, NoModelLoaded, RequestNotFound
 from engine.fleet import Fleet, Serving
 from engine.log import LogRing
 from engine.metrics import Metrics
 from engine.observer import Observer
 from engine.pool import NewHost
+from engine.pulse import Pulse
 from engine.records import RequestDetail, RequestText, text_of
-from engine.request import GenerateRequest, Request, compact
+from engine.request import GenerateRequest, Request
 from engine.sampler import DeviceSampler
 from engine.snapshot import DeviceReading, ModelStatus, RequestRow, Snapshot
 from engine.stream import RequestStream, StreamDelta
 from engine.text.tokenizer import Tokenizer
 from engine.usage import ModelUsage
-from engine.view import build_snapshot, kv_usage, memory_usage
 from engine.worker.hosts import BackendFactory
 
 __all__ = ["Engine", "GenerateRequest", "RequestStream", "Serving", "StreamDelta"]
-
-_PUBLISH_HZ = 4.0
-_TICK_S = 1.0
 
 
 class Engine:
@@ -69,22 +62,22 @@ class Engine:
             sampler=self._sampler,
             on_change=self._changed,
         )
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._started = 0.0
-        self._orders = count(1)
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self.publish_s = 1 / _PUBLISH_HZ
+        self._entrance = Entrance(self._fleet, self._desk)
+        self._pulse = Pulse(
+            self._fleet,
+            self._desk,
+            metrics=self._metrics,
+            sampler=self._sampler,
+            observer=self._observer,
+            log=self.log,
+        )
         self._refusing = False
         self._closing: asyncio.Task[None] | None = None
-        self._published = Snapshot(at=time.time(), target_workers=config.num_workers, max_prompts=config.max_prompts)
 
     async def start(self) -> None:
         """Begin to sample; before anything else."""
-        self._loop = asyncio.get_running_loop()
-        self._started = self._loop.time()
-        await self._observer.start(self._started, time.time())
-        self._tick()
-        self._publish_and_repeat()
+        await self._observer.start(_now(), time.time())
+        self._pulse.start()
 
     def refuse_new(self) -> None:
         """Take no request and no command any more, as `close` does; what is under way goes on until then."""
@@ -240,7 +233,8 @@ class Engine:
         Raises NoModelLoaded, ModelNotFound, QueueFull, ContextLengthExceeded, InvalidRequest or EngineClosed.
         """
         try:
-            admitted, deployment = self._admit(request)
+            self._refuse_if_closed()
+            admitted, deployment = self._entrance.admit(request)
         except EngineError:
             self._metrics.count("rejected")
             raise
@@ -251,9 +245,6 @@ class Engine:
     def cancel(self, request_id: str) -> bool:
         """End a live request with finish "cancelled"; False if there is none of that id."""
         return self._desk.cancel(request_id)
-
-    def _cancel(self, request_id: str) -> None:
-        self._desk.cancel(request_id)
 
     def cancel_queued(self, model: str = "") -> int:
         """End every request that waits for a worker, of one model or of all; how many. Raises ModelNotFound."""
@@ -284,54 +275,6 @@ class Engine:
         tokenizer = deployment.tokenizer if deployment is not None else None
         return text_of(tokenizer, request.prompt_ids, request.generated) if tokenizer is not None else None
 
-    def _admit(self, asked: GenerateRequest) -> tuple[Request, Deployment]:
-        self._refuse_if_closed()
-        deployment, prompt_ids = self._destination(asked)
-        model, tokenizer = deployment.require_ready()
-        if asked.adapter and asked.adapter not in deployment.adapters:
-            raise ModelNotFound(f"{deployment.spec.name} has no adapter {asked.adapter!r}", param="adapter")
-        request_id = asked.id or f"gen-{secrets.token_hex(8)}"
-        params = resolve_params(prompt_ids, asked.params, deployment.spec, model, seed=secrets.randbits(63))
-        if asked.embed:
-            params = to_embed(params, model)
-        timeout_s = resolve_timeout(asked.timeout_s, self.config.timeout_s)
-        free = sum(slot.free for slot in deployment.slots())
-        self._desk.check_room(request_id, deployment.lane, self.config.max_queue, free)
-        request = Request(
-            id=request_id,
-            source=asked.source,
-            priority=asked.priority,
-            order=next(self._orders),
-            prompt_ids=compact(prompt_ids),
-            params=params,
-            asked=asked.params,
-            end_token_ids=end_tokens(params, tokenizer.eos_token_ids),
-            timeout_s=timeout_s,
-            created=_now(),
-            stream=RequestStream(request_id, len(prompt_ids), partial(self._cancel, request_id)),
-            lane=deployment.lane,
-            model=asked.model,
-            adapter=asked.adapter,
-            client=asked.client,
-            encode=asked.encode,
-            choices=asked.choices,
-            embed=asked.embed,
-        )
-        return request, deployment
-
-    def _destination(self, asked: GenerateRequest) -> tuple[Deployment, Sequence[int]]:
-        """The model that is to answer, and the prompt as its tokenizer has it: the model may have been replaced since
-        the prompt was tokenized."""
-        made_for = self._fleet.roster.by_key(asked.key) if asked.key else None
-        if made_for is not None and made_for.state in ("ready", "draining"):
-            return made_for, asked.prompt_ids
-        deployment, _ = self._fleet.roster.named(asked.model)
-        if not asked.key:
-            return deployment, asked.prompt_ids
-        if asked.encode is None or deployment.tokenizer is None:
-            raise NoModelLoaded("the model was unloaded before the request was queued", state="unloaded")
-        return deployment, asked.encode(deployment.tokenizer)
-
     def _left(self, request: Request) -> None:
         """A request ended: its worker stops computing it, and the next one takes its place."""
         self._fleet.left(request)
@@ -346,7 +289,7 @@ class Engine:
         """Count the numbers of Insight anew from now on. Raises EngineClosed."""
         self._refuse_if_closed()
         self._observer.reset(_now(), time.time())
-        self._publish()
+        self._pulse.publish()
 
     async def observe(self, changes: Mapping[str, float | str | None]) -> None:
         """Change what insight goes by: slo_ttft_s, slo_itl_s, energy_rate, energy_currency of EngineConfig.
@@ -368,12 +311,12 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The engine now; from another thread the one published last, at most `publish_s` old."""
-        try:
-            if asyncio.get_running_loop() is self._loop:
-                self._publish()
-        except RuntimeError:
-            pass  # another thread, with no loop
-        return self._published
+        return self._pulse.snapshot()
+
+    @property
+    def publish_s(self) -> float:
+        """Seconds between two snapshots."""
+        return self._pulse.publish_s
 
     def usage(self) -> tuple[ModelUsage, ...]:
         """What each model was used for, also those that are loaded no more."""
@@ -381,54 +324,19 @@ class Engine:
 
     def publish_for(self, hertz: float) -> None:
         """Publish snapshots as often as a screen shows them, and 4 times a second at least; from any thread."""
-        self.publish_s = 1 / max(_PUBLISH_HZ, hertz)
+        self._pulse.publish_for(hertz)
 
     def _changed(self) -> None:
         """A worker or the model changed: there may be free places, and there is something to show."""
         self._fleet.dispatch()
-        self._publish()
-
-    def _publish(self) -> None:
-        self._published = build_snapshot(
-            at=time.time(),
-            now=_now(),
-            started=self._started,
-            fleet=self._fleet,
-            desk=self._desk,
-            metrics=self._metrics,
-            devices=self._sampler.latest,
-            log_total=self.log.total,
-            insight=self._observer.latest,
-        )
-
-    def _publish_and_repeat(self) -> None:
-        self._publish()
-        self._timers["publish"] = asyncio.get_running_loop().call_later(self.publish_s, self._publish_and_repeat)
-
-    def _tick(self) -> None:
-        """Once a second: close a second of history, look after the workers, and read the devices."""
-        now, replicas = _now(), self._fleet.roster.replicas()
-        self._metrics.tick(
-            now,
-            time.time(),
-            running=len(self._desk.live) - self._fleet.queued,
-            queued=self._fleet.queued,
-            kv_usage=kv_usage(replicas),
-            device_utilisation=tuple(device.utilisation for device in self._published.devices),
-            device_memory=tuple(map(memory_usage, self._published.devices)),
-        )
-        self._observer.tick(now, time.time(), replicas)
-        self._fleet.tick(now)
-        self._sampler.poll(self._fleet.roster.pids())
-        self._timers["tick"] = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        self._pulse.publish()
 
     async def _close(self, drain_s: float) -> None:
         await self._fleet.close(drain_s, _shut_down())
-        for timer in self._timers.values():
-            timer.cancel()
+        self._pulse.stop()
         await self._sampler.close()
         await self._observer.close()
-        self._publish()
+        self._pulse.publish()
 
     def _kill_workers(self) -> None:
         for replica in self._fleet.roster.replicas():
