@@ -53,6 +53,11 @@ class ServedSettings(BaseModel):
         Flag("API", "NAME,NAME"),
         Field(description="Names besides localhost that a server on loopback may be asked by; *: all"),
     ] = ()
+    dialects_off: Annotated[
+        Words,
+        Flag("API", "NAME,NAME"),
+        Field(description="Dialects that are not answered, for example tgi,kobold; the API screen can switch them too"),
+    ] = ()
     request_rate: Annotated[
         int,
         Flag("API", "N"),

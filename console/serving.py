@@ -24,6 +24,7 @@ def api_settings(settings: Settings, state_dir: Path | None) -> ApiSettings:
         tls_key=settings.tls_key,
         cors_origins=settings.cors_origins,
         allowed_hosts=settings.allowed_hosts,
+        dialects_off=settings.dialects_off,
         state_dir=state_dir,
         address_rate=settings.request_rate,
         max_header_bytes=settings.max_header_bytes,

@@ -7,7 +7,7 @@ one path: the body decides whose it is. What operators and their tools ask (heal
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -75,7 +75,7 @@ Place = tuple[str, str]
 
 
 class Dialects:
-    """Which dialects there are, and which of them are on. All are at first."""
+    """Which dialects there are, and which of them are on: all at first, but those that `begin_without` names."""
 
     def __init__(self, context: ApiContext, dialects: Sequence[Dialect] = DIALECTS) -> None:
         self._dialects = {dialect.name: dialect for dialect in dialects}
@@ -90,6 +90,7 @@ class Dialects:
                 self._at.setdefault((route.method, _plain(route)), {})[name] = route
                 self._of_path.setdefault(_plain(route), self._dialects[name])
         self._off: frozenset[str] = frozenset()
+        self._begun = False
 
     def routes(self) -> list[web.RouteDef]:
         """Those of all dialects, each place once."""
@@ -132,7 +133,15 @@ class Dialects:
         if name not in self._dialects:
             known = ", ".join(self._dialects)
             raise InvalidRequest(f"There is no dialect called {name}; there are: {known}", param="name")
+        self._begun = True
         self._off = self._off - {name} if on else self._off | {name}
+
+    def begin_without(self, names: Iterable[str]) -> None:
+        """Switch these off where nobody has switched any yet; raises as `switch` does."""
+        if not self._begun:
+            self._begun = True
+            for name in names:
+                self.switch(name, False)
 
     def readings(self, requests: Mapping[str, int]) -> tuple[DialectReading, ...]:
         """All of them. requests: so far, by name."""

@@ -71,13 +71,14 @@ class ApiServer:
         self._changing = asyncio.Lock()
 
     async def start(self) -> None:
-        """Listen; does nothing when it does already. Raises CannotListen or KeysUnavailable with the reason, which
-        `status` keeps."""
+        """Listen; does nothing when it does already. Raises CannotListen, KeysUnavailable, or InvalidRequest where the
+        settings cannot be, with the reason, which `status` keeps."""
         async with self._changing:
             if self._listener is not None:
                 return
             await self._close_runner()
             try:
+                self._dialects.begin_without(self._settings.dialects_off)
                 await asyncio.to_thread(self._keys.open)
                 await self._context.watchers.open(self._settings)
                 await self._open()

@@ -14,6 +14,7 @@ class ApiSettings:
     no_auth: whether others may reach it where there is no key.  admin_remote: whether they may send admin requests.
     tls_cert, tls_key: PEM files; HTTPS where they are given.
     cors_origins: whose pages may ask.  allowed_hosts: names it goes by besides localhost.
+    dialects_off: names of those that are not answered at first.
     state_dir: the folder of keys.json, which has the keys that were made; None keeps them in memory.
     address_rate: requests a minute of one address beyond this machine; 0: any.
     max_header_bytes: longest line of a request's head.  max_body_bytes: longest request body.
@@ -40,6 +41,7 @@ class ApiSettings:
     tls_key: Path | None = None
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    dialects_off: tuple[str, ...] = ()
     state_dir: Path | None = None
     address_rate: int = 6000
     max_header_bytes: int = 8 * 2**10

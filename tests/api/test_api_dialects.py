@@ -144,3 +144,19 @@ async def test_what_has_no_body_is_answered_by_the_first_of_them_that_is_on(api:
     assert await asked(api, "/v1/models", 200, b"", method="GET") == "SHOUTED MODELS"
     await api.server.switch_dialect("shout", False)
     assert (await asked(api, "/v1/models", 404, b"", method="GET"))["error"]["code"] == "dialect_off"
+
+
+async def test_the_settings_switch_dialects_off_from_the_start_and_no_more_than_once(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=ApiSettings(port=0, dialects_off=("shout",)), load=False) as api:
+        assert (await asked(api, "/shout", 404, b""))["code"] == "dialect_off"
+        await api.server.switch_dialect("shout", True)
+        await api.server.stop()
+        await api.server.start()
+        assert all(dialect.on for dialect in api.server.report().dialects)
+
+
+async def test_a_dialect_that_there_is_not_is_told_by_its_name_at_the_start(tmp_path: Path) -> None:
+    settings = ApiSettings(port=0, dialects_off=("shoot",))
+    with pytest.raises(InvalidRequest, match="no dialect called shoot; there are: openai, generate, shout"):
+        async with serving(tmp_path, settings=settings, load=False):
+            pass
