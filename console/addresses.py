@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 
+@lru_cache(maxsize=1024)
 def is_loopback(host: str) -> bool:
     """Whether only programs on this machine reach `host`; a name other than localhost is taken for more than that."""
     if host == "localhost":

@@ -52,6 +52,14 @@ def logging_to(ring: LogRing, folder: Path | None, *, verbose: bool, stderr: boo
 class _DroppingHandler(QueueHandler):
     """Hands lines to the thread that writes them; drops them while that thread is stuck (a pipe nobody reads)."""
 
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """What the other thread may have: the sentence as it is now. Every request has a line, so plain ones are not
+        copied: handlers that come later read the same in them."""
+        if record.exc_info or record.exc_text or record.stack_info:
+            return super().prepare(record)  # type: ignore[no-any-return]
+        record.msg, record.args = record.getMessage(), None
+        return record
+
     def enqueue(self, record: logging.LogRecord) -> None:
         with suppress(queue.Full):
             self.queue.put_nowait(record)

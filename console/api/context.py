@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -171,7 +171,7 @@ def client_of(request: web.Request) -> str:
 
 def new_id(prefix: str) -> str:
     """A fresh id, as "chatcmpl-2f…"."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}-{secrets.token_hex(16)}"
 
 
 def _stopped() -> EngineClosed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -136,7 +136,7 @@ def signing(
 def _id_of(request: web.Request) -> str:
     """The client's own where it is harmless, else a new one."""
     given = request.headers.get(REQUEST_ID, "")
-    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _SANE_ID.fullmatch(given) else secrets.token_hex(16)
 
 
 def _loudness(request: web.Request) -> int:

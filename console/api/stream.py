@@ -47,21 +47,69 @@ class ChunkStream:
         self._call = call_of(request)
         self._settings = settings
         self._framing = framing
-        self._clock = asyncio.get_running_loop().time
-        self._sent_at = self._clock()
+        self._loop = asyncio.get_running_loop()
+        self._wrote_at = self._loop.time()
+        self._writing = False
+        self._look: asyncio.TimerHandle | None = None
         self._pinging: asyncio.Task[None] | None = None
         self.response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.response.content_type = framing.content_type
 
     async def __aenter__(self) -> ChunkStream:
         await self.response.prepare(self._request)
-        if self._framing.ping is not None:
-            self._pinging = asyncio.create_task(self._keep_alive(self._framing.ping))
+        self._watch()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        try:
+            return await self._end(error)
+        finally:
+            if self._look is not None:
+                self._look.cancel()
+
+    async def send(self, document: object) -> None:
+        """Send one struct as a chunk; raises ConnectionError when the client is gone or reads no more."""
+        await self.send_raw(msgspec.json.encode(document))
+
+    async def send_raw(self, document: bytes) -> None:
+        """Send bytes as one chunk."""
+        chunk = self._framing.frame(document)
+        await self._write(self.response.write(chunk))
+        self._call.sent_bytes += len(chunk)
+
+    async def _write(self, writing: Awaitable[None]) -> None:
+        """Write while `_watch` looks how long that takes."""
+        self._wrote_at, self._writing = self._loop.time(), True
+        await writing
+        self._writing = False
+
+    def _watch(self) -> None:
+        """Cut off a client that reads nothing for too long, for its buffers are memory of ours, and keep a silent
+        stream open. One timer for the whole stream: a time-out for each write costs as much as the write."""
+        passed_s, patience_s = self._loop.time() - self._wrote_at, self._settings.write_timeout_s
+        if self._writing:
+            if passed_s >= patience_s:
+                if self._request.transport is not None:
+                    self._request.transport.abort()
+                return
+            due_s = patience_s - passed_s
+        elif self._framing.ping is None:
+            due_s = patience_s
+        elif passed_s < self._settings.ping_s:
+            due_s = min(self._settings.ping_s - passed_s, patience_s)
+        else:
+            self._pinging = asyncio.create_task(self._ping(self._framing.ping))
+            due_s = min(self._settings.ping_s, patience_s)
+        self._look = self._loop.call_later(due_s, self._watch)
+
+    async def _ping(self, ping: bytes) -> None:
+        with suppress(ConnectionError):
+            await self._write(self.response.write(ping))
+
+    async def _end(self, error: BaseException | None) -> bool:
+        """Send what is left to say; whether that deals with the error."""
         if self._pinging is not None:
             self._pinging.cancel()
         if isinstance(error, ConnectionError):
@@ -74,39 +122,8 @@ class ChunkStream:
                 shown = self._shown(error)
                 note(self._request, shown)
                 await self.send(told(self._request, shown))
-            await self._in_time(self.response.write_eof())
+            await self._write(self.response.write_eof())
         return True
-
-    async def send(self, document: object) -> None:
-        """Send one struct as a chunk; raises ConnectionError when the client is gone or reads no more."""
-        await self.send_raw(msgspec.json.encode(document))
-
-    async def send_raw(self, document: bytes) -> None:
-        """Send bytes as one chunk."""
-        self._sent_at = self._clock()
-        chunk = self._framing.frame(document)
-        await self._in_time(self.response.write(chunk))
-        self._call.sent_bytes += len(chunk)
-
-    async def _in_time(self, writing: Awaitable[None]) -> None:
-        """Write, and cut off a client that reads nothing for too long: its buffers are memory of ours."""
-        try:
-            async with asyncio.timeout(self._settings.write_timeout_s):
-                await writing
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ConnectionResetError("the client stopped reading") from None
-
-    async def _keep_alive(self, ping: bytes) -> None:
-        with suppress(ConnectionError):
-            while True:
-                silence_s = self._clock() - self._sent_at
-                if silence_s < self._settings.ping_s:
-                    await asyncio.sleep(self._settings.ping_s - silence_s)
-                else:
-                    self._sent_at = self._clock()
-                    await self._in_time(self.response.write(ping))
 
     def _shown(self, error: BaseException) -> EngineError:
         if isinstance(error, EngineError):
