@@ -27,7 +27,7 @@ from console.api.logprobs import (
 from console.api.openai import OpenAiFields, UsageField, now, prompt_logprobs_of, usage_of
 from console.api.parameters import COMPLETION_REFUSED, OPENAI_INERT
 from console.api.prompts import Prompt, count_prompts, negative_prompt_ids, read_prompts
-from console.api.sampling import sampling_params
+from console.api.sampling import limited, sampling_params
 from console.api.served import ServedModel
 from console.api.stream import DONE, ChunkStream
 from engine.backends.base import FinishReason, TokenLogprob
@@ -113,6 +113,7 @@ class Completions:
     @describes("Continue a text", body=CompletionBody, answer=Completion, event=Completion, example=_EXAMPLE)
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, CompletionBody)
+        body = limited(body, "max_tokens", self._context.settings.max_output_tokens)
         model = await self._context.served(body)
         params = sampling_params(
             body,

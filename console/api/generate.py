@@ -23,7 +23,7 @@ from console.api.errors import json_response
 from console.api.generation import Generation
 from console.api.parameters import GENERATE_REFUSED
 from console.api.prompts import count_prompts, negative_prompt_ids, read_prompts
-from console.api.sampling import SamplingFields, sampling_params
+from console.api.sampling import SamplingFields, limited, sampling_params
 from console.api.stream import JSON_LINES, ChunkStream
 from engine.backends.base import FinishReason
 from engine.errors import InvalidRequest
@@ -82,6 +82,7 @@ class Generate:
     )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = _one_penalty(await read(request, GenerateBody))
+        body = limited(body, "max_tokens", self._context.settings.max_output_tokens)
         model = await self._context.served(body)
         negative_ids = await negative_prompt_ids(body, model)
         params = sampling_params(body, model, max_tokens=body.max_tokens, negative_prompt_ids=negative_ids)

@@ -3,13 +3,19 @@ text-generation-webui's APIs have it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import NamedTuple
 
+from aiohttp import web
+
+from console.api.context import ApiContext, client_of, new_id
 from console.api.errors import RequestCancelled
+from console.api.frontends import FrontendBody
 from console.api.generation import Generation
+from console.api.sampling import limited
 from engine.backends.base import FinishReason
+from engine.errors import EngineError
 
 
 class Piece(NamedTuple):
@@ -32,6 +38,10 @@ class Live:
         """End it: whoever reads it keeps what has come."""
         self._stopped = True
         self._generation.cancel()
+
+    def cancel(self, reason: EngineError | None) -> None:
+        """End it; whoever reads it gets `reason`, or RequestCancelled."""
+        self._generation.cancel(reason)
 
     @property
     def text(self) -> str:
@@ -65,11 +75,27 @@ class Live:
 class Running:
     """Those under way, by whom they are for and the key that the client gave each, "" for none."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
         self._live: dict[tuple[str, str], list[Live]] = {}
 
+    @asynccontextmanager
+    async def answering(
+        self, request: web.Request, kind: str, body: FrontendBody, *, key: str = ""
+    ) -> AsyncIterator[Live]:
+        """What a body asks for, while it is under way; raises EngineError. kind: what its id begins with."""
+        context = self._context
+        body = limited(body, body.length_field, context.settings.max_output_tokens)
+        model = await context.served(body)
+        params, prompt = await body.params(model), await body.prompt_for(model)
+        with (
+            context.generate(request, new_id(kind), body, model, [prompt], params) as generation,
+            self._added(client_of(request), key, generation) as live,
+        ):
+            yield live
+
     @contextmanager
-    def added(self, client: str, key: str, generation: Generation) -> Iterator[Live]:
+    def _added(self, client: str, key: str, generation: Generation) -> Iterator[Live]:
         """One while it runs."""
         live = Live(generation)
         here = self._live.setdefault((client, key), [])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar
 
 from pydantic import Field
 
+from console.api.biases import bans, biases
 from console.api.body import Body
 from console.api.body_schema import TEXTS
 from console.api.dry import breaker_ids
@@ -18,14 +18,12 @@ from engine.config import MAX_GRAMMAR_BYTES, SamplingParams, shown
 from engine.errors import InvalidRequest
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Body)
 
 TOP_K_OFF = -1
 MAX_N = 128
 MAX_PRIORITY = 10**6
 NO_SEED = -1
-BANNED = -100.0
-"""The bias of a token that must not come."""
-
 _ALIASES: Mapping[str, str] = {
     "dry_penalty_last_n": "dry_range",
     "dynatemp_exponent": "temp_exponent",
@@ -47,8 +45,6 @@ _ALIASES: Mapping[str, str] = {
     "typical": "typical_p",
 }
 """What TabbyAPI, text-generation-webui, KoboldCpp and llama.cpp call our fields."""
-
-_TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 class ModelFields(Body):
@@ -138,6 +134,16 @@ class SamplingFields(ModelFields, FormatFields):
         return self.n if self.best_of is None else self.best_of
 
 
+def limited(body: B, field: str, most: int | None) -> B:
+    """The body, its answer no longer than the `most` tokens that any may have where the client does not say how long.
+
+    field: what the dialect, which has a default for it, calls that.
+    """
+    if most is None or field in body.model_fields_set:
+        return body
+    return body.model_copy(update={field: min(getattr(body, field), most)})
+
+
 def sampling_params(
     fields: SamplingFields,
     model: ServedModel,
@@ -195,7 +201,8 @@ def sampling_params(
         cfg_scale=fields.cfg_scale,
         negative_prompt_ids=tuple(negative_prompt_ids),
         banned_strings=tuple(dict.fromkeys([*fields.banned_strings, *fields.bad_words])),
-        logit_bias=_biases(fields.logit_bias, model) | _bans(fields, model),
+        logit_bias=biases(fields.logit_bias, model)
+        | bans(fields.custom_token_bans, model, end_tokens=fields.ban_eos_token),
         seed=_seed(fields),
         max_tokens=max_tokens,
         min_tokens=fields.min_tokens,
@@ -259,22 +266,6 @@ def _seed(fields: SamplingFields) -> int | None:
     return next(iter(given), None)
 
 
-def _bans(fields: SamplingFields, model: ServedModel) -> dict[int, float]:
-    """Biases of the tokens that must not come."""
-    ids = [*(model.tokenizer.eos_token_ids if fields.ban_eos_token else ()), *_banned_ids(fields.custom_token_bans)]
-    model.check_token_ids(ids, "custom_token_bans")
-    return dict.fromkeys(ids, BANNED)
-
-
-def _banned_ids(value: object) -> list[int]:
-    items = [text.strip() for text in value.split(",") if text.strip()] if isinstance(value, str) else value or []
-    if not isinstance(items, list) or not all(_TOKEN_ID.fullmatch(str(item)) for item in items):
-        raise InvalidRequest(
-            "custom_token_bans should be token ids: an array, or text with commas", param="custom_token_bans"
-        )
-    return [int(item) for item in items]
-
-
 def _first(asked: T | None, recommended: T | None, neutral: T) -> T:
     """The first that is given."""
     if asked is not None:
@@ -288,12 +279,3 @@ def _stops(stop: object) -> tuple[str, ...]:
     if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
         raise InvalidRequest("stop should be a string or an array of strings", param="stop")
     return tuple(stops)
-
-
-def _biases(biases: dict[str, float], model: ServedModel) -> dict[int, float]:
-    """The same by token id. Only its usual spelling is an id: with others, one token could have two biases."""
-    if not all(_TOKEN_ID.fullmatch(key) for key in biases):
-        raise InvalidRequest("logit_bias should have token ids as its keys", param="logit_bias")
-    by_id = {int(key): bias for key, bias in biases.items()}
-    model.check_token_ids(list(by_id), "logit_bias")
-    return by_id

@@ -67,6 +67,12 @@ async def test_an_answer_without_a_limit_of_its_own_has_that_of_the_settings(cap
     assert answer["usage"]["completion_tokens"] == 8
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+async def test_a_default_length_is_no_more_than_the_server_allows(capped: Served, path: str) -> None:
+    await capped.post(path, prompt="x", ignore_eos=True)
+    assert capped.backend.submitted[0].params.max_tokens == 8
+
+
 async def test_a_body_that_nests_too_deep_is_refused_before_it_is_read(capped: Served) -> None:
     deep: Any = "x"
     for _ in range(6):

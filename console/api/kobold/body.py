@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 
 from pydantic import Field
 
 from console.api.body import Body
-from console.api.cut_prompts import Cut, room_for_prompt
+from console.api.cut_prompts import Cut
+from console.api.frontends import FrontendBody
 from console.api.parameters import FRONTEND_INERT, KOBOLD_REFUSED
-from console.api.prompts import Prompt, negative_prompt_ids
-from console.api.sampler_order import dynamic_alone
-from console.api.sampling import SamplingFields, sampling_params
-from console.api.served import ServedModel
-from engine.config import SamplingParams
+from console.api.sampling import SamplingFields
 
 _ALIASES = {
     **SamplingFields.aliases,
@@ -35,7 +32,7 @@ _INERT = FRONTEND_INERT | {
 }
 
 
-class KoboldBody(SamplingFields):
+class KoboldBody(FrontendBody):
     """A prompt and its settings, with KoboldCpp's defaults.
 
     memory: stands before the prompt and is never cut.  max_context_length: tokens of prompt and answer together, the
@@ -47,8 +44,9 @@ class KoboldBody(SamplingFields):
     refused = KOBOLD_REFUSED
     inert = _INERT
     aliases = _ALIASES
+    length_field = "max_length"
+    context_field = "max_context_length"
 
-    prompt: str
     memory: str = ""
     max_length: Annotated[int, Field(ge=1)] = 180
     max_context_length: Annotated[int | None, Field(ge=1)] = None
@@ -66,28 +64,7 @@ class KoboldBody(SamplingFields):
     genkey: Annotated[str, Field(max_length=200)] = ""
     render_special: bool = False
 
-    def limited(self, most: int | None) -> Self:
-        """The body, its answer no longer than any may be where the client has not said how long."""
-        if most is None or "max_length" in self.model_fields_set:
-            return self
-        return self.model_copy(update={"max_length": min(self.max_length, most)})
-
-    async def params(self, model: ServedModel) -> SamplingParams:
-        """What the engine is told; raises InvalidRequest."""
-        negative_ids = await negative_prompt_ids(self, model)
-        return dynamic_alone(
-            sampling_params(self._completed(), model, max_tokens=self.max_length, negative_prompt_ids=negative_ids)
-        )
-
-    async def prompt_for(self, model: ServedModel) -> Prompt:
-        """The end of the prompt that leaves room for the answer; raises InvalidRequest."""
-        room = room_for_prompt(
-            self.max_length, self.max_context_length, model, answer="max_length", context="max_context_length"
-        )
-        return await Cut(self.prompt, room, head=self.memory).prompt(model)
-
     def _completed(self) -> SamplingFields:
-        """With what this dialect says in fields of its own."""
         return self.model_copy(
             update={
                 "stopping_strings": [*self.stopping_strings, "\n"] if self.singleline else self.stopping_strings,
@@ -95,6 +72,9 @@ class KoboldBody(SamplingFields):
                 "skip_special_tokens": not self.render_special,
             }
         )
+
+    def _cut(self, room: int) -> Cut:
+        return Cut(self.prompt, room, head=self.memory)
 
 
 class KeyBody(Body):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import Literal
 
 import msgspec
 from aiohttp import web
 
 from console.api.body import read
-from console.api.context import ApiContext, client_of, new_id
+from console.api.context import ApiContext, client_of
 from console.api.described import describes
 from console.api.errors import json_response
 from console.api.kobold.body import KeyBody, KoboldBody
-from console.api.running import Live, Running
+from console.api.running import Running
 from console.api.stream import ChunkStream, Framing
 from engine.backends.base import FinishReason
 from engine.errors import InvalidRequest
@@ -71,7 +70,7 @@ class Generating:
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
-        self._running = Running()
+        self._running = Running(context)
 
     def routes(self) -> list[web.RouteDef]:
         """Where they are found."""
@@ -88,7 +87,7 @@ class Generating:
         body = await read(request, KoboldBody)
         if body.stream:
             raise InvalidRequest("stream is not supported here: ask /api/extra/generate/stream", param="stream")
-        async with self._live(request, body) as live:
+        async with self._running.answering(request, "kobold", body, key=body.genkey) as live:
             answers = await live.answers(body.n)
         return json_response(Results([Result(text, _finish(finish)) for text, finish in answers]))
 
@@ -97,7 +96,10 @@ class Generating:
         body = await read(request, KoboldBody)
         if body.n > 1:
             raise InvalidRequest("n must be 1 in a stream: its pieces are of one text", param="n")
-        async with self._live(request, body) as live, ChunkStream(request, self._context.settings, _SSE) as chunks:
+        async with (
+            self._running.answering(request, "kobold", body, key=body.genkey) as live,
+            ChunkStream(request, self._context.settings, _SSE) as chunks,
+        ):
             ended = False
             async with aclosing(live.pieces()) as pieces:
                 async for piece in pieces:
@@ -123,18 +125,6 @@ class Generating:
 
     def _pending(self, request: web.Request, genkey: str) -> web.Response:
         return json_response(Checked([Pending(self._running.text(client_of(request), genkey))]))
-
-    @asynccontextmanager
-    async def _live(self, request: web.Request, body: KoboldBody) -> AsyncIterator[Live]:
-        """The generation that a body asks for, while it is under way."""
-        body = body.limited(self._context.settings.max_output_tokens)
-        model = await self._context.served(body)
-        params, prompt = await body.params(model), await body.prompt_for(model)
-        with (
-            self._context.generate(request, new_id("kobold"), body, model, [prompt], params) as generation,
-            self._running.added(client_of(request), body.genkey, generation) as live,
-        ):
-            yield live
 
 
 def _finish(finish: FinishReason | None) -> KoboldFinish:

@@ -45,8 +45,8 @@ class Textgen:
     """All its endpoints."""
 
     def __init__(self, context: ApiContext) -> None:
-        running = Running()
-        self._parts = (Generating(context, running), Streaming(context, running), Telling(context))
+        running = Running(context)
+        self._parts = (Generating(running), Streaming(context, running), Telling(context))
 
     def routes(self) -> list[web.RouteDef]:
         """Where they are found."""

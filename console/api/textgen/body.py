@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 
 from pydantic import Field
 
 from console.api.body import Body
-from console.api.cut_prompts import Cut, room_for_prompt
+from console.api.cut_prompts import Cut
+from console.api.frontends import FrontendBody
 from console.api.parameters import FRONTEND_INERT, TEXTGEN_REFUSED
-from console.api.prompts import Prompt, negative_prompt_ids
-from console.api.sampler_order import dynamic_alone
-from console.api.sampling import SamplingFields, sampling_params
-from console.api.served import ServedModel
-from engine.config import SamplingParams
+from console.api.sampling import SamplingFields
 
 _ALIASES = {
     **SamplingFields.aliases,
@@ -25,7 +22,7 @@ _ALIASES = {
 }
 
 
-class TextgenBody(SamplingFields):
+class TextgenBody(FrontendBody):
     """A prompt and its settings, with text-generation-webui's defaults.
 
     do_sample: without it the likeliest tokens are taken.  truncation_length: tokens of prompt and answer together, the
@@ -35,8 +32,9 @@ class TextgenBody(SamplingFields):
     refused = TEXTGEN_REFUSED
     inert = FRONTEND_INERT
     aliases = _ALIASES
+    length_field = "max_new_tokens"
+    context_field = "truncation_length"
 
-    prompt: str
     max_new_tokens: Annotated[int, Field(ge=1)] = 200
     do_sample: bool = True
     temperature: float | None = 0.5
@@ -48,26 +46,11 @@ class TextgenBody(SamplingFields):
     truncation_length: Annotated[int | None, Field(ge=1)] = None
     add_bos_token: bool = True
 
-    def limited(self, most: int | None) -> Self:
-        """The body, its answer no longer than any may be where the client has not said how long."""
-        if most is None or "max_new_tokens" in self.model_fields_set:
-            return self
-        return self.model_copy(update={"max_new_tokens": min(self.max_new_tokens, most)})
+    def _completed(self) -> SamplingFields:
+        return self if self.do_sample else self.model_copy(update={"temperature": 0.0})
 
-    async def params(self, model: ServedModel) -> SamplingParams:
-        """What the engine is told; raises InvalidRequest."""
-        fields = self if self.do_sample else self.model_copy(update={"temperature": 0.0})
-        negative_ids = await negative_prompt_ids(self, model)
-        return dynamic_alone(
-            sampling_params(fields, model, max_tokens=self.max_new_tokens, negative_prompt_ids=negative_ids)
-        )
-
-    async def prompt_for(self, model: ServedModel) -> Prompt:
-        """The end of the prompt that leaves room for the answer; raises InvalidRequest."""
-        room = room_for_prompt(
-            self.max_new_tokens, self.truncation_length, model, answer="max_new_tokens", context="truncation_length"
-        )
-        return await Cut(self.prompt, room, add_special_tokens=self.add_bos_token).prompt(model)
+    def _cut(self, room: int) -> Cut:
+        return Cut(self.prompt, room, add_special_tokens=self.add_bos_token)
 
 
 class CountBody(Body):

@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from console.api.body import read
-from console.api.context import ApiContext, client_of, new_id
+from console.api.context import client_of
 from console.api.described import describes
 from console.api.errors import json_response
 from console.api.running import Running
@@ -35,8 +35,7 @@ class Stopped(msgspec.Struct, frozen=True):
 class Generating:
     """The endpoints."""
 
-    def __init__(self, context: ApiContext, running: Running) -> None:
-        self._context = context
+    def __init__(self, running: Running) -> None:
         self._running = running
 
     def routes(self) -> list[web.RouteDef]:
@@ -53,13 +52,7 @@ class Generating:
         body = await read(request, TextgenBody)
         if body.stream:
             raise InvalidRequest("stream is not supported here: use the websocket /api/v1/stream", param="stream")
-        body = body.limited(self._context.settings.max_output_tokens)
-        model = await self._context.served(body)
-        params, prompt = await body.params(model), await body.prompt_for(model)
-        with (
-            self._context.generate(request, new_id("text"), body, model, [prompt], params) as generation,
-            self._running.added(client_of(request), "", generation) as live,
-        ):
+        async with self._running.answering(request, "text", body) as live:
             answers = await live.answers(body.n)
         return json_response(Results([Result(text) for text, _ in answers]))
 

@@ -11,13 +11,12 @@ from typing import Literal
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from console.api.context import ApiContext, client_of, new_id
+from console.api.context import ApiContext
 from console.api.described import describes
 from console.api.errors import BadHttp, ErrorBody, InternalError
 from console.api.failing import as_told, note
-from console.api.generation import Generation
 from console.api.receiving import check_depth
-from console.api.running import Running
+from console.api.running import Live, Running
 from console.api.textgen.body import TextgenBody
 from console.api.textgen.errors import tells
 from engine.errors import EngineError, InvalidRequest
@@ -83,19 +82,16 @@ class Streaming:
             return
         if body.n > 1:
             raise InvalidRequest("n must be 1 here: there is one text", param="n")
-        body = body.limited(self._context.settings.max_output_tokens)
-        model = await self._context.served(body)
-        params, prompt = await body.params(model), await body.prompt_for(model)
-        with (
-            self._context.generate(request, new_id("text"), body, model, [prompt], params) as generation,
-            self._running.added(client_of(request), "", generation) as live,
+        number = 0
+        async with (
+            self._running.answering(request, "text", body) as live,
+            _watched(socket, live),
+            aclosing(live.pieces()) as pieces,
         ):
-            number = 0
-            async with _watched(socket, generation), aclosing(live.pieces()) as pieces:
-                async for piece in pieces:
-                    if piece.text:
-                        await self._send(request, socket, TextStream(number, piece.text))
-                        number += 1
+            async for piece in pieces:
+                if piece.text:
+                    await self._send(request, socket, TextStream(number, piece.text))
+                    number += 1
         await self._send(request, socket, StreamEnd(number))
         await self._in_time(request, socket.close())
 
@@ -142,9 +138,9 @@ class Streaming:
 
 
 @asynccontextmanager
-async def _watched(socket: web.WebSocketResponse, generation: Generation) -> AsyncIterator[None]:
+async def _watched(socket: web.WebSocketResponse, live: Live) -> AsyncIterator[None]:
     """While an answer is sent, so that its end comes when the client leaves."""
-    watching = asyncio.create_task(_watch(socket, generation))
+    watching = asyncio.create_task(_watch(socket, live))
     try:
         yield
     finally:
@@ -152,9 +148,9 @@ async def _watched(socket: web.WebSocketResponse, generation: Generation) -> Asy
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _watch(socket: web.WebSocketResponse, generation: Generation) -> None:
+async def _watch(socket: web.WebSocketResponse, live: Live) -> None:
     """End the answer when the client leaves, and also when it sends a second prompt."""
     message = await socket.receive()
-    generation.cancel(
+    live.cancel(
         None if message.type in _ENDS else InvalidRequest("A connection takes one prompt; open another for the next")
     )
