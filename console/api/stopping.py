@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.backends.base import FinishReason
+from engine.config import SamplingParams
+
+
+def stops_of(params: SamplingParams) -> tuple[str, ...]:
+    """Those that can end an answer: in JSON that it is held to, none does."""
+    return () if params.grammar is not None and params.grammar.is_json else params.stop
 
 
 def without_stop(text: str, finish: FinishReason | None, stops: Sequence[str]) -> tuple[str, str | None]:

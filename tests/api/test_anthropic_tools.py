@@ -223,3 +223,13 @@ async def test_a_schema_beyond_what_the_operator_allows_is_refused(tmp_path: Pat
     ):
         assert response.status == 400
         assert "output_config.format.schema has" in (await response.json())["error"]["message"]
+
+
+async def test_a_stop_sequence_takes_nothing_from_json_that_the_answer_is_held_to(api: Served) -> None:
+    output = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    answer = await ask(api, tools=[], output_config=output, stop_sequences=["}"])
+    jsonschema.validate(json.loads(answer["content"][0]["text"]), SCHEMA)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+    events = await events_of(api, tools=[], output_config=output, stop_sequences=["}"])
+    said = "".join(event["delta"].get("text", "") for event in events if "delta" in event)
+    jsonschema.validate(json.loads(said), SCHEMA)

@@ -31,24 +31,19 @@ from console.api.conversation import read_messages
 from console.api.described import describes
 from console.api.errors import json_response
 from console.api.generation import Generation
-from console.api.naming import renamed
 from console.api.prompts import Prompt
 from console.api.sampling import sampling_params
 from console.api.served import ServedModel
-from console.api.stopping import without_stop
+from console.api.stopping import stops_of, without_stop
 from console.api.stream import ChunkStream
 from console.api.tools import CallReader, ToolUse, finish_of
 from engine.backends.base import FinishReason
 from engine.config import SamplingParams
-from engine.errors import InvalidRequest
 
 _QUIET = {"enable_thinking": False}
 """For templates that know thinking: this dialect's answers have none."""
 
 _COUNTED = {"messages": [{"role": "user", "content": "Hello"}]}
-_NAMES = {"stop": "stop_sequences"}
-"""What Anthropic calls our fields."""
-
 _EXAMPLE = {**_COUNTED, "max_tokens": 16}
 
 
@@ -91,11 +86,7 @@ async def _tool_use(body: ConversationBody, model: ServedModel) -> ToolUse:
 
 def _params(body: MessagesBody, model: ServedModel) -> SamplingParams:
     """What the engine is told; the answer has the stop sequence that ended it, to be told by."""
-    try:
-        params = sampling_params(body, model, max_tokens=body.max_tokens)
-    except InvalidRequest as error:
-        raise InvalidRequest(renamed(error.message, _NAMES), **error.details) from None
-    return replace(params, include_stop=True)
+    return replace(sampling_params(body, model, max_tokens=body.max_tokens), include_stop=True)
 
 
 async def _prompt(body: ConversationBody, model: ServedModel, use: ToolUse) -> Prompt:
@@ -112,12 +103,13 @@ class _Call:
         self.id = new_id("msg")
         self._model = model
         self._params = params
+        self._stops = stops_of(params)
         self._reader = reader
 
     async def whole(self, generation: Generation) -> Message:
         """The answer at once."""
         [answer] = await generation.answers()
-        text, stop = without_stop(answer.text, answer.finish, self._params.stop)
+        text, stop = without_stop(answer.text, answer.finish, self._stops)
         content = blocks_of(text, self._reader)
         return self._message(generation, content, self._ending(generation, answer.finish, stop))
 
@@ -129,7 +121,7 @@ class _Call:
                 if blocks is None:
                     await chunks.send(MessageStart(self._message(generation, [], None)))
                     blocks = BlockWriter(chunks, self._reader)
-                text, stop = without_stop(delta.text, delta.finish, self._params.stop)
+                text, stop = without_stop(delta.text, delta.finish, self._stops)
                 await blocks.text(text)
                 if delta.finish is not None:
                     await blocks.finish()
