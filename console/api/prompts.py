@@ -36,7 +36,7 @@ async def read_prompts(value: object, model: ServedModel, param: str = "prompt")
     prompts = [
         Prompt(compact(next(encoded)), item, partial(_encode, item))
         if isinstance(item, str)
-        else _read_ids(item, model, param)
+        else await _read_ids(item, model, param)
         for item in items
     ]
     if not all(prompt.ids for prompt in prompts):
@@ -79,11 +79,11 @@ def _items(value: object, param: str) -> list[object]:
     return [value] if _is_id(value[0]) else value
 
 
-def _read_ids(item: object, model: ServedModel, param: str) -> Prompt:
+async def _read_ids(item: object, model: ServedModel, param: str) -> Prompt:
     if not isinstance(item, list) or not all(_is_id(part) for part in item):
         raise _misshapen(param)
-    model.check_token_ids(item, param)
-    return Prompt(compact(item), model.tokenizer.decode(item))
+    text = await model.decode(item, param)
+    return Prompt(compact(item), text)
 
 
 def _is_id(value: object) -> bool:

@@ -14,6 +14,7 @@ from engine.snapshot import ModelStatus
 from engine.text.tokenizer import Tokenizer, TokenSpan
 
 LONG_TEXT = 16_384
+MANY_TOKENS = 4096
 RETRY_LOADING_S = 5.0
 
 _NO_NAMES = frozenset({"dummy", "tgi"})
@@ -50,6 +51,24 @@ class ServedModel:
             return self.tokenizer.spans(text)
         self._refuse_endless(len(text))
         return await asyncio.to_thread(self.tokenizer.spans, text)
+
+    async def decode(self, token_ids: list[int], param: str) -> str:
+        """What a prompt of ids says; long ones are read beside the event loop.
+
+        Raises InvalidRequest naming `param` for an id that the model has no token for, and ContextLengthExceeded,
+        before the work, for more of them than can fit.
+        """
+        if len(token_ids) > (limit := self.loaded.max_model_len):
+            raise ContextLengthExceeded(
+                f"the prompt has {len(token_ids)} tokens; with the answer's first token it may have {limit}",
+                param="prompt",
+                prompt_tokens=len(token_ids),
+                limit=limit,
+            )
+        self.check_token_ids(token_ids, param)
+        if len(token_ids) < MANY_TOKENS:
+            return self.tokenizer.decode(token_ids)
+        return await asyncio.to_thread(self.tokenizer.decode, token_ids)
 
     def _refuse_endless(self, characters: int) -> None:
         least, limit = characters // self.tokenizer.longest_token, self.loaded.max_model_len

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from console.api import served
+from engine.text.tokenizer import Tokenizer
 from tests.api.harness import Served, serving, text_of
 from tests.fakes.backend import FakeBackend, expected_text, saying
 
@@ -238,3 +242,26 @@ async def test_an_unknown_model_is_a_404_that_lists_what_there_is(api: Served) -
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "gpt-4" in error["message"]
     assert "fake" in error["message"]
+
+
+async def test_more_token_ids_than_fit_are_refused_before_they_are_read(
+    api: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "decode", None)
+    error = await api.refusal("/v1/completions", prompt=[7] * 5000)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert "5000 tokens" in error["message"]
+
+
+async def test_many_token_ids_are_read_beside_the_event_loop(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, decode = [], Tokenizer.decode
+
+    def noted(self: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        threads.append(threading.current_thread())
+        return decode(self, ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "decode", noted)
+    monkeypatch.setattr(served, "MANY_TOKENS", 3)
+    await api.post("/v1/completions", prompt=[79, 110], max_tokens=1)
+    await api.post("/v1/completions", prompt=[79, 110, 99, 101], max_tokens=1)
+    assert [thread is threading.current_thread() for thread in threads] == [True, False]
