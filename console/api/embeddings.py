@@ -10,6 +10,7 @@ import asyncio
 import base64
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import msgspec
@@ -28,6 +29,8 @@ from console.api.served import ServedModel
 from engine.config import shown
 from engine.errors import ContextLengthExceeded, InvalidRequest
 
+Encoding = Literal["float", "base64"]
+
 MAX_INPUTS = 2048
 """What OpenAI takes at once."""
 
@@ -42,7 +45,7 @@ class EmbeddingBody(ModelFields):
     inert = OPENAI_INERT
 
     input: Annotated[object, PROMPTS]
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Encoding = "float"
     dimensions: int | None = None
 
 
@@ -94,20 +97,25 @@ class Embedder:
         body = await read(request, EmbeddingBody)
         model = await self._context.served(body)
         check_inputs(count_prompts(body.input, "input"), body.dimensions, model)
-        try:
+        with about_inputs():
             return json_response(await self._embedded(request, body, model))
-        except ContextLengthExceeded as error:  # it knows of prompts alone
-            message = renamed(error.message, {"prompt": "input"})
-            raise ContextLengthExceeded(message, **error.details | {"param": "input"}) from None
 
     async def _embedded(self, request: web.Request, body: EmbeddingBody, model: ServedModel) -> Embeddings:
         prompts = await read_prompts(body.input, model, "input")
         vectors, tokens = await vectors_of(self._context, request, body, model, prompts)
-        data = []
-        for index, vector in enumerate(vectors):
-            data.append(Embedding(index=index, embedding=_written(vector, body.encoding_format)))
-            await asyncio.sleep(0)  # writing millions of numbers must not hold others up
+        written = await written_vectors(vectors, body.encoding_format)
+        data = [Embedding(index=index, embedding=vector) for index, vector in enumerate(written)]
         return Embeddings(data=data, model=model.name, usage=EmbeddingUsage(tokens, tokens))
+
+
+@contextmanager
+def about_inputs() -> Iterator[None]:
+    """Where a text is too long: the engine knows of prompts alone."""
+    try:
+        yield
+    except ContextLengthExceeded as error:
+        message = renamed(error.message, {"prompt": "input"})
+        raise ContextLengthExceeded(message, **error.details | {"param": "input"}) from None
 
 
 async def vectors_of(
@@ -124,6 +132,15 @@ async def vectors_of(
     return vectors, tokens
 
 
+async def written_vectors(vectors: Sequence[bytes], encoding: Encoding) -> list[Written]:
+    """Vectors as JSON."""
+    written = []
+    for vector in vectors:
+        written.append(_written(vector, encoding))
+        await asyncio.sleep(0)  # writing millions of numbers must not hold others up
+    return written
+
+
 def check_inputs(inputs: int, dimensions: int | None, model: ServedModel) -> None:
     """Raise InvalidRequest for too many texts, and for vectors of a length that the model does not make."""
     if inputs > MAX_INPUTS:
@@ -138,6 +155,6 @@ def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
     return (prompts[first : first + size] for first in range(0, len(prompts), size))
 
 
-def _written(vector: bytes, encoding: Literal["float", "base64"]) -> msgspec.Raw:
+def _written(vector: bytes, encoding: Encoding) -> msgspec.Raw:
     plain = base64.b64encode(vector).decode() if encoding == "base64" else array("f", vector).tolist()
     return msgspec.Raw(msgspec.json.encode(plain))

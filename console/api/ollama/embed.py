@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -14,15 +13,17 @@ from console.api.body import read
 from console.api.body_schema import TEXTS
 from console.api.context import ApiContext
 from console.api.described import describes
-from console.api.embeddings import check_inputs, vectors_of
+from console.api.embeddings import Written, about_inputs, check_inputs, vectors_of, written_vectors
 from console.api.errors import json_response
-from console.api.naming import renamed
 from console.api.ollama.answers import Stopwatch
 from console.api.ollama.body import OllamaBody
 from console.api.ollama.options import Options, read_options
 from console.api.prompts import read_prompts
 from console.api.served import ServedModel
-from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.errors import InvalidRequest
+
+_NO_NUMBERS = msgspec.Raw(b"[]")
+"""The vector of no text."""
 
 
 class EmbedBody(OllamaBody):
@@ -44,7 +45,7 @@ class Embedded(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of /api/embed. embeddings: of length 1, in the order of the texts."""
 
     model: str
-    embeddings: list[list[float]]
+    embeddings: list[Written]
     total_duration: int
     load_duration: int
     prompt_eval_count: int
@@ -53,7 +54,7 @@ class Embedded(msgspec.Struct, frozen=True, kw_only=True):
 class OldEmbedding(msgspec.Struct, frozen=True):
     """The answer of /api/embeddings."""
 
-    embedding: list[float]
+    embedding: Written
 
 
 class Embed:
@@ -92,25 +93,22 @@ class Embed:
         model = await self._context.served(options)
         texts = [body.prompt] if body.prompt else []
         vectors, _ = await self._vectors(request, options, model, texts, truncate=True)
-        return json_response(OldEmbedding(vectors[0] if vectors else []))
+        return json_response(OldEmbedding(vectors[0] if vectors else _NO_NUMBERS))
 
     async def _vectors(
         self, request: web.Request, options: Options, model: ServedModel, texts: Sequence[str], *, truncate: bool
-    ) -> tuple[list[list[float]], int]:
+    ) -> tuple[list[Written], int]:
         """Of each text, and the tokens of all."""
         if not texts:
             return [], 0
         limit = min(options.num_ctx or model.loaded.max_model_len, model.loaded.max_model_len) - 1
         most = limit * model.tokenizer.longest_token
-        try:
+        with about_inputs():
             prompts = await read_prompts([text[:most] if truncate else text for text in texts], model, "input")
             if truncate:
                 prompts = [replace(prompt, ids=prompt.ids[:limit], encode=None) for prompt in prompts]
             vectors, tokens = await vectors_of(self._context, request, options, model, prompts)
-        except ContextLengthExceeded as error:  # it knows of prompts alone
-            message = renamed(error.message, {"prompt": "input"})
-            raise ContextLengthExceeded(message, **error.details | {"param": "input"}) from None
-        return [array("f", vector).tolist() for vector in vectors], tokens
+        return await written_vectors(vectors, "float"), tokens
 
 
 def _options(body: OllamaBody) -> Options:
