@@ -11,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationErro
 from pydantic_core import CoreSchema, ErrorDetails, from_json
 
 from console.api.body_schema import completed
+from console.api.naming import AS_SENT
 from console.api.parameters import Refusal
 from engine.config import shown
-from engine.errors import InvalidRequest
+from engine.errors import Detail, InvalidRequest
 
 T = TypeVar("T", bound="Body")
 
@@ -55,18 +56,16 @@ class Body(BaseModel):
     @classmethod
     def parse(cls, raw: bytes) -> Self:
         """The body in `raw`; raises InvalidRequest, its details naming the field as `param`."""
-        try:
-            document = from_json(raw, allow_inf_nan=False)
-        except ValueError as error:
-            raise InvalidRequest(f"The body is not valid JSON: {error}") from None
-        if not isinstance(document, dict):
-            raise InvalidRequest(f"The body must be a JSON object, not {_kind(document)}")
-        return cls.of(document)
+        return cls.of(json_object(raw))
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> Self:
         """The body in a JSON object that was read already; raises as `parse` does."""
-        fields, sent_as = cls._screen(document)
+        try:
+            fields, sent_as = cls._screen(document)
+        except InvalidRequest as error:
+            error.details[AS_SENT] = True
+            raise
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -92,6 +91,17 @@ class Body(BaseModel):
         return kept, sent_as
 
 
+def json_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`; raises InvalidRequest."""
+    try:
+        document = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise InvalidRequest(f"The body must be a JSON object, not {_kind(document)}")
+    return document
+
+
 async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") -> T:
     """The request's body as `schema`; raises InvalidRequest (and aiohttp's 413 for a body beyond the limit).
 
@@ -105,11 +115,14 @@ def _explain(error: ErrorDetails, sent_as: Mapping[str, str]) -> InvalidRequest:
     first, *inner = error["loc"] or ("",)
     param = _dotted((sent_as.get(str(first), first), *inner))
     if error["type"] == "missing":
-        return InvalidRequest(f"{param} is missing", param=param)
-    if error["type"] == "extra_forbidden":
-        return InvalidRequest(f"{param} is not a field that this endpoint knows", param=param)
-    reason = _SHAPES.get(error["type"]) or error["msg"].removeprefix("Input ")
-    return InvalidRequest(f"{param} {reason}, not {_shown(error['input'])}", param=param)
+        wrong = "is missing"
+    elif error["type"] == "extra_forbidden":
+        wrong = "is not a field that this endpoint knows"
+    else:
+        reason = _SHAPES.get(error["type"]) or error["msg"].removeprefix("Input ")
+        wrong = f"{reason}, not {_shown(error['input'])}"
+    details: dict[str, Detail] = {"param": param, AS_SENT: True}
+    return InvalidRequest(f"{param} {wrong}", **details)
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:

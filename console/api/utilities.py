@@ -7,9 +7,8 @@ from typing import Literal
 
 import msgspec
 from aiohttp import web
-from pydantic_core import from_json
 
-from console.api.body import read
+from console.api.body import json_object, read
 from console.api.chat import ChatBody
 from console.api.chat_fields import ConversationFields
 from console.api.context import ApiContext
@@ -145,16 +144,9 @@ class Utilities:
 
 async def _read_tokenize(request: web.Request) -> TokenizeBody | TokenizeChatBody:
     """A body with messages is a conversation. Raises InvalidRequest."""
-    raw = await request.read()
-    return TokenizeChatBody.parse(raw) if _has_messages(raw) else TokenizeBody.parse(raw)
-
-
-def _has_messages(raw: bytes) -> bool:
-    try:
-        document = from_json(raw, allow_inf_nan=False)
-    except ValueError:
-        return False
-    return isinstance(document, dict) and document.get("messages") is not None
+    document = json_object(await request.read())
+    is_conversation = document.get("messages") is not None
+    return TokenizeChatBody.of(document) if is_conversation else TokenizeBody.of(document)
 
 
 def _tokens(ids: list[int], model: ServedModel, with_strings: bool) -> Tokens:

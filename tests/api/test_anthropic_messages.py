@@ -308,3 +308,9 @@ async def test_a_deeply_nested_input_is_no_server_error(api: Served) -> None:
     body = f'{{"max_tokens": 1, "messages": [{{"role": "assistant", "content": [{call}]}}]}}'
     async with api.http.post("/v1/messages", data=body) as response:
         assert response.status == 400
+
+
+async def test_limits_of_the_server_are_told_in_anthropic_s_words(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=ApiSettings(port=0, max_stops=1)) as api:
+        error = await refusal(api, stop_sequences=["a", "b"])
+    assert error["message"] == "stop_sequences has 2 strings; the limit is 1"

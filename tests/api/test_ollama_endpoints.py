@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from console.api.embeddings import written_vectors
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving
@@ -384,3 +387,30 @@ async def test_a_model_without_a_chat_template_goes_on_with_the_prompt(tmp_path:
         assert "system" in await refusal(api, "/api/generate", prompt="x", system="y")
         assert "chat template" in await refusal(api, "/api/chat", messages=HELLO)
         assert (await api.post("/api/show", model="fake"))["template"] == ""
+
+
+async def test_limits_of_the_server_are_told_in_ollama_s_words(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=ApiSettings(port=0, max_output_tokens=3)) as api:
+        told = await refusal(api, "/api/generate", prompt="x", options={"num_predict": 4})
+    assert told == "num_predict is 4; an answer may have 3 here"
+
+
+async def test_an_unknown_option_is_named_as_it_was_sent(api: Served) -> None:
+    told = await refusal(api, "/api/generate", prompt="x", options={"max_tokens": 4})
+    assert told == "max_tokens is not a field that this endpoint knows"
+
+
+async def test_vectors_are_written_one_at_a_time() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    written = await written_vectors([array("f", [0.5, 1.0]).tobytes()] * 20, "float")
+    counting.cancel()
+    assert [bytes(vector) for vector in written] == [b"[0.5,1.0]"] * 20
+    assert turns >= 20

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from console.api.errors import envelope
+from console.api.errors import LONGEST_MESSAGE
+from console.api.naming import told_as
 from engine.errors import EngineError
+
+_NAMES = {"stop": "stop_sequences"}
+"""What Anthropic calls our fields."""
 
 _TYPES = {
     401: "authentication_error",
@@ -36,5 +40,5 @@ def anthropic_error(error: EngineError) -> AnthropicError:
     """The error in Anthropic's shape."""
     otherwise = "api_error" if error.http_status >= 500 else "invalid_request_error"
     kind = _TYPES.get(error.http_status, otherwise)
-    body = AnthropicErrorBody(kind, envelope(error).error.message)
+    body = AnthropicErrorBody(kind, told_as(error, _NAMES, longest=LONGEST_MESSAGE))
     return AnthropicError(body, request_id=str(error.details.get("request_id", "")))

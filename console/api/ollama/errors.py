@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from console.api.errors import envelope
+from console.api.errors import LONGEST_MESSAGE
+from console.api.naming import told_as
 from engine.errors import EngineError
+
+_NAMES = {
+    "max_tokens": "num_predict",
+    "repetition_penalty": "repeat_penalty",
+    "repetition_range": "repeat_last_n",
+    "tfs": "tfs_z",
+}
+"""What Ollama calls our fields."""
 
 
 class OllamaError(msgspec.Struct, frozen=True):
@@ -16,4 +25,4 @@ class OllamaError(msgspec.Struct, frozen=True):
 
 def ollama_error(error: EngineError) -> OllamaError:
     """The error in Ollama's shape."""
-    return OllamaError(envelope(error).error.message)
+    return OllamaError(told_as(error, _NAMES, longest=LONGEST_MESSAGE))

@@ -10,21 +10,12 @@ from msgspec.structs import replace
 from pydantic import Field
 
 from console.api.formats import Named
-from console.api.naming import renamed
 from console.api.parameters import OLLAMA_OPTIONS_INERT, OLLAMA_OPTIONS_REFUSED
 from console.api.sampling import SamplingFields, sampling_params
 from console.api.served import ServedModel
 from console.api.structured import json_grammar, json_object_grammar
 from engine.config import SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest
-
-_NAMES = {
-    "max_tokens": "num_predict",
-    "repetition_penalty": "repeat_penalty",
-    "repetition_range": "repeat_last_n",
-    "tfs": "tfs_z",
-}
-"""What Ollama calls our fields."""
 
 _OF_THE_BODY = ("answer_format", "model", "lora", "priority", "n", "best_of", "stream")
 """Fields of ours that are none of Ollama's options."""
@@ -90,7 +81,7 @@ def read_options(options: Mapping[str, Any] | None, **beside: object) -> Options
 def options_params(
     options: Options, model: ServedModel, prompt_tokens: int, *, logprobs: int | None = None
 ) -> SamplingParams:
-    """What the engine is told of a prompt. Raises InvalidRequest naming the field as Ollama does."""
+    """What the engine is told of a prompt. Raises InvalidRequest."""
     recommended = model.tokenizer.generation_defaults
     missing = {
         name: default
@@ -98,10 +89,7 @@ def options_params(
         if getattr(options, name) is None and getattr(recommended, name) is None
     }
     fields = options.model_copy(update=missing)
-    try:
-        params = sampling_params(fields, model, max_tokens=_room(options, model, prompt_tokens), logprobs=logprobs)
-    except InvalidRequest as error:
-        raise InvalidRequest(renamed(error.message, _NAMES), **error.details) from None
+    params = sampling_params(fields, model, max_tokens=_room(options, model, prompt_tokens), logprobs=logprobs)
     if options.repeat_last_n == _NO_RANGE:
         return replace(params, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0)
     return params if options.repetition_range else replace(params, repetition_range=max(0, options.repeat_last_n))

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from console.api.errors import ErrorEnvelope, envelope
-from console.api.naming import renamed
+from console.api.errors import LONGEST_MESSAGE, ErrorEnvelope, envelope
+from console.api.naming import AS_SENT, told_as
 from engine.errors import EngineError
 
 _NAMES: Mapping[str, str] = {
@@ -22,5 +22,8 @@ _NAMES: Mapping[str, str] = {
 def tells(error: EngineError) -> ErrorEnvelope:
     """The error as {"error": {"message": ...}}."""
     told = envelope(error).error
-    param = None if told.param is None else _NAMES.get(told.param, told.param)
-    return ErrorEnvelope(msgspec.structs.replace(told, message=renamed(told.message, _NAMES), param=param))
+    param = told.param
+    if param is not None and not error.details.get(AS_SENT):
+        param = _NAMES.get(param, param)
+    message = told_as(error, _NAMES, longest=LONGEST_MESSAGE)
+    return ErrorEnvelope(msgspec.structs.replace(told, message=message, param=param))

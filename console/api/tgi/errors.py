@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from console.api.errors import LONGEST_MESSAGE
-from console.api.naming import renamed
+from console.api.naming import told_as
 from engine.errors import EngineError
 
 _NAMES = {"max_tokens": "max_new_tokens", "lora": "adapter_id", "n": "best_of", "logprobs": "top_n_tokens"}
@@ -21,7 +21,7 @@ class TgiError(msgspec.Struct, frozen=True):
 
 def tells(error: EngineError) -> TgiError:
     """The error in TGI's shape."""
-    return TgiError(renamed(error.message, _NAMES)[:LONGEST_MESSAGE], _type_of(error.http_status))
+    return TgiError(told_as(error, _NAMES, longest=LONGEST_MESSAGE), _type_of(error.http_status))
 
 
 def _type_of(status: int) -> str:
