@@ -318,3 +318,14 @@ async def test_where_tgi_is_off_its_bodies_are_told_so_and_the_others_answered(a
         assert "switched off" in error["error"]
     assert (await api.get("/health"))["status"] == "ok"
     await api.post("/generate", prompt="Once", max_tokens=2)
+
+
+async def test_a_parameter_that_is_not_tgi_s_is_named_as_it_was_sent(api: Served) -> None:
+    refused = await refusal(api, inputs="x", parameters={"max_tokens": 4})
+    assert refused["error"] == "max_tokens is not a field that this endpoint knows"
+
+
+async def test_a_text_of_any_length_is_cut_to_its_last_tokens(tmp_path: Path) -> None:
+    async with serving(tmp_path) as api:
+        await api.post("/generate", inputs="x" * 1_000_000 + "Once", parameters={"truncate": 4, "max_new_tokens": 1})
+        assert bytes(api.backend.submitted[0].prompt_ids) == b"Once"
