@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import ItemsView, KeysView, Mapping, Sequence, Sized, ValuesView
+from itertools import permutations
 from typing import Any
 
+from jinja2 import Undefined
 from jinja2.runtime import Context
+from jinja2.utils import Namespace
 
 MAX_WORK = 2**27
 """Characters, items and steps that one rendering may make; a step counts as `_STEP`."""
@@ -15,6 +18,8 @@ MAX_WORK = 2**27
 MAX_S = 5.0
 _STEP = 128
 _MAX_BITS = 4096
+_MAX_DIGITS = 4096
+_MAX_SOUGHT = 256
 _CLOCK_EVERY = 32
 _ITEM = 16
 """What an item of a list counts as, in characters."""
@@ -33,12 +38,15 @@ _OF_TEXT = frozenset({
 # fmt: on
 """Those that see a text as one."""
 
-_TO_BYTES = frozenset({"encode", "to_bytes"})
+_OF_BYTES = frozenset({"encode", "from_bytes", "to_bytes"})
 _ODD_FORMAT = "it formats text in a way that may have no end"
 _PADDING = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
-_SPLITTING = frozenset({"rsplit", "split", "splitlines"})
+_SPLITTING = frozenset({"rsplit", "split", "splitlines", "striptags", "unescape"})
+_SEEKING = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"})
+"""Those that take the longer for each character of the text, the longer what they look for is."""
+
 _PLAIN_FORMAT = re.compile(r"%(?:[-+ #0]?[0-9]{0,3}(?:\.[0-9]{1,3})?[a-zA-Z%]|\([^()%]*\)s)")
-_WIDE_FIELD = re.compile(r"\{[^{}]*[:!][^{}]*(?:[0-9]{4}|\{)")
+_WIDE_FIELD = re.compile(r"\{[^{}:!]*[:!][^{}]*(?:\d{4}|\{)")
 
 
 class TooMuchWork(Exception):
@@ -73,6 +81,8 @@ class Budget:
                 case Mapping() as mapping:
                     self.spend(_ITEM * len(mapping))
                     waiting += [*mapping.keys(), *mapping.values()]
+                case Namespace() as space:
+                    waiting.append(object.__getattribute__(space, "_Namespace__attrs"))
                 case list() | tuple() | set() | KeysView() | ValuesView() | ItemsView() as items:
                     self.spend(_ITEM * len(items))
                     waiting += items
@@ -125,15 +135,18 @@ def made_by(operator: str, left: Any, right: Any, budget: Budget) -> int:
 
 def made_by_method(owner: object, name: str, args: Sequence[Any], budget: Budget) -> int:
     """Characters that a method makes. args: all of them, those by name last."""
-    if name in _TO_BYTES:
-        raise TooMuchWork("it makes bytes, which no prompt is made of")
+    if name in _OF_BYTES:
+        raise TooMuchWork("it deals in bytes, which no prompt is made of")
+    budget.weigh([arg for arg in args if not isinstance(arg, str)])
     if not isinstance(owner, str):
         return 0
+    _refuse_long_search(name, args)
     match name, *args:
         case "replace", str() as old, str() as new, *_:
             return len(owner) + owner.count(old) * len(new)
+        case "translate", table:
+            return len(owner) * budget.weigh(table)
         case "join", parts:
-            budget.weigh(parts)
             return len(owner) * len(parts) if isinstance(parts, Sized) else 0
         case "format" | "format_map", *values:
             plain = all(isinstance(value, str | int | float | None) for value in values)
@@ -162,15 +175,17 @@ def made_by_filter(name: str, value: object, args: Sequence[Any], budget: Budget
     """Characters that a filter makes; raises TooMuchWork for what it should not be asked. args: all of them, those by
     name last and in any order."""
     most = _longest(args)
+    budget.weigh([arg for arg in args if not isinstance(arg, str)])
+    _refuse_long_search(name, args)
     match name, value, args:
-        case "replace", str() as text, [str() as old, str() as new, *_]:
-            return len(text) + max(text.count(old) * len(new), text.count(new) * len(old))
+        case "replace", str() as text, _:
+            return _replaced(text, args)
         case "indent", str() as text, _:
             return len(text) + most * (1 + text.count("\n"))
-        case "replace" | "indent", list() | tuple() | Mapping(), _:
+        case "replace" | "indent", _, _ if not isinstance(value, Undefined):
             raise TooMuchWork(f"{name} gets what is no text")
-        case "join", _, _:
-            return budget.weigh(value) + (most * len(value) if isinstance(value, Sized) else 0)
+        case "int" | "float", str() as text, _ if len(text) > _MAX_DIGITS:
+            raise TooMuchWork("it makes a number of too many digits")
         case "batch" | "slice" | "round", _, _ if most > 1000:
             raise TooMuchWork(f"{name} gets a number beyond all use")
         case "sum", _, [*given] if any(isinstance(each, list | tuple) for each in given):
@@ -184,3 +199,16 @@ def made_by_filter(name: str, value: object, args: Sequence[Any], budget: Budget
         case _:
             budget.weigh(value)
             return 0
+
+
+def _refuse_long_search(name: str, args: Sequence[Any]) -> None:
+    if name in _SEEKING and any(isinstance(arg, str) and len(arg) > _MAX_SOUGHT for arg in args):
+        raise TooMuchWork(f"{name} looks for too long a text")
+
+
+def _replaced(text: str, args: Sequence[Any]) -> int:
+    """Characters after a replacement. args: the old text and the new one, and how often, in any order."""
+    if not all(isinstance(arg, str | int | float | Undefined | None) for arg in args):
+        raise TooMuchWork("replace gets what is no text")
+    words = [str(arg) for arg in args]
+    return len(text) + max((text.count(old) * len(new) for old, new in permutations(words, 2)), default=0)

@@ -33,10 +33,13 @@ from engine.text.template_budget import (
 MAX_SOURCE = 2**20
 """Characters of a template."""
 
+_NARROW = 16
+"""Characters between the parts of JSON that need no counting."""
+
 # fmt: off
 _FILTERS = frozenset({
     "abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float",
-    "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject",
+    "groupby", "indent", "int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject",
     "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "slice", "sort", "string", "sum",
     "title", "trim", "unique", "upper", "wordcount",
 })
@@ -60,7 +63,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         )
         self.globals.pop("lipsum", None)
         self.filters = {name: _counted(name, FILTERS[name]) for name in _FILTERS}
-        self.filters |= {_TURNS: _turns, _JOINED: _joined, _BUILT: _built, "tojson": _to_json}
+        self.filters |= {_TURNS: _turns, _JOINED: _joined, _BUILT: _built, "join": _join, "tojson": _to_json}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > MAX_SOURCE:
@@ -116,6 +119,17 @@ def _turns(context: Context, items: Iterable[Any]) -> Iterator[Any]:
 
 
 @pass_context
+def _join(context: Context, value: Iterable[Any], d: object = "", attribute: str | int | None = None) -> str:
+    """Jinja's filter, which would look up what it joins too late to be weighed."""
+    budget, found = budget_of(context), _turns(context, value)
+    parts = list(found if attribute is None else FILTERS["map"](context, found, attribute=attribute))
+    budget.weigh(parts)
+    between = _joined(context, [d])
+    budget.spend(len(between) * len(parts))
+    return between.join(map(str, parts))
+
+
+@pass_context
 def _joined(context: Context, parts: Sequence[object]) -> str:
     """What `~` makes."""
     for part in parts:
@@ -151,14 +165,16 @@ def _to_json(
 ) -> str:
     """JSON as a prompt wants it: jinja2's own filter would escape <, > and & for HTML."""
     budget = budget_of(context)
-    for given in (indent, separators):
-        budget.weigh(given)
-    if isinstance(indent, int) and indent > 16:
+    if isinstance(indent, int) and indent > _NARROW:
         raise TooMuchWork("it indents JSON beyond all use")
     budget.weigh(value)
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    budget.spend(len(text))
-    return text
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    is_narrow = indent is None and all(len(each) <= _NARROW for each in separators or ())
+    parts = []
+    for part in [encoder.encode(value)] if is_narrow else encoder.iterencode(value):
+        budget.spend(len(part))
+        parts.append(part)
+    return "".join(parts)
 
 
 _TURNS, _JOINED, _BUILT = " turns", " joined", " built"

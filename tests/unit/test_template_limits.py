@@ -77,6 +77,29 @@ ENDLESS = {
     "a file": "{% include '/etc/passwd' %}",
     "python": "{{ ''.__class__.__mro__ }}",
     "centred": "{{ 'x'|center(9999999999) }}",
+    "text translated": "{{ ('a' * 9999).translate({97: 'b' * 99999})|length }}",
+    "a number of all too many digits": ("{{ ('f' * 9999999)|int(0, 16) // ('f' * 4999999)|int(0, 16) }}"),
+    "a number made of bytes": "{{ (0).from_bytes([255] * 999999, 'big') // 3 }}",
+    "a namespace in itself": NESTED.replace("%s", "namespace(a=ns.x, b=ns.x)") + "{{ ns.x }}",
+    "one attribute joined many times": (
+        "{% set ns = namespace(x='x' * 99999) %}{{ ([ns] * 9999)|join('', attribute='x')|length }}"
+    ),
+    "a list between many": "{{ ([1] * 9999)|join(['x' * 99999])|length }}",
+    "a number's digits replaced": "{{ 11111111111111111111|replace('1', 'x' * 49999999)|length }}",
+    "text replaced by a long number": "{{ ('a' * 999999)|replace('a', 10 ** 1000)|length }}",
+    "a field's name without end": "{{ ('{' ~ ':' * 999999).format(1) }}",
+    "a wide field in other digits": "{{ '{:>９９９９９９９９９}'.format(1)|length }}",
+    "batches filled with themselves": NESTED.replace("%s", "ns.x|batch(2, ns.x)|list") + "{{ ns.x == ns.x|list }}",
+    "slices filled with themselves": NESTED.replace("%s", "ns.x|slice(2, ns.x)|list") + "{{ ns.x == ns.x|list }}",
+    "arguments of arguments": (
+        "{% macro m(n) %}{% if n %}{{ m(n - 1, varargs, varargs) }}{% endif %}{% endmacro %}{{ m(60, 1, 1) }}"
+    ),
+    "a cycle of cycles": NESTED.replace("%s", "cycler(ns.x, ns.x).items"),
+    "long text stripped of long text": "{{ ('a' * 9999999).strip('b' * 9999999 ~ 'a')|length }}",
+    "long text trimmed of long text": "{{ ('a' * 9999999)|trim('b' * 9999999 ~ 'a')|length }}",
+    "long text looked for from the end": "{{ ('a' * 999999).rfind('ab' ~ 'a' * 499999) }}",
+    "JSON indented by long text": "{{ ([1] * 99999)|tojson(indent='x' * 9999)|length }}",
+    "JSON parted by long text": "{{ ([1] * 99999)|tojson(separators=('x' * 9999, ':'))|length }}",
 }
 
 
@@ -137,8 +160,12 @@ def test_what_templates_do_is_as_it_was() -> None:
         "{{ 'a,b'.split(',')[1] }}{{ missing|default('none') }}{{ messages[0].get('content')|upper }}"
         "{% macro m(x) %}({{ x }}){% endmacro %}{{ m(1) }}{% generation %}g{% endgeneration %}"
         "{{ {'b': [1, none], 'a': '<é>'}|tojson }}{{ messages|length }}"
+        "{{ [1]|tojson(indent=2) }}{{ [1, 2]|tojson(separators=(',', ':')) }}{{ ' a '|trim }}"
+        "{{ 'aXbX'|replace('X', 0) }}{{ '7f'|int(0, 16) }}"
+        "{{ missing|replace('a', 'b') }}{{ messages|join(' ', attribute='role') }}{{ missing|join }}"
         "{% if 'ell' in messages[0].content %}!{% endif %}"
     )
     assert ChatTemplate(source, {}).render(HELLO) == (
-        '12x11/3,2/3,3/3helloone of 02a   b 17000000001bnoneHELLO(1)g{"b": [1, null], "a": "<é>"}1!'
+        '12x11/3,2/3,3/3helloone of 02a   b 17000000001bnoneHELLO(1)g{"b": [1, null], "a": "<é>"}1'
+        "[\n  1\n][1,2]aa0b0127user!"
     )
