@@ -9,6 +9,7 @@ import sys
 
 from console.loading import ModelChoice
 from console.logs import logging_to
+from console.pauses import collect_rarely
 from console.recording.recorder import recording
 from console.runtime import Runtime
 from console.settings import APP_NAME, Settings, log_dir, state_dir
@@ -47,6 +48,7 @@ async def _serve(settings: Settings, choice: ModelChoice, sources: Sources) -> i
                 if not await _load(runtime, choice, stop):
                     return 0
                 _say(f"{choice.name} is ready")
+                collect_rarely()
                 await stop.asked.wait()
         except EngineError as error:
             _say(error.message)

@@ -23,6 +23,7 @@ from console.bench.engines import all_ready
 from console.bench.instant import InstantWorkers
 from console.bench.plan import Plan, plan_for
 from console.logs import logging_to
+from console.pauses import collect_rarely
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError, WorkerFailed
@@ -118,6 +119,7 @@ async def _serve(order: Order, folder: Path) -> None:
         try:
             await _load(engine, plan)
             await server.start()
+            collect_rarely()
             _say(b"%d" % server.status().port)
             await _obey(workers)
         finally:
