@@ -1,9 +1,11 @@
-"""Connections as aiohttp serves them, but what it says itself of bytes that are no HTTP is JSON as all errors here."""
+"""Connections as aiohttp serves them, but what it says itself of bytes that are no HTTP is JSON as all errors here, and
+who reads nothing of an answer is cut off."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import uuid
+import secrets
 from typing import Any
 
 from aiohttp import web
@@ -21,10 +23,13 @@ SERVER = "ericllm"
 
 
 class Runner(web.AppRunner):
-    """Runs an application. options: what aiohttp's connections take."""
+    """Runs an application. write_timeout_s: who takes nothing of an answer for so long is cut off.
 
-    def __init__(self, app: web.Application, **options: Any) -> None:
-        super().__init__(app, access_log=None, logger=_PeerLog(log), **options)
+    options: what aiohttp's connections take.
+    """
+
+    def __init__(self, app: web.Application, *, write_timeout_s: float, **options: Any) -> None:
+        super().__init__(app, access_log=None, logger=_PeerLog(log), write_timeout_s=write_timeout_s, **options)
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -42,7 +47,47 @@ class _Server(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    __slots__ = ()
+    """Looks after all that is written, whole answers, streams and websockets: what nobody takes is memory of ours."""
+
+    __slots__ = ("_untaken", "_watch", "_write_timeout_s")
+
+    def __init__(self, manager: web.Server, *, write_timeout_s: float, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._write_timeout_s = write_timeout_s
+        self._untaken = 0
+        self._watch: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """More waits to be taken than should."""
+        super().pause_writing()
+        self._look_later()
+
+    def resume_writing(self) -> None:
+        """Most of it was taken."""
+        self._look_no_more()
+        super().resume_writing()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """It is over."""
+        self._look_no_more()
+        super().connection_lost(exc)
+
+    def _look_later(self) -> None:
+        if self.transport is not None:
+            self._untaken = self.transport.get_write_buffer_size()
+            self._watch = self._loop.call_later(self._write_timeout_s, self._look)
+
+    def _look_no_more(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    def _look(self) -> None:
+        """Cut off who has taken nothing since the last look; who takes little may go on."""
+        if self.transport is not None and self.transport.get_write_buffer_size() >= self._untaken:
+            self.transport.abort()
+        else:
+            self._look_later()
 
     def handle_error(
         self,
@@ -79,7 +124,7 @@ def _foreseen(exc: BaseException | None, message: str | None) -> EngineError:
 
 def _told(error: EngineError) -> web.Response:
     response = error_response(error)
-    response.headers[REQUEST_ID] = uuid.uuid4().hex
+    response.headers[REQUEST_ID] = secrets.token_hex(16)
     response.headers["Server"] = SERVER
     response.force_close()
     return response

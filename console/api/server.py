@@ -104,6 +104,7 @@ class ApiServer:
             handler_cancellation=True,
             shutdown_timeout=_FAREWELL_S,
             keepalive_timeout=self._settings.idle_timeout_s,
+            write_timeout_s=self._settings.write_timeout_s,
             lingering_time=_LINGER_S,
             max_line_size=longest,
             max_field_size=longest,

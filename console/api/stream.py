@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -49,7 +49,6 @@ class ChunkStream:
         self._framing = framing
         self._loop = asyncio.get_running_loop()
         self._wrote_at = self._loop.time()
-        self._writing = False
         self._look: asyncio.TimerHandle | None = None
         self._pinging: asyncio.Task[None] | None = None
         self.response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -57,17 +56,18 @@ class ChunkStream:
 
     async def __aenter__(self) -> ChunkStream:
         await self.response.prepare(self._request)
-        self._watch()
+        if self._framing.ping is not None:
+            self._keep_open(self._framing.ping)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        try:
-            return await self._end(error)
-        finally:
-            if self._look is not None:
-                self._look.cancel()
+        if self._look is not None:
+            self._look.cancel()
+        if self._pinging is not None:
+            self._pinging.cancel()
+        return await self._end(error)
 
     async def send(self, document: object) -> None:
         """Send one struct as a chunk; raises ConnectionError when the client is gone or reads no more."""
@@ -76,42 +76,28 @@ class ChunkStream:
     async def send_raw(self, document: bytes) -> None:
         """Send bytes as one chunk."""
         chunk = self._framing.frame(document)
-        await self._write(self.response.write(chunk))
+        self._wrote_at = self._loop.time()
+        await self.response.write(chunk)
         self._call.sent_bytes += len(chunk)
 
-    async def _write(self, writing: Awaitable[None]) -> None:
-        """Write while `_watch` looks how long that takes."""
-        self._wrote_at, self._writing = self._loop.time(), True
-        await writing
-        self._writing = False
-
-    def _watch(self) -> None:
-        """Cut off a client that reads nothing for too long, for its buffers are memory of ours, and keep a silent
-        stream open. One timer for the whole stream: a time-out for each write costs as much as the write."""
-        passed_s, patience_s = self._loop.time() - self._wrote_at, self._settings.write_timeout_s
-        if self._writing:
-            if passed_s >= patience_s:
-                if self._request.transport is not None:
-                    self._request.transport.abort()
-                return
-            due_s = patience_s - passed_s
-        elif self._framing.ping is None:
-            due_s = patience_s
-        elif passed_s < self._settings.ping_s:
-            due_s = min(self._settings.ping_s - passed_s, patience_s)
-        else:
-            self._pinging = asyncio.create_task(self._ping(self._framing.ping))
-            due_s = min(self._settings.ping_s, patience_s)
-        self._look = self._loop.call_later(due_s, self._watch)
+    def _keep_open(self, ping: bytes) -> None:
+        """Ping where the stream was silent for long, unless its client has more to read as it is. One timer for the
+        whole stream: one for each chunk would cost as much as the chunk."""
+        ping_s = self._settings.ping_s
+        left_s = ping_s - (self._loop.time() - self._wrote_at)
+        if left_s <= 0:
+            left_s = ping_s
+            if not self._request.protocol.writing_paused:
+                self._wrote_at = self._loop.time()
+                self._pinging = asyncio.create_task(self._ping(ping))
+        self._look = self._loop.call_later(left_s, self._keep_open, ping)
 
     async def _ping(self, ping: bytes) -> None:
         with suppress(ConnectionError):
-            await self._write(self.response.write(ping))
+            await self.response.write(ping)
 
     async def _end(self, error: BaseException | None) -> bool:
         """Send what is left to say; whether that deals with the error."""
-        if self._pinging is not None:
-            self._pinging.cancel()
         if isinstance(error, ConnectionError):
             note_left(self._request)
             return True
@@ -122,7 +108,7 @@ class ChunkStream:
                 shown = self._shown(error)
                 note(self._request, shown)
                 await self.send(told(self._request, shown))
-            await self._write(self.response.write_eof())
+            await self.response.write_eof()
         return True
 
     def _shown(self, error: BaseException) -> EngineError:

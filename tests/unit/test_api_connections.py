@@ -1,0 +1,60 @@
+"""Connections: who takes nothing of what is written is cut off, and who takes a little is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+
+from console.api.connections import Runner
+
+
+class Pipe(asyncio.Transport):
+    """Bytes that wait to be taken: so many at each look, and then no fewer."""
+
+    def __init__(self, *waiting: int) -> None:
+        super().__init__()
+        self.waiting = list(waiting)
+        self.aborted = asyncio.Event()
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting.pop(0) if len(self.waiting) > 1 else self.waiting[0]
+
+    def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+@pytest.fixture
+async def connection() -> AsyncIterator[web.RequestHandler]:
+    """One of a server that has no patience at all."""
+    runner = Runner(web.Application(), write_timeout_s=0.0)
+    await runner.setup()
+    assert runner.server is not None
+    yield runner.server()
+    await runner.cleanup()
+
+
+async def test_who_takes_a_little_at_each_look_is_cut_off_when_that_ends(connection: web.RequestHandler) -> None:
+    pipe = connection.transport = Pipe(100, 90, 80)
+    connection.pause_writing()
+    async with asyncio.timeout(20):
+        await pipe.aborted.wait()
+    assert pipe.waiting == [80]
+
+
+async def test_nobody_looks_any_more_once_most_was_taken_or_the_connection_is_over(
+    connection: web.RequestHandler,
+) -> None:
+    pipe = connection.transport = Pipe(100)
+    connection.pause_writing()
+    connection.resume_writing()
+    connection.pause_writing()
+    connection.connection_lost(None)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not pipe.aborted.is_set()
