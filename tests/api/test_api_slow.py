@@ -120,6 +120,30 @@ async def test_a_reader_that_stops_is_cut_off_its_request_cancelled_and_its_buff
         assert api.server.report().under_way == 0
 
 
+async def test_a_client_that_takes_nothing_of_whole_answers_is_cut_off(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=ApiSettings(port=0, write_timeout_s=BRIEF_S), load=False) as api:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        address = urlsplit(api.url)
+        await asyncio.get_running_loop().run_in_executor(None, client.connect, (address.hostname, address.port))
+        client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 60)
+        await until(lambda: api.server.report().requests > 0)
+        await until(lambda: api.server.status().clients == 0)
+        assert api.server.report().requests < 60
+        client.close()
+
+
+@pytest.mark.parametrize("asked", [b"POST /health", b"GET /health", b"POST /nowhere"])
+async def test_a_body_that_nobody_would_look_at_is_not_waited_for(tmp_path: Path, asked: bytes) -> None:
+    async with serving(tmp_path, settings=ApiSettings(port=0, body_timeout_s=BRIEF_S), load=False) as api:
+        reader, writer = await connected(api)
+        writer.write(asked + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n[[")
+        async with asyncio.timeout(PATIENCE_S):
+            status = (await reader.readuntil(b"\r\n")).split()[1]
+        writer.close()
+        assert status == {b"POST /health": b"405", b"GET /health": b"200", b"POST /nowhere": b"404"}[asked]
+
+
 def most_held(api: Served) -> asyncio.Task[int]:
     """The most bytes that wait to be written to any one client, until there is none."""
 
