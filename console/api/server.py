@@ -234,7 +234,7 @@ class ApiServer:
         while True:
             await asyncio.sleep(_SAVE_S)
             await self._save()
-            await self._renew_certificate()
+            self._renew_certificate()
 
     async def _save(self) -> None:
         """Write down what keys were used for."""
@@ -243,10 +243,10 @@ class ApiServer:
         except KeysUnavailable as error:
             log.warning("%s", error.message)
 
-    async def _renew_certificate(self) -> None:
+    def _renew_certificate(self) -> None:
         """Take what a renewal wrote."""
         try:
-            if self._certificate is not None and await asyncio.to_thread(self._certificate.renew):
+            if self._certificate is not None and self._certificate.renew():  # here, between two handshakes
                 log.info("the renewed certificate is in use")
         except CannotListen as error:
             log.warning("%s; the old certificate stays in use", error.message)

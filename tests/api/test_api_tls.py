@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import ssl
+import threading
 from pathlib import Path
 
 import aiohttp
@@ -133,6 +134,18 @@ async def test_a_renewed_certificate_is_shown_to_who_connects_next(tmp_path: Pat
     used.key.write_bytes(renewed.key.read_bytes())
     assert certificate.renew()
     assert shown(certificate.context, renewed.cert) == "renewed"
+
+
+async def test_a_certificate_is_renewed_between_two_handshakes(
+    tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSL takes no change of what a handshake in another thread is using."""
+    renewing: list[int] = []
+    monkeypatch.setattr(Certificate, "renew", lambda _: bool(renewing.append(threading.get_ident())))
+    monkeypatch.setattr("console.api.server._SAVE_S", 0.01)
+    async with serving(tmp_path, settings=with_tls(pair), load=False):
+        await until(lambda: bool(renewing))
+    assert set(renewing) == {threading.get_ident()}
 
 
 def shown(server: ssl.SSLContext, trusted: Path) -> str:
