@@ -8,9 +8,9 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from console.api.errors import BodyTooSlow, error_response
+from console.api.errors import LONGEST_MESSAGE, BodyTooSlow, error_response
 from console.api.scopes import ADMIN, LOOKING
-from console.api.traffic import Call, Ending
+from console.api.traffic import Call, Ending, readable
 from engine.errors import EngineError, ModelLoadFailed
 
 _PATH = re.compile(r"(?<![\w:/])(?:~|/[^\s/'\"<>,;:()]+)(?:/[^\s/'\"<>,;:()]+)+")
@@ -65,11 +65,12 @@ def note_left(request: web.Request) -> None:
 
 def as_told(request: web.Request, error: EngineError) -> EngineError:
     """An error as its client is told: with the id of its request in the details, for shapes that have room for it, and
-    without the paths of this machine, which are for operators to know."""
+    without the paths of this machine, which are for operators to know. It is text whatever it quotes of the request."""
     call = call_of(request)
     put = copy.copy(error)
     put.details = {**error.details, "request_id": call.request_id}
     ours = error.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR or isinstance(error, ModelLoadFailed)
     if ours and not call.path.startswith(ADMIN):
         put.message = _PATH.sub(lambda found: found[0].rpartition("/")[2], error.message)
+    put.message = readable(put.message, LONGEST_MESSAGE)
     return put

@@ -122,7 +122,7 @@ class Traffic:
 
     def enter(self, address: str, agent: str, method: str, path: str) -> Call:
         """A request begins."""
-        call = Call(address, _readable(agent), method, _readable(path))
+        call = Call(address, readable(agent), method, readable(path))
         with self._lock:
             self.total += 1
             self._under_way += 1
@@ -228,7 +228,7 @@ class Traffic:
                 at=now,
                 status=failure.status,
                 code=failure.code,
-                message=failure.message[:_LONGEST],
+                message=readable(failure.message),
                 client=call.address,
                 key=call.key,
                 method=call.method,
@@ -237,6 +237,6 @@ class Traffic:
         )
 
 
-def _readable(said: str) -> str:
+def readable(said: str, most: int = _LONGEST) -> str:
     """What a client says, not too long, and without the halves of characters that stand for bytes that are no text."""
-    return said[:_LONGEST].encode(errors="replace").decode()
+    return said[:most].encode(errors="replace").decode()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp.web_request import BaseRequest
 
@@ -50,6 +51,16 @@ async def test_a_name_that_was_pointed_at_loopback_is_refused(api: Served, host:
 )
 async def test_loopback_s_own_names_are_taken(api: Served, host: str) -> None:
     assert await code(api, "GET", "/v1/models", {"Host": host}) == (200, None)
+
+
+async def test_a_name_that_is_no_text_is_refused_and_spoils_no_report(api: Served) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.status().port)
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: \xff\r\nConnection: close\r\n\r\n")
+    status, _, rest = (await reader.read()).partition(b"\r\n")
+    writer.close()
+    assert status.split()[1] == b"421"
+    assert b"This server is not called ?: " in rest
+    assert "This server is not called ?: " in msgspec.json.encode(api.server.report()).decode()
 
 
 async def test_a_name_that_the_settings_know_is_taken_and_no_other(tmp_path: Path) -> None:
