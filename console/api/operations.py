@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from console.api.context import ApiContext
 from console.api.described import describes
@@ -120,8 +122,17 @@ class Operations:
 
     @describes("Prometheus metrics", answer="text/plain")
     async def _metrics(self, request: web.Request) -> web.Response:
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        encode, content_type = _encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})
+
+
+def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    """What writes metrics as a client accepts them, and the content type of that; the usual format where its version
+    is no number."""
+    try:
+        return choose_encoder(accept)
+    except TypeError:
+        return choose_encoder("")
 
 
 def is_stalled(worker: WorkerReading, stall_s: float) -> bool:

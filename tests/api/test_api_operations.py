@@ -59,6 +59,13 @@ async def test_metrics_come_as_openmetrics_for_who_asks(api: Served) -> None:
         assert {family.name for family in parse_openmetrics(await response.text())} >= VLLM_NAMES
 
 
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+async def test_metrics_are_told_as_usual_where_the_version_that_is_wanted_is_none(api: Served, kind: str) -> None:
+    async with api.http.get("/metrics", headers={"Accept": f"{kind}; version=new"}) as response:
+        assert response.status == 200
+        assert response.content_type == "text/plain"
+
+
 async def test_metrics_count_what_was_done(api: Served) -> None:
     await api.post("/v1/completions", prompt="four", max_tokens=5)
     found = await samples(api)
