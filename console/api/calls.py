@@ -6,6 +6,7 @@ GET for calls that only look, their arguments in the query; POST for all, their 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from console.calls import CALLS, Call, Names, carried_out
 from console.deltas import plain, shaped
 from console.link import EngineLink
 from engine.errors import EngineClosed, InvalidRequest
+
+log = logging.getLogger("api")
 
 Admit = Callable[[Names, str], Awaitable[str]]
 """What a name or a folder from outside stands for; raises EngineError for a folder that is none of ours."""
@@ -62,14 +65,20 @@ class Calls:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         call = _known(request)
         arguments = _arguments(call, _document(await request.read()), strict=True)
-        order = asyncio.ensure_future(self._carry_out(call, arguments))
+        order = asyncio.create_task(self._carry_out(call, arguments), name=call.name)
         self._orders.add(order)
-        order.add_done_callback(self._orders.discard)
+        order.add_done_callback(self._ended)
         if SSE.content_type not in request.headers.get("Accept", ""):
             return json_response({"result": plain(await self._done(order))})
         async with ChunkStream(request, self._context.settings) as chunks:
             await chunks.send({"result": plain(await self._done(order))})
         return chunks.response
+
+    def _ended(self, order: asyncio.Task[object]) -> None:
+        """Its client was told what went wrong, but where it left before, the log alone has it."""
+        self._orders.discard(order)
+        if not order.cancelled() and (error := order.exception()) is not None:
+            log.info("%s failed: %s", order.get_name(), error)
 
     async def _done(self, order: asyncio.Task[object]) -> object:
         """What an order came to. A server that stops does not wait for it."""
@@ -95,7 +104,7 @@ def _known(request: web.Request) -> Call:
 def _document(raw: bytes) -> object:
     try:
         return msgspec.json.decode(raw or b"{}")
-    except msgspec.DecodeError as error:
+    except ValueError as error:  # bytes that are no UTF-8 are one of another kind
         raise InvalidRequest(f"The body is not valid JSON: {error}") from None
 
 

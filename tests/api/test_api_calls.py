@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import json
 import logging
@@ -22,6 +23,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelLoadFailed
 from engine.snapshot import Second
+from tests.api.harness import until
 from tests.api.operators import FolderOperator
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
@@ -138,6 +140,39 @@ async def test_an_order_is_carried_out_where_its_client_leaves(tmp_path: Path) -
         link.release("unload")
         while link.current.workers:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+async def test_an_order_that_fails_after_its_client_left_is_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def fails(*_: object, **__: object) -> None:
+        begun.set()
+        await goes_on.wait()
+        raise ModelLoadFailed("it is stuck")
+
+    caplog.set_level(logging.INFO)
+    link = FakeLink()
+    monkeypatch.setattr(link, "unload", fails)
+    async with shown(tmp_path, link) as http:
+        leaving = asyncio.create_task(_post(http, "/admin/call/engine.unload"))
+        await begun.wait()
+        leaving.cancel()
+        await until(lambda: " 499 in " in caplog.text)
+        goes_on.set()
+        await until(lambda: "engine.unload failed: it is stuck" in caplog.text)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+async def test_bytes_that_are_no_text_are_one_sentence(tmp_path: Path) -> None:
+    async with (
+        shown(tmp_path, FakeLink()) as http,
+        http.post("/admin/call/engine.unload", data=b'{"model": "\xff"}') as response,
+    ):
+        assert response.status == 400
+        assert "not valid JSON" in (await response.json())["error"]["message"]
 
 
 async def _post(http: aiohttp.ClientSession, path: str) -> None:
