@@ -140,7 +140,8 @@ class KeyFile:
             self._folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(self._folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _OWN)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with _told(self._folder / NAME, "written"):
+                fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
             os.close(lock)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import hashlib
 import hmac
 import re
@@ -177,6 +179,15 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
     with pytest.raises(KeysUnavailable, match=r"keys\.json cannot be written"):
         keys.make("app", ("use",))
     assert not keys.required
+
+
+def test_a_folder_that_knows_no_locks_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(KeysUnavailable, match=r"keys\.json cannot be written: No locks available"):
+        opened(tmp_path).make("app", ("use",))
 
 
 async def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
