@@ -101,7 +101,7 @@ class LineWriter:
         if self._file is not None and not _is_at(self._file, self._path):
             self._file.close()
             self._file = None
-        if self._file is not None and 0 < self._file.tell() > self._max_bytes - size:
+        if self._file is not None and 0 < os.fstat(self._file.fileno()).st_size > self._max_bytes - size:
             self._file.close()
             self._file = None
             _put_aside(self._path)

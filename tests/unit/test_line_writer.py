@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -52,6 +53,20 @@ def test_a_file_that_somebody_else_put_aside_is_begun_anew(tmp_path: Path) -> No
     writer.close()
     assert (tmp_path / "lines").read_text() == "after\n"
     assert (tmp_path / "moved").read_text() == ""
+
+
+def test_a_pipe_is_written_to_and_never_put_aside(tmp_path: Path) -> None:
+    pipe = tmp_path / "lines"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    writer = LineWriter(pipe, encode, max_bytes=3)
+    writer.open()
+    for line in ("one", "two"):
+        writer.put(line)
+    writer.close()
+    assert os.read(reading, 100) == b"one\ntwo\n"
+    os.close(reading)
+    assert (writer.lost, list(tmp_path.iterdir())) == (0, [pipe])
 
 
 def test_what_cannot_be_written_is_counted_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
