@@ -35,7 +35,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class WorkerChannel:
-    """The worker's end. `take` is for the loop's thread; `send` may be called from any."""
+    """The worker's end. `take` is for the loop's thread; `send` and `wake` may be called from any."""
 
     def __init__(self, sock: socket.socket, *, on_eof: Callable[[], None] | None = None) -> None:
         """on_eof: called on the reader's thread when the engine's end closed first, after `closed` turned true."""
@@ -47,6 +47,7 @@ class WorkerChannel:
         self._changed = threading.Condition()
         self._closed = False
         self._left = False
+        self._woken = False
         threading.Thread(target=self._read, name="worker-commands", daemon=True).start()
 
     @property
@@ -55,10 +56,18 @@ class WorkerChannel:
         return self._closed
 
     def take(self, timeout_s: float = 0.0) -> Command | None:
-        """The command that came first; with none, waits that long for one. What it leaves, `holds` can see."""
+        """The command that came first; with none, waits that long for one, or for `wake`. What it leaves, `holds` can
+        see."""
         with self._changed:
-            self._changed.wait_for(lambda: self._commands or self._closed, timeout_s)
+            self._changed.wait_for(lambda: self._commands or self._closed or self._woken, timeout_s)
+            self._woken = False
             return self._commands.popleft() if self._commands else None
+
+    def wake(self) -> None:
+        """There is something to do besides commands: let `take` wait no longer."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def holds(self, *kinds: type[Command]) -> bool:
         """Whether a command of one of these kinds waits to be taken."""

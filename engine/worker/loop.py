@@ -10,20 +10,17 @@ from collections.abc import Callable
 
 import psutil
 
-from engine.backends.base import Backend, BackendRequest, BackendStats, PrefixChanges, TokenEvent
-from engine.errors import EngineError, InvalidRequest, NoModelLoaded, WorkerFailed
-from engine.text.masks import GrammarMasks
+from engine.backends.base import Backend, BackendRequest, BackendStats, PrefixChanges
+from engine.errors import EngineError, NoModelLoaded, WorkerFailed
 from engine.worker import protocol
-from engine.worker.answer import Answer
 from engine.worker.channel import WorkerChannel
 from engine.worker.factory import BackendFactory
 from engine.worker.loading import Replica, attach_adapter, limit_torch_threads, load_replica, reason
-from engine.worker.masking import Masking
 from engine.worker.outbox import Outbox
+from engine.worker.requests import Requests
 
 HEARTBEAT_S = 1.0
 GAUGE_S = 1.0
-COMPILING_S = 0.005
 MAX_FAILED_STEPS = 2
 
 _logger = logging.getLogger(__name__)
@@ -50,8 +47,7 @@ class WorkerLoop:
         self._strict = strict
         self._process = psutil.Process()
         self._replica: Replica | None = None
-        self._answers: dict[str, Answer] = {}
-        self._masking: Masking | None = None
+        self._requests: Requests | None = None
         self._outbox = Outbox()
         self._gauged_s = -math.inf
         self._rss_bytes = 0
@@ -84,8 +80,7 @@ class WorkerLoop:
         busy = self._busy_backend() is not None
         if not busy:
             self._check()
-        patience_s = COMPILING_S if self._masking else HEARTBEAT_S
-        command = self._channel.take(0.0 if busy or self._outbox.holds else patience_s)
+        command = self._channel.take(0.0 if busy or self._outbox.holds else HEARTBEAT_S)
         if command is not None and self._outbox.holds:
             self._send_batch()  # it may make the next step a long one
         while command is not None:
@@ -93,10 +88,11 @@ class WorkerLoop:
             if self._stopping:
                 return
             command = self._channel.take()
-        self._take_masks()
+        if self._requests is not None:
+            self._requests.take_masks()
         backend = self._busy_backend()
-        if backend is not None:
-            self._step(backend)
+        if backend is not None and self._requests is not None:
+            self._step(backend, self._requests)
         else:
             self._send_batch()
 
@@ -111,7 +107,10 @@ class WorkerLoop:
             case protocol.Submit(request=request):
                 self._submit(request)
             case protocol.Cancel(request_id=request_id):
-                self._forget(request_id)
+                if self._requests is not None:
+                    self._requests.forget(request_id)
+                else:
+                    self._outbox.drop(request_id)
             case protocol.SetMaxPrompts(max_prompts=max_prompts):
                 if self._replica is not None:
                     self._replica.backend.set_max_prompts(max_prompts)
@@ -146,15 +145,14 @@ class WorkerLoop:
             return
         attached = [attach_adapter(self._replica, adapter) for adapter in load.adapters]
         self._failed_steps = 0
-        self._masking = Masking(GrammarMasks(self._replica.tokenizer, self._replica.model.vocab_size))
+        self._requests = Requests(self._replica, self._outbox, self._channel.wake)
         self._gauged_s = -math.inf  # what it took is read off the next report
         self._channel.send(protocol.Loaded(model=self._replica.model, load_s=time.monotonic() - started_s))
         for answer in attached:
             self._channel.send(answer)
 
     def _unload(self) -> None:
-        self._answers.clear()
-        self._masking = None
+        self._requests = None
         self._outbox = Outbox()
         self._leaving.clear()
         if self._replica is not None:
@@ -162,10 +160,10 @@ class WorkerLoop:
             self._replica = None
 
     def _detach_unused(self) -> None:
-        """Detach the adapters that are to go and that no live request names: any may have to begin anew somewhere."""
+        """Detach the adapters that are to go and that no live request names."""
         if not self._leaving:
             return
-        unused = self._leaving - {answer.adapter for answer in self._answers.values()}
+        unused = self._leaving - (self._requests.adapters if self._requests is not None else set())
         self._leaving -= unused
         if self._replica is not None:
             for name in unused:
@@ -173,110 +171,30 @@ class WorkerLoop:
 
     def _submit(self, request: BackendRequest) -> None:
         self._channel.send(protocol.Taken(request_id=request.id))
-        try:
-            if self._replica is None:
-                raise NoModelLoaded("the worker holds no model", state="unloaded")
-            if request.id in self._answers:
-                self._forget(request.id)
-                raise InvalidRequest(f"a request with the id {request.id} is already being worked on", param="id")
-            answer = Answer(self._replica.tokenizer, request)
-            if answer.finish is not None:
-                self._outbox.of(request.id).finish = answer.finish
-                return
-            if request.params.grammar is None or self._masking is None:
-                self._replica.backend.submit(request)
-            else:
-                self._masking.begin(request)
-            self._answers[request.id] = answer
-        except EngineError as error:
-            self._outbox.of(request.id).fail(error.info)
-        except Exception as error:
-            _logger.exception("request %s could not be taken", request.id)
-            self._outbox.of(request.id).fail(f"the request could not be taken: {reason(error)}")
-
-    def _take_masks(self) -> None:
-        """Give the backend the requests whose grammars are compiled."""
-        if not self._masking or self._replica is None:
-            return
-        for request, compiling in self._masking.done():
-            answer, output = self._answers[request.id], self._outbox.of(request.id)
-            try:
-                answer.mask = compiling.result()
-                self._replica.backend.submit(request, answer.mask)
-            except EngineError as error:
-                output.fail(error.info)
-            except Exception as error:
-                _logger.exception("request %s could not be held to its grammar", request.id)
-                output.fail(f"the request could not be taken: {reason(error)}")
-            if output.finish is not None:
-                del self._answers[request.id]
-
-    def _forget(self, request_id: str) -> None:
-        self._outbox.drop(request_id)
-        if self._masking is not None:
-            self._masking.forget(request_id)
-        if self._answers.pop(request_id, None) is not None and self._replica is not None:
-            self._replica.backend.cancel(request_id)
+        if self._requests is not None:
+            self._requests.submit(request)
+        else:
+            self._outbox.of(request.id).fail(NoModelLoaded("the worker holds no model", state="unloaded").info)
 
     # --- steps ----------------------------------------------------------------------------------------
 
-    def _step(self, backend: Backend) -> None:
-        started_s, answers = time.monotonic(), 0
+    def _step(self, backend: Backend, requests: Requests) -> None:
+        started_s, went_on = time.monotonic(), 0
         self._unchecked = True
         try:
             events = backend.step()
         except Exception as error:
-            self._step_failed(error, backend)
+            self._step_failed(error, requests)
         else:
             self._failed_steps = 0
-            for event in events:
-                answers += event.token_id is not None and event.cached_tokens is None
-                self._apply(event, backend)
-            for answer in [answer for answer in self._answers.values() if answer.rewinding]:
-                self._rewind(answer, backend)
-        if self._outbox.stepped(started_s, time.monotonic(), answers):
+            went_on = requests.take(events)
+        if self._outbox.stepped(started_s, time.monotonic(), went_on):
             self._send_batch(everything=False)
 
-    def _apply(self, event: TokenEvent, backend: Backend) -> None:
-        """One token through its request's text stage; tokens past a request's end, or taken back, are dropped."""
-        answer = self._answers.get(event.request_id)
-        if answer is None or answer.rewinding:
-            return
-        output = self._outbox.of(event.request_id)
-        try:
-            answer.take(event, output)
-        except Exception as error:
-            _logger.exception("the text of request %s failed", event.request_id)
-            output.fail(f"the answer's text could not be made: {reason(error)}")
-        if output.finish is not None:
-            del self._answers[event.request_id]
-            if event.finish is None:
-                backend.cancel(event.request_id)
-
-    def _rewind(self, answer: Answer, backend: Backend) -> None:
-        """Have the backend go another way from where a banned string began; the prefix cache makes that cheap."""
-        backend.cancel(answer.id)
-        output = self._outbox.of(answer.id)
-        try:
-            request = answer.rewound()
-            if answer.mask is not None:
-                answer.mask.restart(request.generated)
-            backend.submit(request, answer.mask)
-        except EngineError as error:
-            output.fail(error.info)
-        except Exception as error:
-            _logger.exception("request %s could not go on", answer.id)
-            output.fail(f"the request could not go on: {reason(error)}")
-        if output.finish is not None:
-            del self._answers[answer.id]
-
-    def _step_failed(self, error: Exception, backend: Backend) -> None:
+    def _step_failed(self, error: Exception, requests: Requests) -> None:
         """Fail everybody who was in the step; give up when steps go on failing."""
         _logger.exception("a step failed")
-        for request_id in [name for name in self._answers if self._masking is None or name not in self._masking]:
-            del self._answers[request_id]
-            backend.cancel(request_id)
-            self._outbox.of(request_id).fail(f"the step failed: {reason(error)}")
+        requests.fail(f"the step failed: {reason(error)}")
         self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:
             self._send_batch()

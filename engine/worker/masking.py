@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -14,20 +14,23 @@ Compiling = Future[GrammarMask]
 
 @dataclass(slots=True)
 class Masking:
-    """Those of one model that wait for their masks. Only what is computed waits, never the loop."""
+    """Those of one model that wait for their masks. Only what is computed waits, never the loop.
+
+    wake: called when one need not wait any longer, from the thread that compiled it.
+    """
 
     masks: GrammarMasks
+    wake: Callable[[], None]
     _waiting: dict[str, tuple[BackendRequest, Compiling]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
     def begin(self, request: BackendRequest) -> None:
         """Take a request that has a grammar; it comes out of `done`."""
-        self._waiting[request.id] = (request, self.masks.begin(request))
+        compiling = self.masks.begin(request)
+        self._waiting[request.id] = (request, compiling)
+        compiling.add_done_callback(lambda _: self.wake())
 
     def forget(self, request_id: str) -> None:
         """It is not wanted any more."""

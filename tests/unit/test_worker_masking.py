@@ -77,6 +77,16 @@ async def test_others_are_answered_while_a_grammar_is_compiled(probe: Probe, slo
     assert [request.id for request in backend.submitted] == ["free"]
 
 
+async def test_a_grammar_that_is_compiled_wakes_a_worker_with_nothing_else_to_do(
+    probe: Probe, slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.worker.loop.HEARTBEAT_S", 3600.0)
+    probe.send(submit_command("held", grammar=DIGITS), submit_command("free"))
+    await probe.answer("free")
+    slow.compile("held", GrammarMasks(Tokenizer.from_folder(tmp_path / "fake"), 257))
+    assert (await probe.answer("held"))[1].finish == "stop"
+
+
 async def test_a_request_that_leaves_meanwhile_never_reaches_the_backend(
     probe: Probe, slow: Slow, backend: FakeBackend
 ) -> None:
