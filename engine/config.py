@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -139,10 +140,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> SamplingParams:
         """Itself, or InvalidRequest naming the first field out of range."""
-        for param, low, high in _RANGES:
+        for param, (low, high) in RANGES.items():
             value = getattr(self, param)
             if value is not None and not (low <= value <= high):
-                lowest = "more than 0 and at most" if low == _TINY else f"between {low} and"
+                lowest = "more than 0 and at most" if low == TINY else f"between {low} and"
                 raise InvalidRequest(f"{param} is {shown(value)}; it must be {lowest} {high}", param=param)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
@@ -193,39 +194,42 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-_TINY = math.ulp(0.0)
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0.0, 100.0),
-    ("top_k", 0, 2**31),
-    ("top_p", _TINY, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("typical_p", _TINY, 1.0),
-    ("top_a", 0.0, 1.0),
-    ("tfs", _TINY, 1.0),
-    ("min_temp", 0.0, 100.0),
-    ("max_temp", 0.0, 100.0),
-    ("temp_exponent", _TINY, 100.0),
-    ("smoothing_factor", 0.0, 100.0),
-    ("xtc_probability", 0.0, 1.0),
-    ("xtc_threshold", 0.0, 1.0),
-    ("mirostat_tau", _TINY, 100.0),
-    ("mirostat_eta", _TINY, 1.0),
-    ("repetition_penalty", 0.01, 100.0),
-    ("repetition_range", 0, 2**31),
-    ("repetition_decay", 0, 2**31),
-    ("dry_multiplier", 0.0, 100.0),
-    ("dry_base", 1.0, 100.0),
-    ("dry_allowed_length", 1, 2**31),
-    ("dry_range", 0, 2**31),
-    ("cfg_scale", 0.0, 100.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("seed", -(2**63), 2**63 - 1),
-    ("max_tokens", 0, 2**31),
-    ("min_tokens", 0, 2**31),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-)
+TINY = math.ulp(0.0)
+"""The lowest value of what must be more than 0."""
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_k": (0, 2**31),
+    "top_p": (TINY, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (TINY, 1.0),
+    "top_a": (0.0, 1.0),
+    "tfs": (TINY, 1.0),
+    "min_temp": (0.0, 100.0),
+    "max_temp": (0.0, 100.0),
+    "temp_exponent": (TINY, 100.0),
+    "smoothing_factor": (0.0, 100.0),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+    "mirostat_tau": (TINY, 100.0),
+    "mirostat_eta": (TINY, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "repetition_range": (0, 2**31),
+    "repetition_decay": (0, 2**31),
+    "dry_multiplier": (0.0, 100.0),
+    "dry_base": (1.0, 100.0),
+    "dry_allowed_length": (1, 2**31),
+    "dry_range": (0, 2**31),
+    "cfg_scale": (0.0, 100.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (0, 2**31),
+    "min_tokens": (0, 2**31),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+"""Lowest and highest values of those that are numbers."""
 
 
 class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):

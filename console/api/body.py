@@ -32,6 +32,9 @@ class Body(BaseModel):
     refused: fields that clients send but we do not honour: fine at their neutral values, an error otherwise.
     inert: fields that change nothing about an answer, whatever their value.
     aliases: other names that clients have for a field.
+    clamped: fields that are brought into what there is room for, or what means the same, and how.
+    refused_within: likewise `refused`, of what stands within a field; by that field's name as a path.
+    internal: fields that are filled in from elsewhere, and unknown to clients.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -39,12 +42,16 @@ class Body(BaseModel):
     refused: ClassVar[Mapping[str, Refusal]] = {}
     inert: ClassVar[frozenset[str]] = frozenset()
     aliases: ClassVar[Mapping[str, str]] = {}
+    clamped: ClassVar[Mapping[str, str]] = {}
+    refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {}
+    internal: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """What the body takes, as /openapi.json tells it."""
         schema = handler.resolve_ref_schema(handler(core))
-        schema.update(completed(schema, cls._docs(), cls.refused, cls.inert, cls.aliases))
+        others = cls.refused, cls.inert, cls.aliases, cls.clamped, cls.internal
+        schema.update(completed(schema, cls._docs(), *others))
         return schema
 
     @classmethod

@@ -21,6 +21,9 @@ _ENTRY = re.compile(r"(?:^|\n|  )\s*([a-z][a-z0-9_]*(?:, [a-z][a-z0-9_]*)*): ")
 TEXTS = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
 """One text, or several."""
 
+ANSWER_TOKENS = WithJsonSchema({"type": "integer", "minimum": 1})
+"""How many tokens an answer may have."""
+
 _TOKENS: JsonSchema = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 _PROMPT: JsonSchema = {"anyOf": [{"type": "string"}, _TOKENS]}
 PROMPTS = WithJsonSchema({"anyOf": [*_PROMPT["anyOf"], {"type": "array", "items": _PROMPT, "minItems": 1}]})
@@ -51,6 +54,8 @@ def completed(
     refused: Mapping[str, Refusal],
     inert: Collection[str],
     aliases: Mapping[str, str],
+    clamped: Mapping[str, str],
+    internal: Collection[str],
 ) -> JsonSchema:
     """The schema of a body whose fields are those of `schema`. null is the same as leaving a field out.
 
@@ -58,11 +63,15 @@ def completed(
     """
     docs = list(docs)
     fields, required = schema.get("properties", {}), schema.get("required", [])
-    untitled = {name: {key: field[key] for key in field if key != "title"} for name, field in fields.items()}
+    known = {name: field for name, field in fields.items() if name not in internal}
+    untitled = {name: {key: field[key] for key in field if key != "title"} for name, field in known.items()}
     properties = {name: field if name in required else _or_null(field) for name, field in untitled.items()}
     for name, meaning in meanings(docs).items():
         if name in properties:
             properties[name] = {**properties[name], "description": meaning}
+    for name, how in clamped.items():
+        meaning = properties[name].get("description", "")
+        properties[name] = {**properties[name], "description": f"{meaning} Clamped: {how}.".strip()}
     for alias, name in sorted(aliases.items()):
         if name in properties:
             properties[alias] = {**properties[name], "description": f"The same as {name}"}

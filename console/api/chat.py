@@ -11,6 +11,7 @@ from aiohttp import web
 from pydantic import Field
 
 from console.api.body import read
+from console.api.body_schema import ANSWER_TOKENS
 from console.api.chat_fields import ConversationFields
 from console.api.chat_shapes import (
     ChatAnswer,
@@ -22,6 +23,7 @@ from console.api.chat_shapes import (
     message_of,
     piece_of,
 )
+from console.api.clamped import CHAT_CLAMPED
 from console.api.context import ApiContext, new_id
 from console.api.conversation import guided_away_from, read_messages
 from console.api.described import describes
@@ -52,9 +54,10 @@ class ChatBody(OpenAiFields, ConversationFields):
 
     refused = CHAT_REFUSED
     inert = OPENAI_INERT
+    clamped = CHAT_CLAMPED
 
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Annotated[int | None, ANSWER_TOKENS] = None
+    max_completion_tokens: Annotated[int | None, ANSWER_TOKENS] = None
     logprobs: bool = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from console.api.body import Body
 from console.api.body_schema import MESSAGES
 from console.api.chat_prompt import chat_prompt
 from console.api.conversation import Turn
+from console.api.parameters import MESSAGE_REFUSED, Refusal
 from console.api.prompts import Prompt
 from console.api.served import ServedModel
 from console.api.tools import ToolUse, tool_use
@@ -28,6 +29,8 @@ class ConversationFields(Body):
     continue_final_message: the last message is an answer begun, which goes on.
     chat_template_kwargs: variables for the model's own template (enable_thinking, say).
     """
+
+    refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {"messages[].": MESSAGE_REFUSED}
 
     messages: Annotated[list[Any], MESSAGES]
     tools: list[ToolField] | None = None

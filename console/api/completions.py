@@ -13,6 +13,7 @@ from aiohttp import web
 
 from console.api.body import read
 from console.api.body_schema import PROMPTS
+from console.api.clamped import COMPLETION_CLAMPED
 from console.api.context import ApiContext, new_id
 from console.api.described import describes
 from console.api.errors import json_response
@@ -60,6 +61,7 @@ class CompletionBody(OpenAiFields):
 
     refused = COMPLETION_REFUSED
     inert = OPENAI_INERT
+    clamped = COMPLETION_CLAMPED
     aliases = _ALIASES
 
     prompt: Annotated[object, PROMPTS]

@@ -16,7 +16,8 @@ from aiohttp import web
 from pydantic import AfterValidator, Field
 
 from console.api.body import read
-from console.api.body_schema import PROMPTS
+from console.api.body_schema import ANSWER_TOKENS, PROMPTS
+from console.api.clamped import GENERATE_CLAMPED
 from console.api.context import ApiContext, new_id
 from console.api.described import describes
 from console.api.errors import json_response
@@ -38,9 +39,10 @@ class GenerateBody(SamplingFields):
 
     refused = GENERATE_REFUSED
     inert = frozenset({"request_id"})
+    clamped = GENERATE_CLAMPED
 
     prompt: Annotated[object, PROMPTS]
-    max_tokens: int = 128
+    max_tokens: Annotated[int, ANSWER_TOKENS] = 128
     temperature: float | None = 0.7
     top_k: Annotated[int | None, Field(ge=-1)] = 40
     top_p: float | None = 0.5

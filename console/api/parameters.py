@@ -1,4 +1,5 @@
-"""The one table of parameters that clients send and we do not honour, and of those that mean nothing to us.
+"""The one table of parameters that clients send and we do not honour, and of those that mean nothing to us; those that
+are brought into bounds are in `console.api.clamped`.
 
 A refused parameter is fine while its value changes nothing; any other value is an error that names it.
 """

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from console.api.biases import bans, biases
 from console.api.body import Body
 from console.api.body_schema import TEXTS
+from console.api.clamped import SAMPLING_CLAMPED
 from console.api.dry import breaker_ids
 from console.api.formats import FormatFields
 from console.api.sampler_order import in_order
@@ -65,16 +66,18 @@ class SamplingFields(ModelFields, FormatFields):
     best_of: how many answers are made, of which n are given.  top_k: 0 and -1 are off.
     stop: a string or several.  logit_bias: keyed by token ids as text, as JSON wants it.
     repetition_range, dry_range: 0 and -1 are everything.
-    dynamic_temperature: False turns it off whatever its range.  dry_sequence_breakers: see `console.api.dry`.
+    dynamic_temperature: False turns it off whatever its range.
+    dry_sequence_breakers: strings over which no repeat reaches, an array or its JSON as text.
     negative_prompt: text; each dialect says how it becomes a prompt.  bad_words: more banned_strings.
     stopping_strings: more of stop.  seed, sampler_seed: one seed under two names; -1 is none, as vLLM has it.
     dynatemp_range: how far a dynamic temperature lies around `temperature`, where no bounds are given.
     ban_eos_token: whether end tokens must not come.  custom_token_bans: ids of others, an array or text with commas.
-    sampler_order, sampler_priority: see `console.api.sampler_order`.
+    sampler_order, sampler_priority: the order of samplers, where it comes to the one here (docs/sampling.md).
     rep_pen_slope: only 0 and 1, which are off, where there is a penalty for it to bend.
     """
 
     aliases = _ALIASES
+    clamped = SAMPLING_CLAMPED
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     best_of: Annotated[int | None, Field(ge=1, le=MAX_N)] = None
@@ -95,7 +98,7 @@ class SamplingFields(ModelFields, FormatFields):
     temperature_last: bool = False
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    mirostat_mode: int = 0
+    mirostat_mode: Annotated[int, WithJsonSchema({"enum": [0, 2]})] = 0
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     repetition_penalty: float | None = None

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
 import msgspec
 
-from engine.config import BackendKind, SamplingParams
+from engine.config import RANGES, TINY, BackendKind, SamplingParams
 from engine.errors import InvalidRequest
 
 BACKENDS: tuple[BackendKind, ...] = get_args(BackendKind)
@@ -46,19 +46,41 @@ def refuse_lacking(params: SamplingParams, backend: str) -> None:
             )
 
 
+def bounds(name: str) -> str:
+    """Between what a parameter lies, in words; "" for one that is no number."""
+    if name not in RANGES:
+        return ""
+    low, high = RANGES[name]
+    return f"more than 0, up to {high:g}" if low == TINY else f"{_number(low)} to {_number(high)}"
+
+
+def differing() -> str:
+    """The same as `table`, of those that not every backend honours."""
+    return "\n".join(_lines([name for name in SamplingParams.__struct_fields__ if PART_OF.get(name, name) in LACKING]))
+
+
 def table() -> str:
     """Parameter x backend as Markdown: one line for each field of SamplingParams."""
-    return "\n".join(_lines())
+    return "\n".join(_lines(SamplingParams.__struct_fields__))
 
 
-def _lines() -> Iterator[str]:
-    yield f"| parameter | neutral | {' | '.join(BACKENDS)} |"
-    yield f"|---|---|{'---|' * len(BACKENDS)}"
-    for name in SamplingParams.__struct_fields__:
+def _lines(names: Iterable[str]) -> Iterator[str]:
+    yield f"| parameter | neutral | range | {' | '.join(BACKENDS)} |"
+    yield f"|---|---|---|{'---|' * len(BACKENDS)}"
+    for name in names:
         reasons = LACKING.get(PART_OF.get(name, name), {})
         cells = [f"no: {reasons[backend]}" if backend in reasons else "yes" for backend in BACKENDS]
         neutral = msgspec.json.encode(getattr(_NEUTRAL, name)).decode()
-        yield f"| `{name}` | `{neutral}` | {' | '.join(cells)} |"
+        yield f"| `{name}` | `{neutral}` | {bounds(name)} | {' | '.join(cells)} |"
+
+
+def _number(value: float) -> str:
+    """A bound; a power of 2 as one."""
+    whole = int(value) if value == int(value) else None
+    if whole is not None and abs(whole) > 10**6:
+        power = (abs(whole) + 1).bit_length() - 1
+        return f"{'-' if whole < 0 else ''}2^{power}{'' if abs(whole) == 2**power else '-1'}"
+    return f"{value:g}"
 
 
 if __name__ == "__main__":

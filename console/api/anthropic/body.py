@@ -9,8 +9,16 @@ from pydantic import Field
 
 from console.api.anthropic.tools import ChoiceField, OutputConfig, ToolField, read_tools
 from console.api.body_schema import MESSAGES
+from console.api.clamped import ANTHROPIC_CLAMPED
 from console.api.formats import Named
-from console.api.parameters import ANTHROPIC_INERT, ANTHROPIC_REFUSED
+from console.api.parameters import (
+    ANTHROPIC_BLOCKS_REFUSED,
+    ANTHROPIC_INERT,
+    ANTHROPIC_OUTPUT_REFUSED,
+    ANTHROPIC_REFUSED,
+    ANTHROPIC_TOOLS_REFUSED,
+    Refusal,
+)
 from console.api.sampling import SamplingFields
 from console.api.served import ServedModel
 from console.api.tools import ToolChoice, ToolUse, tool_use
@@ -25,6 +33,11 @@ class ConversationBody(SamplingFields):
 
     refused = ANTHROPIC_REFUSED
     inert = ANTHROPIC_INERT
+    refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {
+        "messages[].content[] of type ": ANTHROPIC_BLOCKS_REFUSED,
+        "output_config.": ANTHROPIC_OUTPUT_REFUSED,
+        "tools[].": ANTHROPIC_TOOLS_REFUSED,
+    }
     aliases: ClassVar[Mapping[str, str]] = {**SamplingFields.aliases, "stop_sequences": "stop"}
 
     messages: Annotated[list[Any], MESSAGES]
@@ -55,5 +68,7 @@ class ConversationBody(SamplingFields):
 
 class MessagesBody(ConversationBody):
     """A conversation to answer."""
+
+    clamped = ANTHROPIC_CLAMPED
 
     max_tokens: Annotated[int, Field(ge=1)]

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from console.api.body import Body
+from console.api.clamped import KOBOLD_CLAMPED
 from console.api.cut_prompts import Cut
 from console.api.frontends import FrontendBody
 from console.api.parameters import FRONTEND_INERT, KOBOLD_REFUSED
@@ -43,6 +44,7 @@ class KoboldBody(FrontendBody):
 
     refused = KOBOLD_REFUSED
     inert = _INERT
+    clamped = KOBOLD_CLAMPED
     aliases = _ALIASES
     length_field = "max_length"
     context_field = "max_context_length"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from console.api.body import Body
 from console.api.body_schema import MESSAGES, ShapedAs
 from console.api.ollama.options import Options, read_options
-from console.api.parameters import OLLAMA_REFUSED
+from console.api.parameters import OLLAMA_MESSAGE_REFUSED, OLLAMA_REFUSED, Refusal
 from console.api.served import ServedModel
 from console.api.tools import ToolUse, tool_use
 from console.api.tools.openai import ToolField, read_tools
@@ -106,6 +107,8 @@ class GenerateBody(AnswerBody):
 
 class ChatBody(AnswerBody):
     """What /api/chat takes."""
+
+    refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {"messages[].": OLLAMA_MESSAGE_REFUSED}
 
     messages: Annotated[list[Any], Field(default_factory=list), MESSAGES]
     tools: list[ToolField] | None = None

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from console.api.body import read
 from console.api.body_schema import TEXTS
+from console.api.clamped import OLLAMA_EMBED_CLAMPED, OLLAMA_EMBEDDINGS_CLAMPED
 from console.api.context import ApiContext
 from console.api.described import describes
 from console.api.embeddings import Written, about_inputs, check_inputs, vectors_of, written_vectors
@@ -30,6 +31,8 @@ class EmbedBody(OllamaBody):
     """What /api/embed takes. input: a text, or several.  truncate: of a text that is too long, take the beginning;
     where it is false, such a text is refused.  dimensions: as many as the model's vectors have, if anything."""
 
+    clamped = OLLAMA_EMBED_CLAMPED
+
     input: Annotated[Any, TEXTS]
     truncate: bool = True
     dimensions: int | None = None
@@ -37,6 +40,8 @@ class EmbedBody(OllamaBody):
 
 class EmbeddingsBody(OllamaBody):
     """What /api/embeddings takes."""
+
+    clamped = OLLAMA_EMBEDDINGS_CLAMPED
 
     prompt: str = ""
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec.structs import replace
 from pydantic import Field
 
+from console.api.clamped import OLLAMA_OPTIONS_CLAMPED
 from console.api.formats import Named
 from console.api.parameters import OLLAMA_OPTIONS_INERT, OLLAMA_OPTIONS_REFUSED
 from console.api.sampling import SamplingFields, sampling_params
@@ -16,9 +17,6 @@ from console.api.served import ServedModel
 from console.api.structured import json_grammar, json_object_grammar
 from engine.config import SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest
-
-_OF_THE_BODY = ("answer_format", "model", "lora", "priority", "n", "best_of", "stream")
-"""Fields of ours that are none of Ollama's options."""
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1}
 """Ollama's, where neither the client nor the model's makers say anything."""
@@ -39,6 +37,8 @@ class Options(SamplingFields):
 
     refused = OLLAMA_OPTIONS_REFUSED
     inert = OLLAMA_OPTIONS_INERT
+    clamped = OLLAMA_OPTIONS_CLAMPED
+    internal = frozenset({"answer_format", "model", "lora", "priority", "n", "best_of", "stream"})
     aliases: ClassVar[Mapping[str, str]] = {
         **{name: field for name, field in SamplingFields.aliases.items() if name not in _OWN},
         "repeat_penalty": "repetition_penalty",
@@ -72,9 +72,8 @@ class Options(SamplingFields):
 def read_options(options: Mapping[str, Any] | None, **beside: object) -> Options:
     """The options with what the body says beside them, by our names; raises InvalidRequest naming the field."""
     given = dict(options or {})
-    for name in _OF_THE_BODY:
-        if name in given:
-            raise InvalidRequest(f"{name} is not an option", param=f"options.{name}")
+    for name in sorted(Options.internal & given.keys()):
+        raise InvalidRequest(f"{name} is not an option", param=f"options.{name}")
     return Options.of({**given, **beside})
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from console.api.body import Body
+from console.api.clamped import TEXTGEN_CLAMPED
 from console.api.cut_prompts import Cut
 from console.api.frontends import FrontendBody
 from console.api.parameters import FRONTEND_INERT, TEXTGEN_REFUSED
@@ -31,6 +32,7 @@ class TextgenBody(FrontendBody):
 
     refused = TEXTGEN_REFUSED
     inert = FRONTEND_INERT
+    clamped = TEXTGEN_CLAMPED
     aliases = _ALIASES
     length_field = "max_new_tokens"
     context_field = "truncation_length"

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from console.api.body import Body
 from console.api.body_schema import ShapedAs
+from console.api.clamped import TGI_CLAMPED
 from console.api.parameters import TGI_REFUSED
 from console.api.prompts import Prompt
 from console.api.sampling import MAX_N, SamplingFields
@@ -32,6 +33,7 @@ class TgiParameters(Body):
     """
 
     refused = TGI_REFUSED
+    clamped = TGI_CLAMPED
 
     adapter_id: str | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] = 1
