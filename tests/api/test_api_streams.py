@@ -62,6 +62,20 @@ async def test_a_silent_stream_is_kept_open_by_pings(tmp_path: Path) -> None:
     assert frames[-1] == "data: [DONE]"
 
 
+async def test_a_stream_that_is_silent_for_longer_than_a_write_may_take_goes_on(tmp_path: Path) -> None:
+    backend = FakeBackend(gate=Gate())
+    settings = ApiSettings(port=0, ping_s=0.02, write_timeout_s=0.05)
+    async with serving(tmp_path, backend, settings=settings) as api:
+        body = {"prompt": "x", "max_tokens": 2, "stream": True}
+        async with api.http.post("/v1/completions", json=body) as response:
+            for _ in range(20):
+                assert await response.content.readline() == b": ping\n"
+                assert await response.content.readline() == b"\n"
+            backend.gate.open()  # type: ignore[union-attr]
+            assert (await response.read()).decode().endswith("data: [DONE]\n\n")
+    assert api.server.report().failures == ()
+
+
 async def test_a_failure_after_the_first_event_is_an_event_and_the_stream_has_no_regular_end(tmp_path: Path) -> None:
     async with serving(tmp_path, FakeBackend(fail_at_steps=range(4, 1000))) as api:
         events = await api.events("/v1/completions", prompt="x", max_tokens=50)
