@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from engine.backends.base import BackendStats, PrefixChanges, SequenceStats
 from engine.backends.torch.pages import PagePool
-from engine.backends.torch.scheduler import Scheduler, Sequence
+from engine.backends.torch.scheduler import Scheduler
+from engine.backends.torch.sequences import Sequence
 from engine.dispatch.step_cost import StepPrice
 from engine.dispatcher import Dispatcher, Slot
 from engine.request import Request

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.pages import PagePool
-from engine.backends.torch.scheduler import Plan, Scheduler, Sequence
+from engine.backends.torch.scheduler import Scheduler
+from engine.backends.torch.sequences import Plan, Sequence
 from engine.errors import ContextLengthExceeded
 
 

@@ -21,8 +21,8 @@ from engine.backends.base import (
     TokenMask,
 )
 from engine.backends.faults import device_is_lost, is_out_of_memory, reason
-from engine.backends.torch import scheduler as scheduling
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.described import described
 from engine.backends.torch.gauges import gauges
 from engine.backends.torch.guesses import MAX_AHEAD, Guesses, held
 from engine.backends.torch.jobs import NOT_FINITE, Job
@@ -32,7 +32,8 @@ from engine.backends.torch.prompts import FinalStates
 from engine.backends.torch.refusals import refuse_unknown_tokens
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampledToken, sample
-from engine.backends.torch.scheduler import NO_GUESSES, Plan, Scheduler
+from engine.backends.torch.scheduler import NO_GUESSES, Scheduler
+from engine.backends.torch.sequences import Plan
 from engine.backends.torch.warm_up import warm_up
 from engine.config import AdapterSpec, ModelSpec
 from engine.errors import InvalidRequest, LoadCancelled
@@ -88,27 +89,7 @@ class TorchBackend:
             max_input_len=spec.max_input_len,
         )
         self._guesses = Guesses((spec.draft_tokens or MAX_AHEAD) if spec.ngram_draft else 0)
-        return LoadedModel(
-            backend="torch",
-            architecture=runner.config.architecture,
-            dtype=runner.dtype_name,
-            devices=runner.devices,
-            vocab_size=runner.config.vocab_size,
-            max_model_len=runner.config.max_model_len,
-            kv_tokens=pool.num_pages * page_tokens,
-            page_tokens=page_tokens,
-            weights_bytes=runner.weights_bytes,
-            kv_bytes=self._kv_bytes,
-            parameters=runner.parameters,
-            active_parameters=runner.active_parameters,
-            shared_bytes=runner.shared_bytes,
-            attention=runner.attention.name if runner.attention else "",
-            attention_reason=runner.attention.reason if runner.attention else "",
-            linear=runner.linear,
-            shares=runner.shares,
-            adapters_per_request=True,
-            hidden_size=runner.config.hidden_size,
-        )
+        return described(runner, pool, self._kv_bytes)
 
     def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
         """Take a request. Raises ContextLengthExceeded or InvalidRequest, naming the field. It keeps its adapter, even
@@ -273,7 +254,7 @@ class TorchBackend:
         ended = self._loaded()[1].commit(plan, ids)
         at_end = {sequence.id for sequence in ended}
         spoilt = self._add_told(plan)
-        events = [self._computed(sequence) for sequence in ended if not (sequence.answers or sequence.id in spoilt)]
+        events = [self._computed(each.id) for each in ended if not (each.answers or each.id in spoilt)]
         events += [self._end(name, "error", NOT_FINITE) for name in spoilt]
         for index, sequence in enumerate(sampled):
             if sequence.id in spoilt:
@@ -293,10 +274,10 @@ class TorchBackend:
         told = [sequence.id for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True) if chunk.told]
         return {name for name in told if (telling := self._jobs[name].telling) is not None and not telling.add()}
 
-    def _computed(self, sequence: scheduling.Sequence) -> TokenEvent:
+    def _computed(self, request_id: str) -> TokenEvent:
         """The end of a request that is to have no answer: its prompt is computed."""
-        event = self._jobs[sequence.id].computed()
-        self.cancel(sequence.id)
+        event = self._jobs[request_id].computed()
+        self.cancel(request_id)
         return event
 
     def _fail(self, plan: Plan, error: Exception) -> list[TokenEvent]:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.backends.base import BackendRequest, TokenEvent, TokenMask
-from engine.backends.torch import scheduler as scheduling
 from engine.backends.torch.lora import LoraAdapter
 from engine.backends.torch.prompts import Telling, telling_of
 from engine.backends.torch.sampler import SampledToken, SampleRow
+from engine.backends.torch.sequences import Sequence as TokenSequence
 
 NOT_FINITE = "the model gave no finite probabilities for it"
 
@@ -19,7 +19,7 @@ class Job:
     """A request's sequence for the scheduler, its row for the sampler, the adapter that it holds, and what is still to
     be told of its prompt."""
 
-    sequence: scheduling.Sequence
+    sequence: TokenSequence
     row: SampleRow
     adapter: LoraAdapter | None
     telling: Telling | None
@@ -29,7 +29,7 @@ class Job:
     def of(cls, request: BackendRequest, adapter: LoraAdapter | None, mask: TokenMask | None, vocab_size: int) -> Job:
         """A request, before anything of it happens."""
         telling = telling_of(request)
-        sequence = scheduling.Sequence(
+        sequence = TokenSequence(
             request.id,
             [*request.prompt_ids, *request.generated],
             prompt_tokens=len(request.prompt_ids),

@@ -9,78 +9,17 @@ from __future__ import annotations
 
 import collections.abc as abc
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from engine.backends.prefix import PageKey
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.pages import PagePool
-from engine.errors import ContextLengthExceeded
+from engine.backends.torch.refusals import refuse_hopeless
+from engine.backends.torch.sequences import Counters, Plan, Sequence
 
+_NOTHING = range(0)
 NO_GUESSES: abc.Mapping[str, abc.Sequence[int]] = MappingProxyType({})
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One request on its way. Waiting ones hold no pages and have nothing computed.
-
-    token_ids: every token known, the prompt first; only ever appended to.
-    computed: how many of them have their KV in the pages.      pages: page table, in order.
-    keys: keys of the full pages of known tokens, as far as anyone asked; they outlive a preemption.
-    remembered: leading pages that the pool knows by key.
-    cached_tokens: prompt tokens found in the prefix cache when first admitted; None before that.
-    adapter: key of the LoRA adapter that it computes with, "" for none; pages are shared within one key alone.
-    answers: whether tokens are wanted; else it ends with its prompt computed.
-    tell: how many leading tokens' final states are wanted. told: of how many they were had, which outlives a
-        preemption. Only tokens of those may be taken from the prefix cache: what is cached is keys and values.
-    """
-
-    id: str
-    token_ids: list[int]
-    prompt_tokens: int
-    computed: int = 0
-    pages: list[int] = field(default_factory=list)
-    keys: list[PageKey] = field(default_factory=list)
-    remembered: int = 0
-    cached_tokens: int | None = None
-    adapter: str = ""
-    answers: bool = True
-    tell: int = 0
-    told: int = 0
-
-    @property
-    def known(self) -> int:
-        """Tokens known."""
-        return len(self.token_ids)
-
-    @property
-    def missing(self) -> int:
-        """Tokens known but not computed: 1 while decoding, more while a prompt is worked on."""
-        return len(self.token_ids) - self.computed
-
-
-@dataclass(slots=True)
-class Plan:
-    """What one step does. sequences[i] is fed chunks[i]; exhausted ones have ended for want of pages."""
-
-    sequences: list[Sequence] = field(default_factory=list)
-    chunks: list[ChunkInput] = field(default_factory=list)
-    exhausted: list[Sequence] = field(default_factory=list)
-
-    @property
-    def sampled(self) -> list[Sequence]:
-        """The sequences that get a new token, in the order of the logits."""
-        return [seq for seq, chunk in zip(self.sequences, self.chunks, strict=True) if chunk.sample]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start; they only grow."""
-
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    prompt_tokens_computed: int = 0
-    preemptions: int = 0
 
 
 class Scheduler:
@@ -127,7 +66,12 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Put it in the line. Raises ContextLengthExceeded where its prompt can never be computed."""
-        self._refuse_if_hopeless(sequence)
+        refuse_hopeless(
+            sequence.prompt_tokens,
+            max_model_len=self.max_model_len,
+            max_input_len=self.max_input_len,
+            pool_tokens=self.pool.num_pages * self.pool.page_tokens,
+        )
         self._waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -188,7 +132,8 @@ class Scheduler:
             self.counters.prompt_tokens_computed += min(chunk.end, prompt) - min(chunk.start, prompt)
             sequence.token_ids += new
             sequence.computed = sequence.known - 1 if new else chunk.end
-            sequence.told = max(sequence.told, min(chunk.end, sequence.tell))
+            if chunk.told:
+                sequence.told = chunk.start + chunk.told.stop
             self._remember_full_pages(sequence)
             if sequence.known >= self.max_model_len or not (sequence.answers or sequence.missing):
                 ended.append(sequence)
@@ -235,23 +180,6 @@ class Scheduler:
         return min(self._full_step_tokens, self.pool.page_tokens)
 
     # --- admission --------------------------------------------------------------------------------------------
-
-    def _refuse_if_hopeless(self, sequence: Sequence) -> None:
-        prompt = sequence.prompt_tokens
-        pool_tokens = self.pool.num_pages * self.pool.page_tokens
-        limit, reason = min(
-            (self.max_model_len - 1, f"the context is {self.max_model_len} tokens, the answer's first included"),
-            (self.max_input_len, f"max_input_len is {self.max_input_len}"),
-            (pool_tokens, f"the KV pages hold {pool_tokens} tokens"),
-        )
-        if prompt > limit:
-            raise ContextLengthExceeded(
-                f"the prompt has {prompt} tokens, more than the {limit} that can be taken: {reason}",
-                prompt_tokens=prompt,
-                limit=limit,
-                max_model_len=self.max_model_len,
-                pool_tokens=pool_tokens,
-            )
 
     def _admit(self, plan: Plan, budget: int) -> None:
         while self._waiting and budget > 0 and len(self._running) < self.places:
@@ -361,6 +289,8 @@ class Scheduler:
                 sequence.pages,
                 sample=end == sequence.known and sequence.answers,
                 adapter=sequence.adapter,
-                told=range(max(start, sequence.told) - start, max(start, min(end, sequence.tell)) - start),
+                told=range(max(0, sequence.told - start), min(end, sequence.tell) - start)
+                if sequence.tell
+                else _NOTHING,
             )
         )
