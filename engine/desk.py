@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from engine.backends.base import BackendStats, FinishReason
 from engine.dispatcher import Slot
@@ -183,22 +182,22 @@ class Desk:
             request.generated.extend(output.token_ids)
         elif output.finish is not None and output.error is None and not request.params.max_tokens:
             self._prompted(request, output, now)
+        if output.prompt_logprobs or output.vector:
+            request.prompt_told = bool(output.prompt_logprobs)
+            request.stream.tell(output.prompt_logprobs, output.vector)
         request.stream.push(
             output.text,
             output.token_ids,
             output.logprobs,
             cached_tokens=request.cached_tokens,
             ttft_s=request.ttft_s,
-            prompt_logprobs=output.prompt_logprobs,
-            vector=output.vector,
         )
-        request.prompt_told |= bool(output.prompt_logprobs)
 
     def _prompted(self, request: Request, output: RequestOutput, now: float) -> None:
         """Its prompt is computed: its first token came, or it ended where none was to come."""
         request.cached_tokens = output.cached_tokens or 0
-        for counter in (partial(self._metrics.started, now), request.lane.usage.started):
-            counter(len(request.prompt_ids), request.cached_tokens, request.ttft_s)
+        self._metrics.started(now, len(request.prompt_ids), request.cached_tokens, request.ttft_s)
+        request.lane.usage.started(len(request.prompt_ids), request.cached_tokens, request.ttft_s)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

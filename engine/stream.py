@@ -151,8 +151,6 @@ class RequestStream:
         *,
         cached_tokens: int,
         ttft_s: float | None,
-        prompt_logprobs: tuple[TokenLogprob | None, ...] = (),
-        vector: bytes = b"",
     ) -> None:
         """Add to the next delta."""
         if text:
@@ -163,9 +161,11 @@ class RequestStream:
         self._output_tokens += len(token_ids)
         self._cached_tokens = cached_tokens
         self._ttft_s = ttft_s
-        self._prompt_logprobs = prompt_logprobs or self._prompt_logprobs
-        self._vector = vector or self._vector
         self._wake()
+
+    def tell(self, prompt_logprobs: tuple[TokenLogprob | None, ...], vector: bytes) -> None:
+        """Add what is told of the prompt to the next delta, which something else makes ready."""
+        self._prompt_logprobs, self._vector = prompt_logprobs, vector
 
     def end(
         self,

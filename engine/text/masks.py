@@ -54,14 +54,14 @@ class GrammarMask:
         found = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             return bytes(self._size_bytes)
-        bits = bytearray(found[: self._size_bytes].ljust(self._size_bytes, b"\0"))
+        bits = found[: self._size_bytes].ljust(self._size_bytes, b"\0")
         unwanted = (*self._barred, *self._ends) if len(self._tokens) < self._fewest else self._barred
         if unwanted and not self.ended:
             fewer = bytearray(bits)
             for token_id in unwanted:
                 fewer[token_id // 8] &= ~(1 << token_id % 8)
-            return bytes(fewer if any(fewer) else bits)
-        return bytes(bits)
+            return bytes(fewer) if any(fewer) else bits
+        return bits
 
     def accept(self, token_id: int) -> None:
         """Go on by a token; one that is not allowed is an error."""
