@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Annotated
@@ -28,19 +28,14 @@ from console.api.context import ApiContext, new_id
 from console.api.conversation import guided_away_from, read_messages
 from console.api.described import describes
 from console.api.errors import json_response
-from console.api.generation import Answer, Generation
+from console.api.generation import Answer, Generation, told
 from console.api.logprobs import ChatLogprobs, chat_logprobs
-from console.api.openai import OpenAiFields, UsageField, now, prompt_logprobs_of, usage_of
+from console.api.openai import OpenAiFields, Usage, UsageField, now, prompt_logprobs_of, usage_of
 from console.api.parameters import CHAT_REFUSED, OPENAI_INERT
 from console.api.sampling import sampling_params
 from console.api.served import ServedModel
 from console.api.stream import DONE, ChunkStream
-from console.api.tools import (
-    CallReader,
-    ToolUse,
-    finish_of,
-    whole,
-)
+from console.api.tools import CallReader, ToolUse, finish_of, whole
 from engine.backends.base import TokenLogprob
 from engine.config import MAX_LOGPROBS
 from engine.engine import StreamDelta
@@ -133,12 +128,15 @@ class _Call:
     async def whole(self, generation: Generation) -> ChatCompletion:
         """All answers at once."""
         answers = await generation.answers()
+        return await told(answers, partial(self._completion, answers, usage_of(generation)))
+
+    def _completion(self, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
         return ChatCompletion(
             id=self.id,
             created=self._created,
             model=self._model.name,
             choices=[self._choice(i, answer) for i, answer in enumerate(answers)],
-            usage=usage_of(generation),
+            usage=usage,
             prompt_logprobs=prompt_logprobs_of(answers[0].prompt_logprobs, self._model, self._body),
         )
 

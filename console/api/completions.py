@@ -17,7 +17,7 @@ from console.api.clamped import COMPLETION_CLAMPED
 from console.api.context import ApiContext, new_id
 from console.api.described import describes
 from console.api.errors import json_response
-from console.api.generation import Answer, Generation, best_of_each
+from console.api.generation import Answer, Generation, best_of_each, told
 from console.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -34,9 +34,6 @@ from console.api.stream import DONE, ChunkStream
 from engine.backends.base import FinishReason, TokenLogprob
 
 OPENAI_MAX_TOKENS = 16
-
-MANY_TOLD = 1024
-"""Log-probabilities of more tokens than these are put into their shape beside the event loop."""
 
 _EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 16}
 
@@ -154,8 +151,7 @@ class _Call:
     async def whole(self, generation: Generation) -> Completion:
         """All answers at once."""
         answers = best_of_each(await generation.answers(), self._body.answers_each, self._body.n)
-        many = sum(len(answer.prompt_logprobs) for answer in answers) > MANY_TOLD
-        choices = await asyncio.to_thread(self._choices, answers) if many else self._choices(answers)
+        choices = await told(answers, partial(self._choices, answers))
         return self._completion(choices, usage_of(generation))
 
     def _choices(self, answers: Sequence[Answer]) -> list[CompletionChoice]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from statistics import fmean
 from types import TracebackType
+from typing import TypeVar
 
 import msgspec
 
@@ -21,6 +22,11 @@ from engine.config import SamplingParams
 from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
 from engine.errors import EngineError, WorkerFailed, from_info
 from engine.usage import Choices
+
+T = TypeVar("T")
+
+MANY_LOGPROBS = 1024
+"""Those of more tokens than these are put into their shape beside the event loop."""
 
 _SEEDS = 2**64
 
@@ -203,6 +209,12 @@ class Generation:
         finally:
             for task in waiting:
                 task.cancel()
+
+
+async def told(answers: Sequence[Answer], tell: Callable[[], T]) -> T:
+    """What `tell` makes of answers; beside the event loop where that is many log-probabilities."""
+    many = sum(len(answer.prompt_logprobs) + len(answer.logprobs) for answer in answers) > MANY_LOGPROBS
+    return await asyncio.to_thread(tell) if many else tell()
 
 
 def best_of_each(answers: Sequence[Answer], made: int, given: int) -> list[Answer]:

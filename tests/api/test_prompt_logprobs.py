@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import openai
+import pytest
 
+from console.api import chat
+from console.api.tgi import generating
 from engine.backends.base import TokenEvent
 from tests.api.harness import Served, serving, text_of
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
@@ -182,3 +188,36 @@ async def test_chat_refuses_best_of(api: Served) -> None:
     refused = await api.refusal("/v1/chat/completions", messages=messages, best_of=2)
     assert refused["param"] == "best_of"
     assert "/v1/completions" in refused["message"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "path", "body"),
+    [
+        (
+            chat,
+            "prompt_logprobs_of",
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 1100}], "prompt_logprobs": 0, "max_tokens": 1},
+        ),
+        (
+            generating,
+            "prefill",
+            "/generate",
+            {"inputs": "x" * 1100, "parameters": {"decoder_input_details": True, "max_new_tokens": 1}},
+        ),
+    ],
+    ids=["chat", "tgi"],
+)
+async def test_much_is_put_into_its_shape_beside_the_event_loop(
+    api: Served, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, path: str, body: dict[str, Any]
+) -> None:
+    threads, shape = [], getattr(module, name)
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return shape(*arguments)
+
+    monkeypatch.setattr(module, name, noted)
+    await api.post(path, **body)
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads

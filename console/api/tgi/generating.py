@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -15,7 +16,7 @@ from console.api.body import read
 from console.api.context import ApiContext, new_id
 from console.api.described import describes
 from console.api.errors import json_response
-from console.api.generation import Answer, Generation
+from console.api.generation import Answer, Generation, told
 from console.api.prompts import Prompt
 from console.api.sampling import SamplingFields, sampling_params
 from console.api.served import ServedModel
@@ -94,7 +95,8 @@ class Generating:
         began = time.monotonic()
         call = await self._read(body, full_text=compatible, stream=False)
         with self._generation(request, call) as generation:
-            generated = _generated(call, await generation.answers())
+            answers = await generation.answers()
+            generated = await told(answers, partial(_generated, call, answers))
             response = json_response([generated] if compatible else generated)
             response.headers["x-prompt-tokens"] = str(generation.tokens.prompt)
             response.headers["x-generated-tokens"] = str(generation.tokens.output)
