@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar
 
+import msgspec
 from pydantic import Field, WithJsonSchema
 
 from console.api.biases import bans, biases
@@ -171,10 +172,31 @@ def sampling_params(
             f"max_tokens is {shown(max_tokens)}; it must be at least {fewest_tokens}", param="max_tokens"
         )
     model.check_token_ids(fields.stop_token_ids, "stop_token_ids")
+    params = msgspec.structs.replace(
+        _draw(fields, model),
+        negative_prompt_ids=tuple(negative_prompt_ids),
+        banned_strings=tuple(dict.fromkeys([*fields.banned_strings, *fields.bad_words])),
+        max_tokens=max_tokens,
+        min_tokens=fields.min_tokens,
+        stop=tuple(dict.fromkeys([*_stops(fields.stop), *fields.stopping_strings])),
+        stop_token_ids=tuple(fields.stop_token_ids),
+        ignore_eos=fields.ignore_eos,
+        include_stop=fields.include_stop_str_in_output,
+        skip_special_tokens=fields.skip_special_tokens,
+        logprobs=0 if logprobs is None and fields.answers_each > fields.n else logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=fields.format(MAX_GRAMMAR_BYTES),
+    ).validate()
+    return _as_ordered(params, fields)
+
+
+def _draw(fields: SamplingFields, model: ServedModel) -> SamplingParams:
+    """How each next token is chosen."""
     defaults = model.tokenizer.generation_defaults
-    min_temp, max_temp = _temperature_range(fields)
-    params = SamplingParams(
-        temperature=_first(fields.temperature, defaults.temperature, 1.0),
+    temperature = _first(fields.temperature, defaults.temperature, 1.0)
+    min_temp, max_temp = _temperature_range(fields, temperature)
+    return SamplingParams(
+        temperature=temperature,
         top_k=max(0, _first(fields.top_k, defaults.top_k, 0)),
         top_p=_first(fields.top_p, defaults.top_p, 1.0),
         min_p=_first(fields.min_p, defaults.min_p, 0.0),
@@ -202,23 +224,10 @@ def sampling_params(
         dry_range=max(0, fields.dry_range),
         dry_breaker_ids=breaker_ids(fields.dry_sequence_breakers, model) if fields.dry_multiplier else (),
         cfg_scale=fields.cfg_scale,
-        negative_prompt_ids=tuple(negative_prompt_ids),
-        banned_strings=tuple(dict.fromkeys([*fields.banned_strings, *fields.bad_words])),
         logit_bias=biases(fields.logit_bias, model)
         | bans(fields.custom_token_bans, model, end_tokens=fields.ban_eos_token),
         seed=_seed(fields),
-        max_tokens=max_tokens,
-        min_tokens=fields.min_tokens,
-        stop=tuple(dict.fromkeys([*_stops(fields.stop), *fields.stopping_strings])),
-        stop_token_ids=tuple(fields.stop_token_ids),
-        ignore_eos=fields.ignore_eos,
-        include_stop=fields.include_stop_str_in_output,
-        skip_special_tokens=fields.skip_special_tokens,
-        logprobs=0 if logprobs is None and fields.answers_each > fields.n else logprobs,
-        prompt_logprobs=prompt_logprobs,
-        grammar=fields.format(MAX_GRAMMAR_BYTES),
-    ).validate()
-    return _as_ordered(params, fields)
+    )
 
 
 def _check_best_of(fields: SamplingFields, ranks: bool) -> None:
@@ -237,10 +246,12 @@ def _check_best_of(fields: SamplingFields, ranks: bool) -> None:
     raise InvalidRequest(f"best_of is {made}, not n, {given}: {why}", param="best_of")
 
 
-def _temperature_range(fields: SamplingFields) -> tuple[float, float]:
-    """min_temp and max_temp. Clients send a range of one temperature where dynamic temperature is off."""
+def _temperature_range(fields: SamplingFields, middle: float) -> tuple[float, float]:
+    """min_temp and max_temp. Clients send a range of one temperature where dynamic temperature is off.
+
+    middle: what dynatemp_range lies around.
+    """
     if fields.dynatemp_range and fields.dynamic_temperature is not False and fields.min_temp == fields.max_temp:
-        middle = 1.0 if fields.temperature is None else fields.temperature
         return max(0.0, middle - fields.dynatemp_range), middle + fields.dynatemp_range
     off = fields.dynamic_temperature is False or fields.min_temp == fields.max_temp
     if off and fields.dynamic_temperature:

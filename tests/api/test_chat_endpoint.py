@@ -81,8 +81,10 @@ async def test_the_model_s_own_sampling_defaults_stand_where_the_client_sends_no
     )
     async with serving(folder) as api:
         await api.post("/v1/chat/completions", messages=HELLO, max_tokens=1, top_p=0.5)
-        params = api.backend.submitted[0].params
+        await api.post("/v1/chat/completions", messages=HELLO, max_tokens=1, dynatemp_range=0.5)
+        params, around = (request.params for request in api.backend.submitted)
     assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.5)
+    assert (around.min_temp, around.max_temp) == pytest.approx((0.1, 1.1))
 
 
 async def test_a_stream_gives_the_role_then_the_text_then_the_reason(api: Served) -> None:
