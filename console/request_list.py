@@ -127,7 +127,10 @@ class RequestList:
     # -- order --------------------------------------------------------------------------------------------------------
 
     def _add(self, rows: Sequence[RequestRow]) -> None:
-        new = {key: row for row in rows if (key := key_of(row)) not in self._ended}
+        new: dict[str, RequestRow] = {}
+        for row in rows:
+            if (key := key_of(row)) not in self._ended:
+                new.setdefault(key, row)
         self._ended |= new
         self._sorted += self._entries(new.values())
         if (many := len(self._ended) - self._most) > 0:

@@ -92,6 +92,12 @@ def test_an_id_that_was_used_twice_is_two_requests() -> None:
     assert [key_of(requests[at]) for at in range(2)] == ["same#2", "same#1"]
 
 
+def test_what_is_told_twice_at_once_is_as_it_was_told_first() -> None:
+    requests = RequestList()
+    requests.update([], [_row(1, client="alice"), _row(1, client="bob")])
+    assert [requests[at].client for at in range(len(requests))] == ["alice"]
+
+
 _ROWS = st.builds(
     _row,
     st.integers(1, 60),
