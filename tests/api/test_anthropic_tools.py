@@ -233,3 +233,13 @@ async def test_a_stop_sequence_takes_nothing_from_json_that_the_answer_is_held_t
     events = await events_of(api, tools=[], output_config=output, stop_sequences=["}"])
     said = "".join(event["delta"].get("text", "") for event in events if "delta" in event)
     jsonschema.validate(json.loads(said), SCHEMA)
+
+
+@pytest.mark.parametrize("value", ["1e999", '"\\ud800"'], ids=["number", "text"])
+async def test_arguments_that_programs_can_hardly_read_are_passed_on_as_they_are(tmp_path: Path, value: str) -> None:
+    call = PARIS.replace('"Paris"', f"\n{value}")
+    async with calling(tmp_path, saying(call, then=EOS_ID)) as api:
+        body = {"max_tokens": 200, "messages": HELLO, "tools": [WEATHER]}
+        async with api.http.post("/v1/messages", json=body) as response:
+            assert response.status == 200
+            assert f'"input":{{"city":  {value}}}' in await response.text()

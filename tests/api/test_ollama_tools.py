@@ -130,3 +130,19 @@ async def test_a_format_and_tools_together_are_refused(tmp_path: Path) -> None:
         await client.chat("fake", HELLO, tools=[get_weather], format="")
         with pytest.raises(ollama.ResponseError, match="format"):
             await client.chat("fake", HELLO, tools=[get_weather], format="json")
+
+
+@pytest.mark.parametrize("value", ["1e999", '"\\ud800"'], ids=["number", "text"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_arguments_that_programs_can_hardly_read_are_passed_on_in_one_line(
+    tmp_path: Path, value: str, stream: bool
+) -> None:
+    call = PARIS.replace('"Paris"', f"\n{value}")
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+    async with calling(tmp_path, saying(call, then=EOS_ID)) as api:
+        body = {"messages": HELLO, "tools": [tool], "stream": stream}
+        async with api.http.post("/api/chat", json=body) as response:
+            assert response.status == 200
+            lines = (await response.text()).splitlines()
+    assert f'"arguments":{{"city":  {value}}}' in lines[0]
+    assert all(line.endswith("}") for line in lines)

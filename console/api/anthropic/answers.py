@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from console.api.generation import Generation
 from console.api.stream import Framing
+from console.api.tools import JsonObject
 
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn", "model_context_window_exceeded"
@@ -26,7 +27,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use", tag_field="type"
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: JsonObject
 
 
 Block = TextBlock | ToolUseBlock

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from console.api.anthropic.answers import (
     Block,
     BlockDelta,
@@ -15,13 +13,13 @@ from console.api.anthropic.answers import (
     ToolUseBlock,
 )
 from console.api.stream import ChunkStream
-from console.api.tools import CallArguments, CallBegan, CallReader, Piece, Said, whole
+from console.api.tools import CallArguments, CallBegan, CallReader, Piece, Said, arguments_of, whole
 
 
 def blocks_of(text: str, reader: CallReader | None) -> list[Block]:
     """Those of a whole answer; reader: what finds its calls, None where there are none."""
     said, calls = (text, ()) if reader is None else whole(reader, text)
-    used = [ToolUseBlock(call.id, call.name, msgspec.json.decode(call.arguments)) for call in calls]
+    used = [ToolUseBlock(call.id, call.name, arguments_of(call.arguments)) for call in calls]
     return [TextBlock(said), *used] if said else [*used]
 
 
@@ -53,7 +51,7 @@ class BlockWriter:
                     await self._chunks.send(BlockDelta(self._index, TextDelta(text)))
             case CallBegan(id=call_id, name=name):
                 await self._close()
-                await self._begin(ToolUseBlock(call_id, name, {}))
+                await self._begin(ToolUseBlock(call_id, name, arguments_of("{}")))
             case CallArguments(text=text):
                 await self._chunks.send(BlockDelta(self._index, InputDelta(text)))
             case _:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from console.api.logprobs import ChatLogprob
+from console.api.tools import JsonObject
 from engine.backends.base import FinishReason
 from engine.snapshot import RequestRow
 
@@ -83,7 +84,7 @@ class ToolFunction(msgspec.Struct, frozen=True):
 
     index: int
     name: str
-    arguments: dict[str, Any]
+    arguments: JsonObject
 
 
 class ToolCalled(msgspec.Struct, frozen=True):

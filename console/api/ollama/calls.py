@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from console.api.ollama.answers import ToolCalled, ToolFunction
-from console.api.tools import CallArguments, CallBegan, CallEnded, CallReader, Said
+from console.api.tools import CallArguments, CallBegan, CallEnded, CallReader, Said, arguments_of
 
 
 class CallCollector:
@@ -31,7 +29,7 @@ class CallCollector:
                 case CallArguments(text=more):
                     self._arguments.append(more)
                 case CallEnded(index=index) if self._began is not None:
-                    arguments = msgspec.json.decode("".join(self._arguments), type=dict)
+                    arguments = arguments_of("".join(self._arguments))
                     calls.append(ToolCalled(self._began.id, ToolFunction(index, self._began.name, arguments)))
                 case _:
                     self._began = None

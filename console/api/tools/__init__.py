@@ -15,11 +15,13 @@ from console.api.tools.calls import (
     CallBegan,
     CallBroken,
     CallEnded,
+    JsonObject,
     Piece,
     Said,
     Tool,
     ToolCall,
     ToolChoice,
+    arguments_of,
 )
 from console.api.tools.formats import ToolFormat, format_of, known_format
 from console.api.tools.history import calling_turn, fitting, named, result_turn, spoken
@@ -33,6 +35,7 @@ __all__ = [
     "CallBroken",
     "CallEnded",
     "CallReader",
+    "JsonObject",
     "Piece",
     "Said",
     "Tool",
@@ -40,6 +43,7 @@ __all__ = [
     "ToolChoice",
     "ToolFormat",
     "ToolUse",
+    "arguments_of",
     "calling_turn",
     "finish_of",
     "fitting",

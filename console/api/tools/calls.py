@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -45,6 +45,15 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     name: str
     arguments: str
+
+
+JsonObject = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
+"""A JSON object as it was written, which nothing reads on its way."""
+
+
+def arguments_of(text: str) -> JsonObject:
+    """A call's arguments as a part of a JSON document that has one line. Within strings, line breaks are escaped."""
+    return msgspec.Raw(text.replace("\r", " ").replace("\n", " ").encode())
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
