@@ -292,3 +292,10 @@ def test_a_parameter_of_any_other_kind_than_a_string_is_what_its_text_is(text: s
     call = f"<function=now>\n<parameter=x>\n{text}\n</parameter>\n</function>"
     _, [found] = whole(reader_of("Qwen3-Coder"), call)
     assert json.loads(found.arguments) == {"x": value}
+
+
+@pytest.mark.parametrize("arguments", ['{"city": NaN}', '{"city": ' + "[" * 100_000], ids=["NaN", "deep"])
+def test_arguments_in_a_string_that_are_no_json_are_no_call(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "now", "arguments": {json.dumps(arguments)}}}</tool_call>'
+    hermes = next(known for known in FORMATS if known.name == "Hermes")
+    assert whole(CallReader(hermes, TOOLS), text) == (text, ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Protocol
 
-from console.api.tools.json_text import collect_string, read_space, read_value
+from console.api.tools.json_text import collect_string, no_constant, read_space, read_value
 from console.api.tools.source import Give, Malformed, Reading, Source
 
 NAME_KEYS = frozenset({"name", "tool_name"})
@@ -118,8 +118,8 @@ def _read_member(source: Source, call: _Call, key: str) -> Reading[None]:
 
 def _object_in(text: str) -> str:
     try:
-        value = json.loads(text) if text.strip() else {}
-    except ValueError:
+        value = json.loads(text, parse_constant=no_constant) if text.strip() else {}
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise Malformed("its arguments are no JSON object")

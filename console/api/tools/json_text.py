@@ -62,6 +62,11 @@ def read_space(source: Source, give: Give) -> Reading[str]:
     return char
 
 
+def no_constant(text: str) -> None:
+    """For `json.loads`, which takes NaN and Infinity where nothing is said: JSON has none. Raises ValueError."""
+    raise ValueError(text)
+
+
 def _read_escape(source: Source) -> Reading[str]:
     text = source.take()
     char = yield from source.peek()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from console.api.tools.call_object import Sink, read_arguments, read_call
+from console.api.tools.json_text import no_constant
 from console.api.tools.source import Malformed, Reading, Source
 
 
@@ -244,14 +245,10 @@ def _as_json(text: str, kinds: set[str]) -> str:
     if "string" in kinds:
         return "null" if stripped == "null" and "null" in kinds else json.dumps(text, ensure_ascii=False)
     try:
-        json.loads(stripped, parse_constant=_no_constant)
+        json.loads(stripped, parse_constant=no_constant)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     return stripped
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(text)
 
 
 def _name_before(source: Source, separator: str, pattern: re.Pattern[str] = _NAME) -> Reading[str]:
