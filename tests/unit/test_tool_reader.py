@@ -299,3 +299,14 @@ def test_arguments_in_a_string_that_are_no_json_are_no_call(arguments: str) -> N
     text = f'<tool_call>{{"name": "now", "arguments": {json.dumps(arguments)}}}</tool_call>'
     hermes = next(known for known in FORMATS if known.name == "Hermes")
     assert whole(CallReader(hermes, TOOLS), text) == (text, ())
+
+
+@pytest.mark.parametrize(
+    "call",
+    ['{"name": "\\ud800"}', '{"name": "now", "arguments": "{\\"city\\": \\"\\udc00\\"}"}'],
+    ids=["name", "arguments"],
+)
+def test_half_a_character_makes_no_call(call: str) -> None:
+    text = f"<tool_call>{call}</tool_call>"
+    hermes = next(known for known in FORMATS if known.name == "Hermes")
+    assert whole(CallReader(hermes, TOOLS), text) == (text, ())

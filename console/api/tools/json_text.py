@@ -13,6 +13,9 @@ MAX_DEPTH = 64
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 _VALID_SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
+_HALF = re.compile("[\ud800-\udfff]")
+"""A surrogate by itself, which no text can have: it would fail where it is written."""
+
 _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
 
@@ -52,7 +55,10 @@ def collect_string(source: Source) -> Reading[str]:
         raise Malformed("a string is missing")
     pieces: list[str] = []
     yield from read_string(source, pieces.append)
-    return str(json.loads("".join(pieces)))
+    said = str(json.loads("".join(pieces)))
+    if not said.isascii() and _HALF.search(said):
+        raise Malformed("a string has half of a character")
+    return said
 
 
 def read_space(source: Source, give: Give) -> Reading[str]:
