@@ -375,6 +375,9 @@ MARKDOWN = [
     ("> a\n> b", "<blockquote><p>a\nb</p></blockquote>"),
     ("a\\*b <br> c", "<p>a*b <br> c</p>"),
     ("**not closed", "<p>**not closed</p>"),
+    ("# About C#", '<h3 class="level-1">About C#</h3>'),
+    ("## Closed  ## ", '<h4 class="level-2">Closed</h4>'),
+    ("# #", '<h3 class="level-1"></h3>'),
     ("``a ` b``", "<p><code>a ` b</code></p>"),
     ("[x](ftp://a.b) [y](vbscript:z)", "<p>[x](ftp://a.b) [y](vbscript:z)</p>"),
     ("&lt;b&gt; <b>", "<p>&amp;lt;b&amp;gt; &lt;b&gt;</p>"),
@@ -399,6 +402,9 @@ async def test_markdown_is_shown_as_it_is_meant_and_nothing_takes_it_long(tmp_pa
             "- " * 20_000,
             "**a_b`" * 10_000,
             "|" * 20_000,
+            "# " + " #" * 20_000 + "x",
+            "# a" + " " * 20_000 + "b",
+            "a|b\n-" + " " * 20_000 + "x",
         ):
             assert await page.run(f"{shown % json.dumps(text)}.length") > 0
 

@@ -6,12 +6,13 @@ import { pieces } from "./highlight.js";
 
 const DEEPEST = 8; // quotes and lists in one another; beyond that, text
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
+const HEADING = /^ {0,3}(#{1,6})\s(.*)$/;
+const CLOSING = /(?:^|\s)#+$/; // of a heading, where a space sets it apart
 const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?: +|$)/;
 const TASK = /^\[([ xX])\] /;
-const DELIMITERS = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
+const DELIMITERS = /^\|?\s*:?-+:?(?:\s*\|\s*:?-+:?)*(?:\s*\|)?$/;
 
 /** Show `text` in `box`, making anew only the blocks that are not what they were the last time. */
 export function showMarkdown(box, text) {
@@ -43,11 +44,11 @@ function readBlock(lines, i, depth) {
   const line = lines[i];
   let match;
   if ((match = FENCE.exec(line))) return readCode(lines, i, match);
-  if ((match = HEADING.exec(line))) return { kind: "heading", level: match[1].length, text: match[2], end: i + 1 };
+  if ((match = HEADING.exec(line))) return { kind: "heading", level: match[1].length, text: match[2].trim().replace(CLOSING, "").trim(), end: i + 1 };
   if (RULE.test(line)) return { kind: "rule", end: i + 1 };
   if (depth < DEEPEST && QUOTE.test(line)) return readQuote(lines, i, depth);
   if (depth < DEEPEST && ITEM.test(line)) return readList(lines, i, depth);
-  if (line.includes("|") && DELIMITERS.test(lines[i + 1] ?? "")) return readTable(lines, i);
+  if (line.includes("|") && DELIMITERS.test((lines[i + 1] ?? "").trim())) return readTable(lines, i);
   return readParagraph(lines, i, depth);
 }
 
@@ -98,9 +99,9 @@ function readTable(lines, i) {
   let end = i + 2;
   while (end < lines.length && lines[end].includes("|")) end++;
   const sides = cells(lines[i + 1]).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "end") : null));
-  const width = cells(lines[i]).length;
-  const rows = lines.slice(i + 2, end).map((line) => Array.from({ length: width }, (_, at) => cells(line)[at] ?? ""));
-  return { kind: "table", head: cells(lines[i]), rows, sides, end };
+  const head = cells(lines[i]);
+  const rows = lines.slice(i + 2, end).map(cells).map((row) => head.map((_, at) => row[at] ?? ""));
+  return { kind: "table", head, rows, sides, end };
 }
 
 const cells = (line) =>
