@@ -7,7 +7,6 @@ worker have a process each, the clients are this one.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import os
 import random
@@ -15,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -33,7 +32,9 @@ CLIENTS = 500
 MAX_PROMPTS = 64
 WARM_S = 5.0
 PATIENCE_S = 60.0
-HEALTH_PAUSE_S = 0.1
+PAUSE_S = 4.0
+"""The longest that a client thinks before it asks again. None that does would only measure how 500 requests are worked
+off that came at once."""
 HEALTH_P99_S = 0.1
 GROWTH_BYTES = 32 * 2**20
 """What memory may have grown by: records of requests, lines of the log and the allocator's own holes."""
@@ -55,14 +56,17 @@ class Server:
         return msgspec.json.decode(await self.process.stdout.readline(), type=Holding)
 
     async def at_rest(self) -> Holding:
-        """What it holds once nobody asks for anything any more; after a while, what it holds then."""
+        """What it holds once nobody asks for anything any more and no connection waits to be taken and closed: the same
+        twice. After a while, what it holds then."""
         until_s = time.monotonic() + PATIENCE_S
+        holding = await self.holding()
         while True:
-            holding = await self.holding()
-            busy = holding.live or holding.under_way or holding.clients or holding.pages_used
-            if not busy or time.monotonic() > until_s:
-                return holding
             await asyncio.sleep(0.25)
+            before, holding = holding, await self.holding()
+            busy = holding.live or holding.under_way or holding.clients or holding.pages_used
+            same = holding.descriptors == before.descriptors and holding.living == before.living
+            if (same and not busy) or time.monotonic() > until_s:
+                return holding
 
 
 @asynccontextmanager
@@ -115,6 +119,7 @@ async def client(port: int, number: int, until_s: float, statuses: Counter[int |
     """Ask again and again over one connection; who leaves does so in the middle, and comes back on another one."""
     chance = random.Random(number)
     leaves, slowly = number % 3 == 0, number % 10 == 1
+    await asyncio.sleep(chance.uniform(0.0, 1.0))
     while time.monotonic() < until_s:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096 if slowly else 2**16)
         try:
@@ -122,6 +127,7 @@ async def client(port: int, number: int, until_s: float, statuses: Counter[int |
                 while time.monotonic() < until_s:
                     writer.write(asked(chance, number))
                     statuses[await answer(reader, slowly=slowly)] += 1
+                    await asyncio.sleep(chance.uniform(0.0, min(PAUSE_S, max(0.0, until_s - time.monotonic()))))
         except TimeoutError:
             statuses["left"] += 1
             writer.transport.abort()
@@ -131,20 +137,16 @@ async def client(port: int, number: int, until_s: float, statuses: Counter[int |
                 await writer.wait_closed()
 
 
-def health(port: int, until_s: float) -> list[float]:
-    """How long /health takes, each time: asked from a thread of its own, for the clients' loop is a busy one."""
-    took_s: list[float] = []
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    with closing(connection):
-        while time.monotonic() < until_s:
-            asked_s = time.monotonic()
-            connection.request("GET", "/health")
-            response = connection.getresponse()
-            response.read()
-            assert response.status == 200
-            took_s.append(time.monotonic() - asked_s)
-            time.sleep(HEALTH_PAUSE_S)
-    return took_s
+async def health(port: int, seconds: float) -> list[float]:
+    """How long /health takes, each time, as a process sees it that does nothing else."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "tests.fakes.health_watch", str(port), str(seconds)),
+        stdout=asyncio.subprocess.PIPE,
+        env=child_environment(),
+    )
+    told, _ = await process.communicate()
+    assert process.returncode == 0
+    return [float(took_s) for took_s in json.loads(told)]
 
 
 async def soak(port: int, seconds: float) -> tuple[Counter[int | str], list[float]]:
@@ -152,7 +154,7 @@ async def soak(port: int, seconds: float) -> tuple[Counter[int | str], list[floa
     until_s = time.monotonic() + seconds
     statuses: Counter[int | str] = Counter()
     async with asyncio.TaskGroup() as group:
-        watching = group.create_task(asyncio.to_thread(health, port, until_s))
+        watching = group.create_task(health(port, seconds))
         for number in range(CLIENTS):
             group.create_task(client(port, number, until_s, statuses))
     return statuses, watching.result()
