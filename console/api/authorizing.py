@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -12,9 +13,9 @@ from aiohttp.typedefs import Handler, Middleware
 from console.addresses import is_loopback
 from console.api.errors import Forbidden, NotAuthorized
 from console.api.failing import call_of
-from console.api.guarding import named_host
+from console.api.guarding import is_ours
 from console.api.keys import Key, Keys
-from console.api.scopes import ADMIN, LOOKING, allows, in_words, is_open, scope_needed
+from console.api.scopes import ADMIN, allows, in_words, is_open, only_looks, scope_needed
 from console.api.traffic import Traffic
 
 _PROXIED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
@@ -36,6 +37,10 @@ class Door:
         """Whether a request needs a key. Where the last one was revoked from outside, there is none that would do."""
         return self.keys.required or self.is_exposed()
 
+    def lets_in(self, key: Key | None) -> bool:
+        """Whether who was let in with that key, or without any, still would be."""
+        return not self.key_required if key is None else self.keys.holds(key)
+
 
 def authorizing(traffic: Traffic, door: Door) -> Middleware:
     """Asks for a key that may do what is asked, as `Authorization: Bearer KEY` or `X-API-Key: KEY`, where there are
@@ -51,6 +56,7 @@ def authorizing(traffic: Traffic, door: Door) -> Middleware:
                 _check_place(request, key, door.admin_remote)
         call = call_of(request)
         traffic.admit(call, "" if key is None else key.name)
+        call.is_allowed = partial(door.lets_in, key)
         if key is None:
             return await handler(request)
         with key.gate.passed(key.name) if _asks_model(request) else nullcontext():
@@ -88,10 +94,8 @@ def _check_place(request: web.Request, key: Key | None, remote: bool) -> None:
 
 
 def _asks_model(request: web.Request) -> bool:
-    """Whether it is work of the kind that a key's limits are about. A websocket begins as a GET."""
-    if scope_needed(request.method, request.path) != "use":
-        return False
-    return request.method not in LOOKING or "Upgrade" in request.headers
+    """Whether it is work of the kind that a key's limits are about."""
+    return scope_needed(request.method, request.path) == "use" and not only_looks(request.method, request.headers)
 
 
 def _given_key(request: web.Request) -> str | None:
@@ -104,7 +108,7 @@ def _given_key(request: web.Request) -> str | None:
 def _is_local(request: web.Request) -> bool:
     """Whether a program on this machine asks for itself: not a proxy for somebody else, and not a browser for a page
     from elsewhere (pages send Origin; one whose name was pointed at this address sends that name as Host)."""
-    return "Origin" not in request.headers and _is_near(request) and is_loopback(named_host(request.host))
+    return "Origin" not in request.headers and _is_near(request) and is_ours(request, ())
 
 
 def _is_near(request: web.Request) -> bool:

@@ -10,7 +10,10 @@ from aiohttp import web
 
 from console.api.context import ApiContext
 from console.api.described import describes
+from console.api.errors import NotAuthorized
+from console.api.failing import call_of
 from console.api.stream import ChunkStream
+from console.api.traffic import Call
 from console.frames import Frame, FrameWriter
 from console.link import EngineLink
 from engine.errors import EngineClosed, InvalidRequest
@@ -39,11 +42,12 @@ class Events:
     async def _get(self, request: web.Request) -> web.StreamResponse:
         pause_s = 1 / _rate(request.query.get("hz", str(DEFAULT_HZ)))
         async with ChunkStream(request, self._context.settings) as chunks:
-            await self._follow(chunks, pause_s)
+            await self._follow(chunks, pause_s, call_of(request))
         return chunks.response
 
-    async def _follow(self, chunks: ChunkStream, pause_s: float) -> None:
-        """Who watches holds up no stop: it is told of it, and asks again if it wants to see the rest."""
+    async def _follow(self, chunks: ChunkStream, pause_s: float, call: Call) -> None:
+        """Who watches holds up no stop: it is told of it, and asks again if it wants to see the rest. A key that is
+        revoked shows no more."""
         link, writer, traffic = self._link(), FrameWriter(), self._context.traffic
         clock = asyncio.get_running_loop().time
         due = clock()
@@ -55,6 +59,8 @@ class Events:
                     await chunks.send(event)
             if traffic.closing:
                 raise EngineClosed("The server is stopping")
+            if not call.is_allowed():
+                raise NotAuthorized("That key is not valid here any more")
             await asyncio.sleep(min(max(0.0, due - clock()), _LOOK_S))
 
 

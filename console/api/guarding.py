@@ -16,7 +16,7 @@ from console.addresses import is_loopback
 from console.api.connections import REQUEST_ID
 from console.api.errors import Forbidden, Misdirected
 from console.api.limits import Addresses
-from console.api.scopes import LOOKING, OPEN_PATHS
+from console.api.scopes import OPEN_PATHS, only_looks
 
 EVERY = "*"
 _METHODS = "GET, POST, DELETE, OPTIONS"
@@ -79,11 +79,11 @@ def is_ours(request: web.Request, hosts: Collection[str]) -> bool:
     named = request.headers.get("Host", "")
     if not named:
         return True
-    name = named_host(named)
+    name = _named_host(named)
     return is_loopback(name) or name.endswith(".localhost") or EVERY in hosts or name in hosts
 
 
-def named_host(named: str) -> str:
+def _named_host(named: str) -> str:
     """The name in a Host header, "" where it is none."""
     try:
         parts = urlsplit(f"//{named}")
@@ -108,8 +108,8 @@ def _host_of(origin: str) -> str | None:
 
 
 def _could_change(request: web.Request) -> bool:
-    """A websocket begins as a GET, and any page may open one; what a browser asks first would be done next."""
-    return request.method not in LOOKING or "Upgrade" in request.headers or _is_preflight(request)
+    """Any page may open a websocket; what a browser asks first would be done next."""
+    return not only_looks(request.method, request.headers) or _is_preflight(request)
 
 
 def _is_preflight(request: web.Request) -> bool:

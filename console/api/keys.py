@@ -133,6 +133,14 @@ class Keys:
             found = self._known(own)
             return found if found is not None else await asyncio.to_thread(self._prove, given, own)
 
+    def holds(self, key: Key) -> bool:
+        """Whether a key that was found is still valid."""
+        if key is self._settings:
+            return True
+        with self._lock:
+            self._look()
+            return self._by_hash.get(key.kept.hash) is key
+
     def note(self, key: Key, *, requests: int = 0, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         """Count what a key is used for now."""
         use = Use(requests=requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens, last_at=self._now())

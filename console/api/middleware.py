@@ -22,7 +22,7 @@ from console.api.errors import (
     NotFound,
 )
 from console.api.failing import begin, begun, call_of, failed, note_left
-from console.api.scopes import ADMIN, LOOKING, OPEN_PATHS
+from console.api.scopes import ADMIN, LOOKING, OPEN_PATHS, only_looks
 from console.api.traffic import Traffic
 from engine.errors import EngineClosed, EngineError
 
@@ -40,6 +40,9 @@ _ASKS_ANTHROPIC = "anthropic-version"
 _ANTHROPIC_ID = "request-id"
 """Where Anthropic's clients, who all send the one, look for the other."""
 
+_LONGEST_PATH = 200
+"""Characters of a path in the log, of which memory keeps thousands of lines."""
+
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -56,7 +59,7 @@ def counting(traffic: Traffic, dialects: Dialects) -> Middleware:
         call.request_id = _id_of(request)
         status: int | None = None
         try:
-            if traffic.closing and request.method not in LOOKING:
+            if traffic.closing and not only_looks(request.method, request.headers):
                 response: web.StreamResponse = failed(request, EngineClosed("The server is stopping"))
                 response.force_close()
             else:
@@ -71,7 +74,7 @@ def counting(traffic: Traffic, dialects: Dialects) -> Middleware:
                 _loudness(request),
                 "%s %s %d in %.3f s",
                 request.method,
-                request.raw_path.partition("?")[0],
+                request.raw_path.partition("?")[0][:_LONGEST_PATH],
                 status or LEFT_STATUS,
                 clock() - began,
             )

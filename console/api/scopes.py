@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 
 from console.links.api import Scope
 
@@ -40,6 +40,11 @@ def scope_needed(method: str, path: str) -> Scope | None:
     if path in _WATCHED:
         return "watch"
     return None if path in _EVERY_KEY and method in LOOKING else "use"
+
+
+def only_looks(method: str, headers: Container[str]) -> bool:
+    """Whether a request asks for no work. A websocket, which does, begins as a GET. headers: case-insensitive."""
+    return method in LOOKING and "Upgrade" not in headers
 
 
 def allows(scopes: Collection[Scope], needed: Scope | None) -> bool:

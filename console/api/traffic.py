@@ -54,6 +54,7 @@ class Call:
     sent_bytes: of an answer that is streamed.
     tells: how a failure is put for the client.  request_id: what its answer goes by.
     began: whether an answer did; it cannot be another one any more.
+    is_allowed: whether it still may be answered: keys are revoked while answers last.
     """
 
     address: str
@@ -69,6 +70,7 @@ class Call:
     tells: Tells = envelope
     request_id: str = ""
     began: bool = False
+    is_allowed: Callable[[], bool] = lambda: True
     client: _Client | None = None
 
 

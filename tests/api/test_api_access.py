@@ -19,8 +19,9 @@ from console.api.keys import Keys
 from console.api.server import ApiSettings
 from console.links.api import Scope
 from engine.errors import InvalidRequest
-from tests.api.harness import Served, serving, until
+from tests.api.harness import PATIENCE_S, Served, serving, until
 from tests.api.operators import FolderOperator
+from tests.fakes.link import FakeLink
 
 PROMPT = {"prompt": "x", "max_tokens": 2}
 
@@ -99,6 +100,19 @@ async def test_a_revoked_key_is_refused_at_once(keyed: Served) -> None:
     assert (await answer(keyed, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
     await keyed.server.revoke_key("app")
     assert await answer(keyed, "POST", "/v1/completions", headers, **PROMPT) == (401, "That key is not valid here")
+
+
+async def test_a_revoked_key_is_shown_no_more_of_what_it_watches(tmp_path: Path) -> None:
+    async with serving(tmp_path, operator=FolderOperator(tmp_path), link=FakeLink, load=False) as api:
+        open_to_all = await api.http.get("/admin/events?hz=10")
+        watching = await api.http.get("/admin/events?hz=10", headers=await bearer(api, "watcher", "watch"))
+        kept = await api.http.get("/admin/events?hz=10", headers=await bearer(api, "other", "watch"))
+        await api.server.revoke_key("watcher")
+        for ended in (open_to_all, watching):
+            async with asyncio.timeout(PATIENCE_S):
+                assert "That key is not valid here any more" in (await ended.text()).splitlines()[-2]
+        assert not kept.content.at_eof()
+        kept.close()
 
 
 async def test_keys_are_compared_in_constant_time(keyed: Served, monkeypatch: pytest.MonkeyPatch) -> None:

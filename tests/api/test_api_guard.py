@@ -14,6 +14,7 @@ from aiohttp.web_request import BaseRequest
 from console.api.server import ApiSettings
 from console.links.api import KeyLimits
 from tests.api.harness import Served, serving, until
+from tests.api.operators import FolderOperator
 from tests.api.test_api_access import PROMPT, answer
 
 PAGE = "https://chat.example"
@@ -93,6 +94,14 @@ async def test_no_page_from_elsewhere_may_ask_or_read(api: Served) -> None:
         assert response.status == 200
         assert not cors_of(response)
     assert api.engine.snapshot().totals.requests == 0
+
+
+async def test_a_program_on_this_machine_that_names_no_host_may_do_all(tmp_path: Path) -> None:
+    async with serving(tmp_path, operator=FolderOperator(tmp_path), load=False) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.server.status().port)
+        writer.write(b"GET /admin/models HTTP/1.0\r\n\r\n")
+        assert (await reader.read()).split()[1] == b"200"
+        writer.close()
 
 
 async def test_a_page_of_our_own_may_ask(api: Served) -> None:

@@ -115,6 +115,20 @@ async def test_starting_twice_at_once_listens_once(tmp_path: Path) -> None:
         assert api.server.status().error is None
 
 
+async def test_a_server_that_drains_opens_no_websocket(paced_api: Served) -> None:
+    api = paced_api
+    asking = asyncio.create_task(api.post("/generate", prompt="x", max_tokens=2))
+    await api.until_row(state="prefill")
+    stopping = asyncio.create_task(api.server.stop(drain_s=60.0))
+    await api.draining()
+    with pytest.raises(aiohttp.WSServerHandshakeError) as no:
+        await api.http.ws_connect("/api/v1/stream")
+    assert no.value.status == 503
+    assert api.backend.gate is not None
+    api.backend.gate.open()
+    await asyncio.gather(asking, stopping)
+
+
 async def test_a_server_that_drains_refuses_new_work_and_goes_on_telling_how_it_is(paced_api: Served) -> None:
     api = paced_api
     asking = asyncio.create_task(api.post("/generate", prompt="x", max_tokens=1))
