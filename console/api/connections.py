@@ -17,6 +17,9 @@ from engine.errors import EngineError
 
 log = logging.getLogger("api")
 
+_LONGEST = 200
+"""Characters of a line in the log, of which memory keeps thousands."""
+
 REQUEST_ID = "X-Request-Id"
 SERVER = "ericllm"
 """What every answer says that it comes from: not what that is made with, in which version."""
@@ -136,5 +139,5 @@ class _PeerLog(logging.LoggerAdapter[logging.Logger]):
     def exception(self, msg: object, *args: object, exc_info: Any = True, **_: Any) -> None:
         """One line; the traceback where debugging was asked for."""
         said = str(getattr(exc_info, "message", exc_info))  # a parser's own sentence, then what it pointed at
-        self.warning("%s: %s", str(msg) % args, said.partition("\n")[0])
+        self.warning("%s: %s", str(msg) % args, said.partition("\n")[0][:_LONGEST])
         self.debug("its traceback", exc_info=exc_info)

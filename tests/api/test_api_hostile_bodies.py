@@ -100,6 +100,17 @@ async def test_a_long_conversation_is_rendered_whole(api: Served) -> None:
     assert answer["usage"]["prompt_tokens"] == len("user: x\n") * 300 + len("assistant: ")
 
 
+@pytest.mark.parametrize("path", ["/" + "a" * 8000, "http://[" + "a" * 8000], ids=["path", "no address"])
+async def test_a_path_does_not_fill_the_log(api: Served, caplog: pytest.LogCaptureFixture, path: str) -> None:
+    caplog.set_level(logging.INFO)
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.status().port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+    await reader.read()
+    writer.close()
+    assert "aaa" in caplog.text
+    assert len(caplog.text) < 500
+
+
 async def test_a_path_cannot_write_into_the_log(api: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "api")
     async with api.http.get("/nowhere%0aERROR%1b[2J"):
