@@ -62,6 +62,7 @@ class OpenApi:
     def __init__(self, dialects: Dialects) -> None:
         self._dialects = dialects
         self._made: dict[tuple[str, ...], bytes] = {}
+        self._making = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
         """Where it is found."""
@@ -71,9 +72,10 @@ class OpenApi:
     async def _get(self, request: web.Request) -> web.Response:
         places = tuple(places_of(request.app, self._dialects))
         key = tuple(f"{place.method} {place.path} {' '.join(place.groups)}" for place in places)
-        if key not in self._made:
-            titles = [reading.title for reading in self._dialects.readings({})]
-            self._made[key] = await asyncio.to_thread(_encoded, places, titles)
+        async with self._making:  # it takes a while, and nobody needs a key to ask
+            if key not in self._made:
+                titles = [reading.title for reading in self._dialects.readings({})]
+                self._made[key] = await asyncio.to_thread(_encoded, places, titles)
         return web.Response(body=self._made[key], content_type="application/json")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -31,6 +32,18 @@ async def whole(tmp_path: Path) -> AsyncIterator[Served]:
 async def document(whole: Served) -> dict[str, Any]:
     """What it says of itself."""
     return await whole.get("/openapi.json")
+
+
+async def test_it_is_made_once_however_many_ask_at_once(whole: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def noted(*places: Any) -> bytes:
+        made.append(places)
+        return b"{}"
+
+    monkeypatch.setattr("console.api.openapi._encoded", noted)
+    assert await asyncio.gather(*(whole.get("/openapi.json") for _ in range(5))) == [{}] * 5
+    assert len(made) == 1
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, Operation]]:
