@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding
-from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 
 from console import in_view, keymap, modes
@@ -23,7 +21,7 @@ from console.link import EngineLink
 from console.pace import is_news
 from console.screens.base import ConsoleRow, Live
 from console.standing import Standing, standing_of
-from console.stylesheet import Stylesheet
+from console.stylesheet import StyledApp, Stylesheet
 from console.theme import AUTO_THEME, variable_defaults
 from console.widgets import text
 from console.widgets.glyphs import key_name, wants_ascii
@@ -32,7 +30,6 @@ from engine.snapshot import Snapshot
 
 REFRESH_HZ = 4
 PALETTE_GONE_S = 0.1
-_COLOURLESS = NoColor()
 log = logging.getLogger(__name__)
 
 
@@ -42,7 +39,7 @@ def _styles() -> list[str | Path]:
     return [*sorted(sheets, key=lambda sheet: (sheet.stem != "base", sheet.name))]
 
 
-class EricApp(App[None], inherit_bindings=False):
+class EricApp(StyledApp, inherit_bindings=False):
     """The console over a link. theme, start: names of a theme and of a mode; unknown ones fall back to the first.
 
     chats: the file that conversations are kept in; None keeps them in memory.
@@ -86,30 +83,11 @@ class EricApp(App[None], inherit_bindings=False):
         self.set_class(wants_ascii(), "-ascii")
         self.habits = Habits(self, themes_folder)
         self.habits.wear(theme or AUTO_THEME)
-        self._styled: WeakKeyDictionary[Screen[Any], tuple[object, ...]] = WeakKeyDictionary()
-        self.stylesheet: Stylesheet = Stylesheet(variables=self.get_css_variables())
-
-    @property
-    def look(self) -> tuple[object, ...]:
-        """All that styles depend on besides a widget itself and what its own CSS is about, its children."""
-        return self.stylesheet.changes, self.theme, self.classes, self.app_focus
-
-    def refresh_css(self, animate: bool = True) -> None:
-        """Style the screen that is seen anew, where there is need: Textual asks whenever another comes up first."""
-        self.stylesheet.set_variables(self.get_css_variables())
-        seen = self.screen_stack[-1] if self.screen_stack else None
-        if seen is None or self._styled.get(seen) != self.look:
-            super().refresh_css(animate)
-        if seen is not None:
-            self._styled[seen] = self.look
+        self.stylesheet = Stylesheet(variables=self.get_css_variables())
 
     def get_key_display(self, binding: Binding) -> str:
         """The key in characters that the terminal has."""
         return key_name(self, super().get_key_display(binding))
-
-    def get_line_filters(self) -> Sequence[LineFilter]:
-        """With NO_COLOR no colour at all, where Textual would paint in shades of grey."""
-        return [_COLOURLESS if isinstance(each, Monochrome) else each for each in super().get_line_filters()]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Our own CSS variables, derived from the theme in use."""

@@ -1,14 +1,22 @@
-"""The stylesheet of the console: what was parsed once is not parsed again as long as the theme is the same."""
+"""The styles of the console: what was parsed once is not parsed again as long as the theme is the same, and what was
+styled is not styled again as long as it would look the same."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from textual.app import App
 from textual.cache import LRUCache
 from textual.css import stylesheet
 from textual.css.model import RuleSet
+from textual.filter import LineFilter, Monochrome, NoColor
+from textual.screen import Screen
 
 _SOURCES = 1024
 """Pieces of CSS that are kept parsed: more than there are widgets, of Textual's and of ours."""
-
+_COLOURLESS = NoColor()
 
 Parsed = dict[tuple[tuple[str, str], ...], LRUCache[tuple[object, ...], list[RuleSet]]]
 """What was parsed, by the variables that it was parsed with: those of a theme."""
@@ -43,3 +51,31 @@ class Stylesheet(stylesheet.Stylesheet):
         """Parse what was not yet, as after another theme. Raises StylesheetError, with the rules as they were."""
         if self._require_parse:
             self.parse()
+
+
+class StyledApp(App[None]):
+    """An app that styles a screen where there is need, and paints as the terminal wants it."""
+
+    stylesheet: Stylesheet
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._styled: WeakKeyDictionary[Screen[Any], tuple[object, ...]] = WeakKeyDictionary()
+
+    @property
+    def look(self) -> tuple[object, ...]:
+        """All that styles depend on besides a widget itself and what its own CSS is about, its children."""
+        return self.stylesheet.changes, self.theme, self.classes, self.app_focus
+
+    def refresh_css(self, animate: bool = True) -> None:
+        """Style the screen that is seen anew, where there is need: Textual asks whenever another comes up first."""
+        self.stylesheet.set_variables(self.get_css_variables())
+        seen = self.screen_stack[-1] if self.screen_stack else None
+        if seen is None or self._styled.get(seen) != self.look:
+            super().refresh_css(animate)
+        if seen is not None:
+            self._styled[seen] = self.look
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """With NO_COLOR no colour at all, where Textual would paint in shades of grey."""
+        return [_COLOURLESS if isinstance(each, Monochrome) else each for each in super().get_line_filters()]
