@@ -1,24 +1,21 @@
-"""Ollama's dialect: /api/generate, /api/chat, and what its clients ask of models."""
+"""Ollama's dialect: /api/generate and /api/chat."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from console.api.embeddings import written_vectors
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving
-from tests.fakes.backend import HIDDEN_SIZE, FakeBackend, Gate, expected_text, saying, vector_of
+from tests.api.ollama_calls import HELLO, chat, generate, refusal
+from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
 from tests.fakes.model import write_fake_model
 
-HELLO = [{"role": "user", "content": "hello"}]
 HELLO_PROMPT = "user: hello\nassistant: "
 FIGURES = {
     "total_duration",
@@ -35,31 +32,12 @@ def answer_to(prompt: str, count: int) -> str:
     return expected_text(list(prompt.encode()), count)
 
 
-async def generate(api: Served, **body: Any) -> dict[str, Any]:
-    """The whole answer of /api/generate."""
-    return await api.post("/api/generate", **{"prompt": "hello", "stream": False, **body})
-
-
-async def chat(api: Served, **body: Any) -> dict[str, Any]:
-    """The whole answer of /api/chat."""
-    return await api.post("/api/chat", **{"messages": HELLO, "stream": False, **body})
-
-
 async def lines(api: Served, path: str, **body: Any) -> list[dict[str, Any]]:
     """The lines of a streamed answer."""
     async with api.http.post(path, json=body) as response:
         assert response.status == 200, await response.text()
         assert response.content_type == "application/x-ndjson"
         return [json.loads(line) for line in (await response.text()).splitlines()]
-
-
-async def refusal(api: Served, path: str, status: int = 400, **body: Any) -> str:
-    """The sentence of a request that must be refused."""
-    async with api.http.post(path, json=body) as response:
-        answer = await response.json()
-        assert response.status == status, answer
-        assert set(answer) == {"error"}
-        return str(answer["error"])
 
 
 def prompt_of(api: Served) -> str:
@@ -224,74 +202,6 @@ async def test_a_failure_in_a_stream_is_its_last_line(tmp_path: Path) -> None:
         assert set((await lines(api, "/api/generate", prompt="hello"))[-1]) == {"error"}
 
 
-async def test_texts_become_vectors(api: Served) -> None:
-    answer = await api.post("/api/embed", model="fake", input=["ab", "c"], dimensions=HIDDEN_SIZE)
-    assert answer["embeddings"] == [vector_of(b"ab"), vector_of(b"c")]
-    assert (answer["model"], answer["prompt_eval_count"]) == ("fake", 3)
-    assert answer["total_duration"] >= answer["load_duration"] >= 0
-    assert (await api.post("/api/embed", input="ab"))["embeddings"] == [vector_of(b"ab")]
-    assert (await api.post("/api/embeddings", prompt="ab"))["embedding"] == vector_of(b"ab")
-    assert (await api.post("/api/embed", input=[]))["embeddings"] == []
-    assert (await api.post("/api/embeddings"))["embedding"] == []
-
-
-async def test_of_a_text_that_is_too_long_the_beginning_is_embedded_unless_truncate_is_false(tmp_path: Path) -> None:
-    async with serving(tmp_path, FakeBackend(max_model_len=40)) as api:
-        assert (await api.post("/api/embed", input="x" * 1000))["embeddings"] == [vector_of(b"x" * 39)]
-        assert (await api.post("/api/embed", input="xyz", options={"num_ctx": 3}))["embeddings"] == [vector_of(b"xy")]
-        assert "input" in await refusal(api, "/api/embed", input="x" * 1000, truncate=False)
-
-
-async def test_models_are_listed_with_a_tag(api: Served) -> None:
-    [model] = (await api.get("/api/tags"))["models"]
-    assert model["name"] == model["model"] == "fake:latest"
-    assert (model["size"], len(model["digest"])) == (4000, 64)
-    assert model["details"]["family"] == "llama"
-    assert model["details"]["format"] == "safetensors"
-    assert (await generate(api, model=model["name"], options={"num_predict": 1}))["done"]
-
-
-async def test_a_model_shows_what_its_folder_says(tmp_path: Path) -> None:
-    folder = write_fake_model(tmp_path / "m")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 256, "temperature": 0.6}))
-    async with serving(folder) as api:
-        shown = await api.post("/api/show", model="fake", verbose=True)
-        assert await api.post("/api/show", name="fake:latest") == shown | {
-            "modelfile": shown["modelfile"].replace("fake", "fake:latest")
-        }
-        assert "available: fake" in await refusal(api, "/api/show", 404, model="other")
-    assert shown["model_info"]["general.architecture"] == "llama"
-    assert shown["model_info"]["llama.context_length"] == 4096
-    assert shown["model_info"]["llama.attention.head_count_kv"] == 2
-    assert shown["parameters"] == "temperature 0.6"
-    assert "message['content']" in shown["template"]
-    assert "completion" in shown["capabilities"]
-    assert str(tmp_path) not in json.dumps(shown)
-
-
-async def test_models_in_memory_are_told(api: Served) -> None:
-    [model] = (await api.get("/api/ps"))["models"]
-    assert (model["name"], model["context_length"], model["size_vram"]) == ("fake:latest", 4096, 0)
-    assert model["expires_at"] == "9999-12-31T23:59:59Z"
-
-
-async def test_clients_that_look_whether_it_is_there_find_it(api: Served) -> None:
-    assert (await api.get("/api/version"))["version"]
-    async with api.http.head("/") as response:
-        assert response.status == 200
-
-
-@pytest.mark.parametrize("path", ["/api/pull", "/api/push", "/api/create", "/api/copy", "/api/blobs/sha256:00"])
-async def test_what_only_ollama_does_is_refused_in_a_sentence(api: Served, path: str) -> None:
-    assert f"{path} is not supported: " in await refusal(api, path, model="x")
-
-
-async def test_deleting_models_is_refused(api: Served) -> None:
-    async with api.http.delete("/api/delete", json={"model": "fake"}) as response:
-        assert response.status == 400
-        assert "deletes no models" in (await response.json())["error"]
-
-
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [
@@ -398,19 +308,3 @@ async def test_limits_of_the_server_are_told_in_ollama_s_words(tmp_path: Path) -
 async def test_an_unknown_option_is_named_as_it_was_sent(api: Served) -> None:
     told = await refusal(api, "/api/generate", prompt="x", options={"max_tokens": 4})
     assert told == "max_tokens is not a field that this endpoint knows"
-
-
-async def test_vectors_are_written_one_at_a_time() -> None:
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
-    written = await written_vectors([array("f", [0.5, 1.0]).tobytes()] * 20, "float")
-    counting.cancel()
-    assert [bytes(vector) for vector in written] == [b"[0.5,1.0]"] * 20
-    assert turns >= 20
