@@ -104,7 +104,8 @@ class _Stop:
 
 def _say(line: str, *, alarming: bool = False) -> None:
     """A line on stderr, in the terminal's red where it is alarming; dropped where its reader is gone (a closed
-    terminal, a pipe)."""
+    terminal, a pipe). Written at once with its end: the log writes there from another thread."""
     said = f"{APP_NAME}: {line}"
     with contextlib.suppress(OSError):
-        print(f"{_RED}{said}{_PLAIN}" if alarming and sys.stderr.isatty() else said, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{_RED}{said}{_PLAIN}\n" if alarming and sys.stderr.isatty() else f"{said}\n")
+        sys.stderr.flush()
