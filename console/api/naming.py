@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from console.api.errors import LONGEST_MESSAGE
 from engine.errors import EngineError
 
 AS_SENT = "as_sent"
@@ -18,7 +19,7 @@ def renamed(message: str, names: Mapping[str, str]) -> str:
     return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", lambda found: names[found[1]], message)
 
 
-def told_as(error: EngineError, names: Mapping[str, str], *, longest: int) -> str:
-    """An error's sentence in the client's words, no longer than `longest` characters. names: as `renamed` has them."""
+def told_as(error: EngineError, names: Mapping[str, str]) -> str:
+    """An error's sentence in the client's words, no longer than any may be. names: as `renamed` has them."""
     message = error.message if error.details.get(AS_SENT) else renamed(error.message, names)
-    return message[:longest]
+    return message[:LONGEST_MESSAGE]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from console.api.errors import LONGEST_MESSAGE
 from console.api.naming import told_as
 from engine.errors import EngineError
 
@@ -40,5 +39,5 @@ def anthropic_error(error: EngineError) -> AnthropicError:
     """The error in Anthropic's shape."""
     otherwise = "api_error" if error.http_status >= 500 else "invalid_request_error"
     kind = _TYPES.get(error.http_status, otherwise)
-    body = AnthropicErrorBody(kind, told_as(error, _NAMES, longest=LONGEST_MESSAGE))
+    body = AnthropicErrorBody(kind, told_as(error, _NAMES))
     return AnthropicError(body, request_id=str(error.details.get("request_id", "")))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from console.api.errors import LONGEST_MESSAGE
 from console.api.naming import told_as
 from engine.errors import EngineError
 
@@ -36,7 +35,7 @@ class KoboldError(msgspec.Struct, frozen=True):
 
 def tells(error: EngineError) -> KoboldError:
     """The error in KoboldCpp's shape."""
-    return KoboldError(Detail(told_as(error, _NAMES, longest=LONGEST_MESSAGE), _type_of(error.http_status)))
+    return KoboldError(Detail(told_as(error, _NAMES), _type_of(error.http_status)))
 
 
 def _type_of(status: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from console.api.errors import LONGEST_MESSAGE
 from console.api.naming import told_as
 from engine.errors import EngineError
 
@@ -25,4 +24,4 @@ class OllamaError(msgspec.Struct, frozen=True):
 
 def ollama_error(error: EngineError) -> OllamaError:
     """The error in Ollama's shape."""
-    return OllamaError(told_as(error, _NAMES, longest=LONGEST_MESSAGE))
+    return OllamaError(told_as(error, _NAMES))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from console.api.errors import LONGEST_MESSAGE, ErrorEnvelope, envelope
+from console.api.errors import ErrorEnvelope, envelope
 from console.api.naming import AS_SENT, told_as
 from engine.errors import EngineError
 
@@ -25,5 +25,5 @@ def tells(error: EngineError) -> ErrorEnvelope:
     param = told.param
     if param is not None and not error.details.get(AS_SENT):
         param = _NAMES.get(param, param)
-    message = told_as(error, _NAMES, longest=LONGEST_MESSAGE)
+    message = told_as(error, _NAMES)
     return ErrorEnvelope(msgspec.structs.replace(told, message=message, param=param))

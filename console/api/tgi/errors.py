@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from console.api.errors import LONGEST_MESSAGE
 from console.api.naming import told_as
 from engine.errors import EngineError
 
@@ -21,7 +20,7 @@ class TgiError(msgspec.Struct, frozen=True):
 
 def tells(error: EngineError) -> TgiError:
     """The error in TGI's shape."""
-    return TgiError(told_as(error, _NAMES, longest=LONGEST_MESSAGE), _type_of(error.http_status))
+    return TgiError(told_as(error, _NAMES), _type_of(error.http_status))
 
 
 def _type_of(status: int) -> str:
