@@ -94,7 +94,8 @@ class EricApp(StyledApp, inherit_bindings=False):
         return variable_defaults(self.current_theme)
 
     def on_load(self) -> None:
-        """Before any screen is there to ask what was found."""
+        """Before any screen is there to ask what was found, or to show what is old as if it were new."""
+        self.set_class(self.standing.stale, "-stale")
         self._look_at(self.snapshot())
 
     def on_mount(self) -> None:

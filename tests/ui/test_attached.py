@@ -49,6 +49,14 @@ async def test_a_lost_connection_is_told_marks_what_is_old_and_comes_back() -> N
         assert not app.has_class("-stale")
 
 
+async def test_what_is_old_is_marked_from_the_first_frame_on() -> None:
+    link = FakeRemote("10.0.0.7:8000")
+    link.lose(LOST)
+    app = AttachedApp([link], refresh_hz=1)
+    async with app.run_test(size=(80, 24)):
+        assert app.has_class("-stale")
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 @pytest.mark.parametrize(
     ("standing", "words"),
