@@ -21,7 +21,7 @@ from console.api.served import ServedModel
 from console.api.versions import product_version
 
 _MANY_IDS = 16_384
-"""More are decoded beside the event loop."""
+"""More are decoded, or looked up, beside the event loop."""
 
 _HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -111,7 +111,9 @@ class Utilities:
         else:
             use = await body.tool_use(model)
             ids = list((await body.prompt(model, read_messages(body.messages), use)).ids)
-        return json_response(_tokens(ids, model, body.return_token_strs))
+        if body.return_token_strs and len(ids) > _MANY_IDS:
+            return json_response(await asyncio.to_thread(_tokens, ids, model, with_strings=True))
+        return json_response(_tokens(ids, model, with_strings=body.return_token_strs))
 
     mark_as(
         _tokenize,
@@ -149,7 +151,7 @@ async def _read_tokenize(request: web.Request) -> TokenizeBody | TokenizeChatBod
     return TokenizeChatBody.of(document) if is_conversation else TokenizeBody.of(document)
 
 
-def _tokens(ids: list[int], model: ServedModel, with_strings: bool) -> Tokens:
+def _tokens(ids: list[int], model: ServedModel, *, with_strings: bool) -> Tokens:
     strings = [model.tokenizer.id_to_token(token_id) for token_id in ids] if with_strings else None
     return Tokens(count=len(ids), max_model_len=model.loaded.max_model_len, tokens=ids, token_strs=strings)
 

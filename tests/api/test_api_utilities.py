@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.text.tokenizer import Tokenizer
 from tests.api.harness import Served
 from tests.api.test_api_tools import HELLO, NOW, serving_tools
 from tests.fakes.backend import saying
@@ -101,3 +103,19 @@ async def test_the_body_decides_whose_tokenize_it_is(api: Served) -> None:
 )
 async def test_a_bad_value_is_refused_by_its_name(api: Served, path: str, body: dict[str, Any], param: str) -> None:
     assert (await api.refusal(path, **body))["param"] == param
+
+
+async def test_names_of_many_tokens_are_looked_up_beside_the_event_loop(
+    api: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, look_up = set(), Tokenizer.id_to_token
+
+    def noted(self: Tokenizer, token_id: int) -> str:
+        threads.add(threading.current_thread())
+        return look_up(self, token_id)
+
+    monkeypatch.setattr(Tokenizer, "id_to_token", noted)
+    answer = await api.post("/tokenize", prompt="x" * 20_000, return_token_strs=True)
+    assert answer["count"] == len(answer["token_strs"]) == 20_000
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
