@@ -70,6 +70,13 @@ class _Connection(web.RequestHandler):
         self._look_no_more()
         super().resume_writing()
 
+    def close(self) -> None:
+        """End it once nothing is under way; aiohttp alone would leave an idle one open, with nobody to answer it."""
+        is_idle = self._waiter is not None
+        super().close()
+        if is_idle and self.transport is not None:
+            self.transport.close()
+
     def connection_lost(self, exc: BaseException | None) -> None:
         """It is over."""
         self._look_no_more()

@@ -323,10 +323,13 @@ async def test_another_address_with_the_same_port_can_be_taken(unlocked: Served)
 
 
 async def test_connections_without_a_request_end_when_the_address_changes(api: Served) -> None:
-    await api.get("/ready")
-    assert api.server.status().clients == 1
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.status().port)
+    writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await reader.readuntil(b"}")
     await api.server.listen("127.0.0.1", 0)
-    await until(lambda: api.server.status().clients == 0)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await reader.read() == b""
+    writer.close()
 
 
 async def test_a_port_that_is_taken_leaves_the_old_address_as_it_was(api: Served) -> None:
