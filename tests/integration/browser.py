@@ -6,9 +6,12 @@ import asyncio
 import base64
 import json
 import os
+import re
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +33,7 @@ _FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-port=0",
 )
+_LISTENING = re.compile(r"DevTools listening on (ws://\S+)\n")
 _KEYS = {"Enter": 13, "Escape": 27, "Tab": 9}
 
 
@@ -57,8 +61,9 @@ class Page:
         self._reading = asyncio.create_task(self._read())
 
     async def open(self) -> None:
-        """Make the tab."""
-        target = await self.send("Target.createTarget", url="about:blank")
+        """Make the tab, of a person of its own, who is gone with the connection."""
+        context = await self.send("Target.createBrowserContext", disposeOnDetach=True)
+        target = await self.send("Target.createTarget", url="about:blank", browserContextId=context["browserContextId"])
         attached = await self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -193,37 +198,41 @@ for (const name of ["alert", "confirm", "prompt"]) window[name] = () => console.
 """
 
 
-@asynccontextmanager
-async def browsing(folder: Path) -> AsyncIterator[Page]:
-    """A fresh browser with one tab, its profile in `folder`."""
-    program = await asyncio.create_subprocess_exec(
-        chromium(),
-        *_FLAGS,
-        f"--user-data-dir={folder / 'profile'}",
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)},
-    )
+@contextmanager
+def browser(folder: Path) -> Iterator[str]:
+    """A browser with its profile in `folder`; the address where it takes orders."""
+    said = folder / "browser.log"
+    with said.open("wb") as log:
+        program = subprocess.Popen(
+            [chromium(), *_FLAGS, f"--user-data-dir={folder / 'profile'}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env={**os.environ, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)},
+        )
     try:
-        async with aiohttp.ClientSession() as http, http.ws_connect(await _address(program), max_msg_size=0) as socket:
-            page = Page(socket)
-            await page.open()
-            yield page
-            await page.send("Runtime.evaluate", expression="1")
-            await page.close()
+        yield _address(program, said)
     finally:
         program.kill()
-        await program.wait()
+        program.wait()
 
 
-async def _address(program: asyncio.subprocess.Process) -> str:
+def _address(program: subprocess.Popen[bytes], said: Path) -> str:
     """Where the browser takes orders, as it says on stderr."""
-    assert program.stderr is not None
-    said: list[str] = []
-    async with asyncio.timeout(PATIENCE_S):
-        async for line in program.stderr:
-            said.append(line.decode(errors="replace"))
-            if (found := said[-1].partition("DevTools listening on ")[2]).startswith("ws://"):
-                return found.strip()
-    raise AssertionError(f"the browser did not start: {said}")
+    ends = time.monotonic() + PATIENCE_S
+    while time.monotonic() < ends and program.poll() is None:
+        if found := _LISTENING.search(said.read_text(errors="replace")):
+            return found[1]
+        time.sleep(0.02)
+    raise AssertionError(f"the browser did not start: {said.read_text(errors='replace')}")
+
+
+@asynccontextmanager
+async def browsing(address: str) -> AsyncIterator[Page]:
+    """A tab of the browser there, which shares nothing with others and is gone afterwards."""
+    async with aiohttp.ClientSession() as http, http.ws_connect(address, max_msg_size=0) as socket:
+        page = Page(socket)
+        await page.open()
+        yield page
+        await page.send("Runtime.evaluate", expression="1")
+        await page.close()

@@ -15,7 +15,7 @@ from tests.api.harness import serving
 from tests.fakes.backend import FakeBackend
 from tests.fakes.model import write_fake_model
 from tests.fakes.saying import Script
-from tests.integration.browser import Page, browsing
+from tests.integration.browser import Page, browser, browsing
 
 MERGE = """\
 Sort by start, then grow the last interval while the next one touches it:
@@ -67,11 +67,11 @@ async def scene(page: Page, url: str) -> None:
 
 
 async def _pictures(target: Path, views: list[tuple[str, int, int, bool]]) -> None:
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, browser(Path(name)) as chrome:
         folder = Path(name)
         spec = ModelSpec(path=write_fake_model(folder / "model"), name="qwen3-8b-exl2")
         backend = FakeBackend(reply=Script({ASKED: MERGE}))
-        async with serving(folder / "model", backend, spec=spec) as api, browsing(folder) as page:
+        async with serving(folder / "model", backend, spec=spec) as api, browsing(chrome) as page:
             await page.look(1280, 800, dark=True)
             await scene(page, api.url)
             for suffix, width, height, dark in views:

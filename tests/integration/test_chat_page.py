@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from console.api.settings import ApiSettings
 from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate, saying
 from tests.fakes.saying import Script
-from tests.integration.browser import Page, browsing, chromium
+from tests.integration.browser import Page, browser, browsing, chromium
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +30,13 @@ HOSTILE = (
     "```html\n<img src=x onerror=window.hacked=1>\n```\n\n"
     "| <script>window.hacked=1</script> | `</code><script>` |\n|---|---|\n| x | y |\n"
 )
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One browser for all of these."""
+    with browser(tmp_path_factory.mktemp("chrome")) as address:
+        yield address
 
 
 @dataclass
@@ -67,10 +74,12 @@ class Chat:
 
 
 @asynccontextmanager
-async def chatting(folder: Path, backend: FakeBackend, settings: ApiSettings | None = None) -> AsyncIterator[Chat]:
-    """The page, open in a fresh browser. Whatever a test does there: it asks nobody but its server, breaks no policy
+async def chatting(
+    chrome: str, folder: Path, backend: FakeBackend, settings: ApiSettings | None = None
+) -> AsyncIterator[Chat]:
+    """The page, open for somebody new. Whatever a test does there: it asks nobody but its server, breaks no policy
     and no script of its own."""
-    async with serving(folder / "model", backend, settings=settings) as api, browsing(folder) as page:
+    async with serving(folder / "model", backend, settings=settings) as api, browsing(chrome) as page:
         await page.look(1280, 800, dark=True)
         await page.go(f"{api.url}/chat")
         yield Chat(page, api)
@@ -86,10 +95,10 @@ def test_without_a_browser_it_is_said_how_to_get_one_and_ci_fails(monkeypatch: p
         chromium()
 
 
-async def test_an_answer_is_shown_while_it_comes_and_how_fast_it_was(tmp_path: Path) -> None:
+async def test_an_answer_is_shown_while_it_comes_and_how_fast_it_was(chrome: str, tmp_path: Path) -> None:
     gate = Gate()
     backend = FakeBackend(reply=saying("**Hello** there, you.", then=256), gate=gate)
-    async with chatting(tmp_path, backend) as chat:
+    async with chatting(chrome, tmp_path, backend) as chat:
         await chat.send("hi")
         gate.allow(9)
         await chat.page.until(f"{LAST}.querySelector('strong')?.textContent === 'Hello'")
@@ -104,10 +113,10 @@ async def test_an_answer_is_shown_while_it_comes_and_how_fast_it_was(tmp_path: P
 
 
 @pytest.mark.parametrize("by_key", [True, False], ids=["escape", "button"])
-async def test_stop_keeps_what_came_and_frees_the_worker(tmp_path: Path, by_key: bool) -> None:
+async def test_stop_keeps_what_came_and_frees_the_worker(chrome: str, tmp_path: Path, by_key: bool) -> None:
     gate = Gate()
     backend = FakeBackend(reply=saying("on and on "), gate=gate)
-    async with chatting(tmp_path, backend) as chat:
+    async with chatting(chrome, tmp_path, backend) as chat:
         await chat.send("talk")
         gate.allow(6)
         await chat.page.until(f"{LAST}.innerText.includes('on and')")
@@ -122,9 +131,9 @@ async def test_stop_keeps_what_came_and_frees_the_worker(tmp_path: Path, by_key:
         await until(lambda: [row.finish for row in chat.api.engine.snapshot().requests] == ["cancelled"])
 
 
-async def test_another_answer_and_an_edit_keep_what_was_there(tmp_path: Path) -> None:
+async def test_another_answer_and_an_edit_keep_what_was_there(chrome: str, tmp_path: Path) -> None:
     script = Script({"one": ["first", "second"], "two": "third"})
-    async with chatting(tmp_path, FakeBackend(reply=script)) as chat:
+    async with chatting(chrome, tmp_path, FakeBackend(reply=script)) as chat:
         page = chat.page
         assert await chat.ask("one") == "first"
         await chat.press_in_last("Answer again")
@@ -144,9 +153,9 @@ async def test_another_answer_and_an_edit_keep_what_was_there(tmp_path: Path) ->
         assert script.prompts == ["user: one\nassistant: "] * 2 + ["user: two\nassistant: "]
 
 
-async def test_the_whole_conversation_is_sent_with_its_system_prompt_and_sampling(tmp_path: Path) -> None:
+async def test_the_whole_conversation_is_sent_with_its_system_prompt_and_sampling(chrome: str, tmp_path: Path) -> None:
     backend = FakeBackend(reply=Script({"a": "b", "c": "d"}))
-    async with chatting(tmp_path, backend) as chat:
+    async with chatting(chrome, tmp_path, backend) as chat:
         page = chat.page
         await page.click("#open-settings")
         await page.type("Be brief.")
@@ -164,8 +173,10 @@ async def test_the_whole_conversation_is_sent_with_its_system_prompt_and_samplin
     assert sent.params.stop == ("END\n",)
 
 
-async def test_conversations_outlast_the_page_and_can_be_renamed_deleted_and_brought_back(tmp_path: Path) -> None:
-    async with chatting(tmp_path, FakeBackend(reply=Script({}))) as chat:
+async def test_conversations_outlast_the_page_and_can_be_renamed_deleted_and_brought_back(
+    chrome: str, tmp_path: Path
+) -> None:
+    async with chatting(chrome, tmp_path, FakeBackend(reply=Script({}))) as chat:
         page = chat.page
         titles = "[...document.querySelectorAll('#conversations .open')].map((each) => each.textContent)"
         await chat.ask("alpha")
@@ -190,8 +201,8 @@ async def test_conversations_outlast_the_page_and_can_be_renamed_deleted_and_bro
         assert await page.run(titles) == ["Gamma"]
 
 
-async def test_conversations_go_to_a_file_and_come_back_from_it(tmp_path: Path) -> None:
-    async with chatting(tmp_path, FakeBackend(reply=Script({"q": "an answer"}))) as chat:
+async def test_conversations_go_to_a_file_and_come_back_from_it(chrome: str, tmp_path: Path) -> None:
+    async with chatting(chrome, tmp_path, FakeBackend(reply=Script({"q": "an answer"}))) as chat:
         page = chat.page
         await chat.ask("q")
         await page.send("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
@@ -217,8 +228,8 @@ async def test_conversations_go_to_a_file_and_come_back_from_it(tmp_path: Path) 
     ],
     ids=["text", "other", "turn"],
 )
-async def test_a_file_that_is_none_is_refused_in_a_sentence(tmp_path: Path, text: str, said: str) -> None:
-    async with chatting(tmp_path, FakeBackend()) as chat:
+async def test_a_file_that_is_none_is_refused_in_a_sentence(chrome: str, tmp_path: Path, text: str, said: str) -> None:
+    async with chatting(chrome, tmp_path, FakeBackend()) as chat:
         file = tmp_path / "bad.json"
         file.write_text(text)
         await _choose(chat.page, file)
@@ -226,9 +237,9 @@ async def test_a_file_that_is_none_is_refused_in_a_sentence(tmp_path: Path, text
         assert await chat.page.run("document.getElementById('toast').textContent") == said
 
 
-async def test_markup_in_answers_questions_names_and_files_is_text(tmp_path: Path) -> None:
+async def test_markup_in_answers_questions_names_and_files_is_text(chrome: str, tmp_path: Path) -> None:
     async with chatting(
-        tmp_path, FakeBackend(reply=Script({"x": HOSTILE, "y": f"<think>{HOSTILE}</think>{HOSTILE}"}))
+        chrome, tmp_path, FakeBackend(reply=Script({"x": HOSTILE, "y": f"<think>{HOSTILE}</think>{HOSTILE}"}))
     ) as chat:
         page = chat.page
         assert "<img src=x onerror=window.hacked=1>" in await chat.ask("x")
@@ -263,10 +274,12 @@ async def test_markup_in_answers_questions_names_and_files_is_text(tmp_path: Pat
             )
 
 
-async def test_a_wrong_key_is_said_and_a_right_one_is_kept_only_where_that_is_asked_for(tmp_path: Path) -> None:
+async def test_a_wrong_key_is_said_and_a_right_one_is_kept_only_where_that_is_asked_for(
+    chrome: str, tmp_path: Path
+) -> None:
     settings = ApiSettings(port=0, api_key="eric_right")
     kept = "Object.values(localStorage).some((each) => each.includes('eric_right'))"
-    async with chatting(tmp_path, FakeBackend(reply=Script({})), settings) as chat:
+    async with chatting(chrome, tmp_path, FakeBackend(reply=Script({})), settings) as chat:
         page = chat.page
         assert "key" in await page.run("document.getElementById('notice').innerText")
         await page.click("#notice button")
@@ -294,17 +307,17 @@ async def test_a_wrong_key_is_said_and_a_right_one_is_kept_only_where_that_is_as
         assert await page.run("document.getElementById('notice').hidden")
 
 
-async def test_an_answer_that_fails_says_why_and_can_be_asked_for_again(tmp_path: Path) -> None:
+async def test_an_answer_that_fails_says_why_and_can_be_asked_for_again(chrome: str, tmp_path: Path) -> None:
     backend = FakeBackend(reply=Script({}), max_model_len=64)
-    async with chatting(tmp_path, backend) as chat:
+    async with chatting(chrome, tmp_path, backend) as chat:
         await chat.send("long " * 40)
         await chat.page.until(f"!!{LAST}.querySelector('.failure')")
         assert "64" in await chat.page.run(f"{LAST}.querySelector('.failure').innerText")
         assert await chat.page.run(f"{LAST}.querySelector('.failure button').textContent") == "Try again"
 
 
-async def test_everything_that_can_be_pressed_or_filled_has_a_name(tmp_path: Path) -> None:
-    async with chatting(tmp_path, FakeBackend(reply=Script({"q": "```py\nx = 1\n```\n\n- [x] y"}))) as chat:
+async def test_everything_that_can_be_pressed_or_filled_has_a_name(chrome: str, tmp_path: Path) -> None:
+    async with chatting(chrome, tmp_path, FakeBackend(reply=Script({"q": "```py\nx = 1\n```\n\n- [x] y"}))) as chat:
         await chat.ask("q")
         await _check_names(chat.page)
         await chat.page.click("#open-settings")
@@ -313,8 +326,8 @@ async def test_everything_that_can_be_pressed_or_filled_has_a_name(tmp_path: Pat
         assert await chat.page.run("document.activeElement.id") == "open-settings"
 
 
-async def test_the_page_is_used_by_keyboard_alone(tmp_path: Path) -> None:
-    async with chatting(tmp_path, FakeBackend(reply=Script({}))) as chat:
+async def test_the_page_is_used_by_keyboard_alone(chrome: str, tmp_path: Path) -> None:
+    async with chatting(chrome, tmp_path, FakeBackend(reply=Script({}))) as chat:
         page = chat.page
         await page.run("document.activeElement.blur()")
         await page.press("Tab")
@@ -338,9 +351,9 @@ async def test_the_page_is_used_by_keyboard_alone(tmp_path: Path) -> None:
         }
 
 
-async def test_the_colours_are_the_system_s_until_the_switch_says_otherwise(tmp_path: Path) -> None:
+async def test_the_colours_are_the_system_s_until_the_switch_says_otherwise(chrome: str, tmp_path: Path) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
-    async with chatting(tmp_path, FakeBackend()) as chat:
+    async with chatting(chrome, tmp_path, FakeBackend()) as chat:
         dark = await chat.page.run(ground)
         await chat.page.look(1280, 800, dark=False)
         await chat.page.until(f"{ground} !== {json.dumps(dark)}")
@@ -350,9 +363,9 @@ async def test_the_colours_are_the_system_s_until_the_switch_says_otherwise(tmp_
         assert await chat.page.run(ground) == dark
 
 
-async def test_a_phone_shows_it_without_scrolling_sideways_and_the_list_on_demand(tmp_path: Path) -> None:
+async def test_a_phone_shows_it_without_scrolling_sideways_and_the_list_on_demand(chrome: str, tmp_path: Path) -> None:
     wide = "word" * 60 + "\n\n```\n" + "code " * 60 + "\n```\n\n| " + "cell | " * 20 + "\n|" + "-|" * 20 + "\n"
-    async with chatting(tmp_path, FakeBackend(reply=Script({"q": wide}))) as chat:
+    async with chatting(chrome, tmp_path, FakeBackend(reply=Script({"q": wide}))) as chat:
         page = chat.page
         await page.look(390, 844, dark=False)
         await chat.ask("q")
@@ -384,8 +397,8 @@ MARKDOWN = [
 ]
 
 
-async def test_markdown_is_shown_as_it_is_meant_and_nothing_takes_it_long(tmp_path: Path) -> None:
-    async with chatting(tmp_path, FakeBackend()) as chat:
+async def test_markdown_is_shown_as_it_is_meant_and_nothing_takes_it_long(chrome: str, tmp_path: Path) -> None:
+    async with chatting(chrome, tmp_path, FakeBackend()) as chat:
         page = chat.page
         await page.run("import('/chat/markdown.js').then((module) => { window.markdown = module; })")
         shown = (
@@ -409,10 +422,10 @@ async def test_markdown_is_shown_as_it_is_meant_and_nothing_takes_it_long(tmp_pa
             assert await page.run(f"{shown % json.dumps(text)}.length") > 0
 
 
-async def test_code_keeps_every_character_in_every_language(tmp_path: Path) -> None:
+async def test_code_keeps_every_character_in_every_language(chrome: str, tmp_path: Path) -> None:
     code = 'a = "x\\"y" \'z # // /* -- <!-- <b c="d"> `q` $v @m 0x1F 1.5e3\n+ if else */ --> """end\n'
     names = ["py", "js", "json", "sh", "sql", "rust", "go", "c", "java", "html", "css", "yaml", "diff", "none"]
-    async with chatting(tmp_path, FakeBackend()) as chat:
+    async with chatting(chrome, tmp_path, FakeBackend()) as chat:
         joined = await chat.page.run(
             f"import('/chat/highlight.js').then(({{pieces}}) => {names}"
             f".map((name) => pieces({json.dumps(code)}, name).map(([, text]) => text).join('')))"
@@ -420,9 +433,9 @@ async def test_code_keeps_every_character_in_every_language(tmp_path: Path) -> N
     assert set(joined) == {code}
 
 
-async def test_events_are_read_wherever_the_network_cuts_them(tmp_path: Path) -> None:
+async def test_events_are_read_wherever_the_network_cuts_them(chrome: str, tmp_path: Path) -> None:
     raw = 'data: {"text": "é\u2028😀"}\r\n\r\n: ping\n\nevent: x\ndata: 1\ndata: 2\n\ndata:[DONE]\n\n'
-    async with chatting(tmp_path, FakeBackend()) as chat:
+    async with chatting(chrome, tmp_path, FakeBackend()) as chat:
         found = await chat.page.run(
             f"""import('/chat/client.js').then(async ({{events}}) => {{
               const bytes = new TextEncoder().encode({json.dumps(raw)});
@@ -443,8 +456,10 @@ async def test_events_are_read_wherever_the_network_cuts_them(tmp_path: Path) ->
     assert {tuple(json.loads(each)) for each in found} == {('{"text": "é\u2028😀"}', "1\n2", "[DONE]")}
 
 
-async def test_the_reference_shows_every_endpoint_and_finds_them_by_their_parameters(tmp_path: Path) -> None:
-    async with chatting(tmp_path, FakeBackend()) as chat:
+async def test_the_reference_shows_every_endpoint_and_finds_them_by_their_parameters(
+    chrome: str, tmp_path: Path
+) -> None:
+    async with chatting(chrome, tmp_path, FakeBackend()) as chat:
         page = chat.page
         document = await chat.api.get("/openapi.json")
         endpoints = [path for path, methods in document["paths"].items() for _ in methods]
