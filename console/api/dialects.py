@@ -13,11 +13,11 @@ from typing import Protocol, cast
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from pydantic_core import from_json
 
 from console.api import kobold, ollama, textgen, tgi
 from console.api.anthropic.errors import anthropic_error
 from console.api.anthropic.messages import Messages
+from console.api.body import json_object
 from console.api.chat import Chat
 from console.api.completions import Completions
 from console.api.context import ApiContext
@@ -118,8 +118,9 @@ class Dialects:
             return here[0] if here else None
         if request.method in LOOKING:
             return self._first_on(here)
-        body = _object(await request.read())
-        if body is None:
+        try:
+            body = json_object(await request.read())
+        except InvalidRequest:
             return here[0]
         claiming = [dialect for dialect in here if dialect.claims is not None and dialect.claims(body)]
         return self._first_on(claiming or [dialect for dialect in here if dialect.claims is None] or here)
@@ -175,15 +176,6 @@ def _shared(here: Mapping[str, web.RouteDef]) -> Handler:
         return await handler(request)
 
     return mark_as(pass_on, *(described for route in here.values() for described in described_of(route.handler)))
-
-
-def _object(raw: bytes) -> Mapping[str, object] | None:
-    """The JSON object in `raw`, None where there is no such."""
-    try:
-        document = from_json(raw, allow_inf_nan=False)
-    except ValueError:
-        return None
-    return document if isinstance(document, dict) else None
 
 
 def _plain(route: web.RouteDef) -> str:

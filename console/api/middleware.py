@@ -22,14 +22,12 @@ from console.api.errors import (
     NotFound,
 )
 from console.api.failing import begin, begun, call_of, failed, note_left
+from console.api.observing import LEFT_STATUS
 from console.api.scopes import ADMIN, LOOKING, OPEN_PATHS, only_looks
 from console.api.traffic import Traffic
 from engine.errors import EngineClosed, EngineError
 
 log = logging.getLogger("api")
-
-LEFT_STATUS = 499
-"""What is logged of a request whose client left before there was an answer."""
 
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 _POLLED = f"{ADMIN}call/"
