@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import textual.app
+import textual.pilot
 
 import console.app
 from console.stylesheet import Parsed, Stylesheet
+from tests.ui.idling import wait_for_idle
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +43,10 @@ def css_parsed_once(monkeypatch: pytest.MonkeyPatch, parsed: Parsed) -> None:
         return Stylesheet(variables=variables, parsed=parsed)
 
     monkeypatch.setattr(console.app, "Stylesheet", stylesheet)
+
+
+@pytest.fixture(autouse=True)
+def no_longer_idle_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a key, an app is waited for as long as it has something to do."""
+    for module in (textual.app, textual.pilot):
+        monkeypatch.setattr(module, "wait_for_idle", wait_for_idle)

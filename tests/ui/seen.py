@@ -14,10 +14,10 @@ from tests.fakes.link import MODELS
 
 
 def rows(app: App[Any]) -> list[str]:
-    """The rows of the screen as plain text."""
+    """The rows of the screen as plain text, blank where nothing was drawn yet."""
     width, height = app.size
     lines = app.screen._compositor.render_strips(app.size) if (width and height) else []
-    return ["".join(segment.text for segment in strip) for strip in lines]
+    return ["".join(segment.text for segment in strip) for strip in lines] or [""] * height
 
 
 def screen_text(app: App[Any]) -> str:

@@ -12,6 +12,7 @@ from console.links.models import NOTHING, Fetching, LoadSettings
 from console.screens.compare import CompareScreen
 from console.screens.load import LoadScreen
 from console.widgets.load_form_view import LoadFormView
+from console.widgets.model_details import FitPreview
 from console.widgets.model_load import ModelLoad, describe
 from console.widgets.model_table import ModelTable, matches
 from console.widgets.table import Table
@@ -295,6 +296,8 @@ async def compared(pilot: Pilot[None]) -> None:
     await until(pilot, lambda: isinstance(pilot.app.screen, CompareScreen))
     table = pilot.app.screen.query_one(Table)
     await until(pilot, lambda: "GPU1 left" in [row.key for row in table.rows])
+    behind = pilot.app.screen_stack[-2].query_one(FitPreview)
+    await until(pilot, lambda: "Finding out" not in str(behind.content))
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (140, 44)])

@@ -35,7 +35,7 @@ def _table(app: EricApp) -> RequestTable:
 
 
 async def _ready(pilot: Pilot[None]) -> RequestTable:
-    await until(pilot, lambda: bool(pilot.app.screen.query(RequestTable)))
+    await until(pilot, lambda: bool(pilot.app.screen.query(RequestTable)) and bool(screen_text(pilot.app).strip()))
     await pilot.pause()
     return pilot.app.screen.query_one(RequestTable)
 
