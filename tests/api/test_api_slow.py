@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import socket
 from collections.abc import Coroutine
@@ -118,6 +119,31 @@ async def test_a_reader_that_stops_is_cut_off_its_request_cancelled_and_its_buff
         assert await held < 4 * 2**20
         await until(lambda: not backend.has_work())
         assert api.server.report().under_way == 0
+
+
+async def test_a_websocket_that_nobody_reads_is_cut_off_and_its_request_cancelled(tmp_path: Path) -> None:
+    settings = ApiSettings(port=0, write_timeout_s=BRIEF_S)
+    spec = fake_spec(tmp_path, kv_cache_tokens=1_000_000)
+    backend = FakeBackend(reply=echo, max_model_len=500_000)
+    async with serving(tmp_path, backend, settings=settings, spec=spec) as api:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        address = urlsplit(api.url)
+        await asyncio.get_running_loop().run_in_executor(None, client.connect, (address.hostname, address.port))
+        upgrade = "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13"
+        key = f"Sec-WebSocket-Key: {base64.b64encode(bytes(16)).decode()}"
+        client.sendall(f"GET /api/v1/stream HTTP/1.1\r\nHost: localhost\r\n{upgrade}\r\n{key}\r\n\r\n".encode())
+        await until(lambda: bool(_connections(api)))
+        for connection in _connections(api):
+            assert connection.transport is not None
+            connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        asked = json.dumps({"prompt": "x" * 100_000, "max_new_tokens": 300_000, "truncation_length": 499_000}).encode()
+        client.sendall(b"\x81\xff" + len(asked).to_bytes(8, "big") + bytes(4) + asked)  # one text frame, masked with 0
+        await api.until_row(state="decode", prompt_tokens=100_000)
+        await api.until_row(state="finished", finish="cancelled")
+        await until(lambda: api.server.status().clients == 0)
+        client.close()
+        await until(lambda: not backend.has_work())
 
 
 async def test_a_client_that_takes_nothing_of_whole_answers_is_cut_off(tmp_path: Path) -> None:
