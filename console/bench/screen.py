@@ -62,21 +62,23 @@ async def measure_screen(model: str, clients: int, seconds: float, show: Show) -
             await console.first_frame_s()
             await console.ready()
             show(f"the same after {PAST_REQUESTS:,} requests and with {PAST_TOKENS:,} tokens in the chat")
+            open_full = await _under_load(console, clients, seconds, asks=False)
             full = await _under_load(console, clients, seconds, asks=True)
             show("quitting with a worker that hangs")
             console.hang_workers()
             hung_quit_s = await console.quit_s()
-            full_late_s = console.late_s(*full.between)
+            open_full_late_s, full_late_s = console.late_s(*open_full.between), console.late_s(*full.between)
     goals = (
         Goal("first frame", 1e3 * first_frame_s, 1000, "ms"),
         Goal("quit", 1e3 * quit_s, 1000, "ms"),
         Goal("quit with a worker that hangs", 1e3 * hung_quit_s, 1000, "ms"),
         Goal("CPU of the screen, idle", 100 * idle, 2, "%"),
         *_goals(fresh, fresh_late_s, ""),
+        *_goals(open_full, open_full_late_s, ", much before"),
         *_goals(asked, asked_late_s, ", chat streams"),
         *_goals(full, full_late_s, ", chat streams, much before"),
     )
-    loads = (fresh, asked, full)
+    loads = (fresh, asked, open_full, full)
     rates = [each.tokens / (each.between[1] - each.between[0]) for each in loads]
     return ScreenReport(
         clients=clients,

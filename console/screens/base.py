@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -20,6 +21,9 @@ from engine.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from console.app import EricApp
+
+JUST_S = 0.1
+"""What was drawn so long ago at most need not be drawn again, but for another snapshot."""
 
 
 @runtime_checkable
@@ -43,6 +47,8 @@ class ConsoleScreen(Screen[None]):
     MODE: ClassVar[str] = ""
     _link: EngineLink | None = None
     _look: tuple[object, ...] = ()
+    _drawn: Snapshot | None = None
+    _drawn_s = 0.0
 
     def compose(self) -> ComposeResult:
         """The frame, with the body in it."""
@@ -86,6 +92,7 @@ class ConsoleScreen(Screen[None]):
 
     def refresh_view(self) -> None:
         """Show the latest snapshot now."""
+        self._drawn, self._drawn_s = self.link.snapshot(), time.monotonic()
         snapshot, api = self.console.snapshot(), self.link.api_status()
         with self.app.batch_update():
             self.query_one(StatusLine).show(snapshot, api, self.console.standing)
@@ -96,12 +103,15 @@ class ConsoleScreen(Screen[None]):
 
     def on_mount(self) -> None:
         """Never a first frame without numbers."""
+        self._look = self.console.look
         self.refresh_view()
 
     def on_screen_resume(self, event: events.ScreenResume) -> None:
-        """Back from another mode: nothing stale. Textual would style every widget anew, too, where nothing changed."""
+        """Back from another mode: nothing stale. Textual would style every widget anew, too, where nothing changed, and
+        it says so twice of a screen that has just been made."""
         look = self.console.look
         event.refresh_styles = look != self._look
         self._look = look
-        if self.is_mounted:
+        just_drawn = self._drawn is self.link.snapshot() and time.monotonic() - self._drawn_s < JUST_S
+        if self.is_mounted and not just_drawn:
             self.refresh_view()

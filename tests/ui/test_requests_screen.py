@@ -277,6 +277,7 @@ async def _opened(pilot: Pilot[None]) -> None:
     link.requests.details["req-00000000"] = request_scenes.moved()
     await pilot.press("enter")
     await until(pilot, lambda: "first token" in screen_text(pilot.app) and "x cancels it" in screen_text(pilot.app))
+    await until(pilot, lambda: "EricLLM" in screen_text(pilot.app))  # what lies behind is drawn too
     await pilot.pause()
 
 
