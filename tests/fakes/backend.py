@@ -26,7 +26,7 @@ from engine.config import AdapterSpec, ModelSpec
 from engine.errors import ContextLengthExceeded, LoadCancelled
 from tests.fakes.model import VOCAB_SIZE
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 WEIGHTS_BYTES = 4000
 HIDDEN_SIZE = 64
 

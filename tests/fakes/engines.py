@@ -121,10 +121,10 @@ class Answer:
         return self.deltas[-1]
 
 
-async def read(stream: RequestStream) -> Answer:
+async def read(stream: RequestStream, patience_s: float = PATIENCE_S) -> Answer:
     """Read a stream to its end."""
     answer = Answer()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(patience_s):
         async for delta in stream:
             answer.text += delta.text
             answer.token_ids += delta.token_ids

@@ -27,10 +27,10 @@ from tests.fakes.engines import all_ready, ask, config, read, until
 from tests.fakes.model import fake_spec
 from tests.fakes.worker import Probe, load_command, submit_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
-PATIENCE_S = 40.0
+PATIENCE_S = 120.0  # Ray starts several processes anew, which takes a busy machine its time
 ROOT = Path(__file__).parents[2]
 
 
@@ -119,7 +119,9 @@ async def test_a_node_killed_under_load_changes_nothing_in_the_answers(
         assert places(engine) == ["", "left", "right"]
         prompts = [f"marker {number}" for number in range(12)]
         length = 4000
-        reading = [asyncio.create_task(read(engine.submit(ask(prompt, max_tokens=length)))) for prompt in prompts]
+        reading = [
+            asyncio.create_task(read(engine.submit(ask(prompt, max_tokens=length)), PATIENCE_S)) for prompt in prompts
+        ]
         await until(lambda: all(row.output_tokens > 20 for row in engine.snapshot().requests))
         await asyncio.to_thread(switch_off, nodes, doomed)
         answers = await asyncio.gather(*reading)
@@ -243,7 +245,7 @@ async def test_a_cluster_that_is_not_there_is_an_error_in_seconds(
 async def test_an_engine_outlives_its_connection_to_ray_and_joins_again(cluster: Cluster, tmp_path: Path) -> None:
     async with serving(cluster, tmp_path, workers=2) as engine:
         workers = [psutil.Process(worker.pid) for worker in engine.snapshot().workers if worker.pid is not None]
-        reading = asyncio.create_task(read(engine.submit(ask("on and on", max_tokens=3000))))
+        reading = asyncio.create_task(read(engine.submit(ask("on and on", max_tokens=3000)), PATIENCE_S))
         await until(lambda: engine.snapshot().requests[0].output_tokens > 20)
         driver = next(each for each in psutil.Process().children() if "engine.cluster" in each.cmdline())
         driver.kill()
