@@ -21,6 +21,7 @@ from console.api.openapi import OpenApi
 from console.api.operations import Operations
 from console.api.pages.pages import Pages
 from console.api.receiving import ending, receiving
+from console.api.turns import Turns, taking_turns
 from console.link import EngineLink
 
 
@@ -43,6 +44,7 @@ def application(
             observing(context.watchers),
             counting(traffic, dialects),
             errors,
+            taking_turns(Turns()),
             guarding(addresses, settings.cors_origins, settings.allowed_hosts, on_loopback),
             authorizing(traffic, door),
             receiving(settings),
