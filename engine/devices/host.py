@@ -64,13 +64,19 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def held_bytes(pid: int) -> int:
-    """RAM that a process holds; where the system tells (Linux), what several processes share counts in parts."""
+def held_bytes(pid: int, proc: Path = Path("/proc")) -> int:
+    """RAM that a process alone holds, its shared memory with it; where the system tells (Linux), without the files that
+    it has mapped, which are cache and count as free.
+
+    From counters that the kernel keeps: what it would have to add up page by page (smaps) holds up a process that has
+    a large model for as long as that takes.
+    """
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    except (OSError, ValueError, StopIteration):
-        pass  # not Linux, or not ours to read
+        lines = (proc / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+        fields = dict(line.split(":", 1) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+        return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    except (OSError, ValueError, KeyError):
+        pass  # not Linux, or it ended meanwhile
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:

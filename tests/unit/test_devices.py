@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.devices import Claim, HostProbe, NvmlProbe, cpu_name, split_memory, visible_devices
+from engine.devices.host import held_bytes
 from engine.ram import Ram, read_ram
 from engine.sampler import DeviceSampler
 from engine.snapshot import DeviceReading
@@ -57,6 +59,30 @@ def test_the_host_counts_our_processes_and_everything_adds_up() -> None:
     assert (host.id, host.kind) == ("cpu", "cpu")
     assert 0 < host.work_bytes < host.total_bytes
     assert host.work_bytes + host.others_bytes + host.free_bytes == host.total_bytes
+
+
+def test_memory_that_a_process_took_is_counted_and_files_that_it_mapped_are_not(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(64 * 2**20))
+    before = held_bytes(os.getpid())
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0  # every page is read, and so is in memory
+        mapping = held_bytes(os.getpid())
+    taken = bytearray(os.urandom(64 * 2**20))
+    assert abs(mapping - before) < 16 * 2**20
+    assert held_bytes(os.getpid()) - before > 48 * 2**20
+    assert len(taken) == 64 * 2**20
+
+
+def test_what_a_process_holds_is_read_off_the_kernels_counters(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    status = tmp_path / "7" / "status"
+    status.write_text("Name:\tworker: 1\nVmRSS:\t 600 kB\nRssAnon:\t 100 kB\nRssFile:\t 450 kB\nRssShmem:\t 50 kB\n")
+    assert held_bytes(7, tmp_path) == 150 * 1024
+
+
+def test_a_process_that_ended_holds_nothing(tmp_path: Path) -> None:
+    assert held_bytes(2**30, tmp_path) == 0
 
 
 def test_a_containers_limit_is_all_the_ram_there_is(tmp_path: Path) -> None:
