@@ -15,6 +15,7 @@ from console.screens.base import ConsoleScreen
 from console.screens.confirm import ConfirmScreen
 from console.screens.request import RequestScreen
 from console.widgets import text
+from console.widgets.frames import entitle, subtitle
 from console.widgets.glyphs import fitted
 from console.widgets.request_table import COLUMN_NAMES, RequestTable, counted
 from console.widgets.table import Table
@@ -73,8 +74,8 @@ class RequestsScreen(ConsoleScreen):
     def _show(self, snapshot: Snapshot) -> None:
         requests, panel = self._requests, self.query_one("#requests-list")
         self.table.show_requests(_nothing(requests, snapshot))
-        panel.border_title = "Requests" if requests.show == "all" else f"Requests: {requests.show}"
-        panel.border_subtitle = fitted(self.app, counted(requests, snapshot.running, snapshot.queued)).plain
+        entitle(panel, "Requests" if requests.show == "all" else f"Requests: {requests.show}")
+        subtitle(panel, fitted(self.app, counted(requests, snapshot.running, snapshot.queued)).plain)
 
     def _rearranged(self) -> None:
         self._show(self.console.snapshot())

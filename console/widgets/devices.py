@@ -10,6 +10,7 @@ from textual.widget import Widget
 
 from console.widgets.device_legend import legend
 from console.widgets.device_lines import Panel, brief, detailed, paired, strangers, table
+from console.widgets.frames import entitle, refresh_rows
 from console.widgets.glyphs import fitted, is_ascii, is_lettered
 from engine.snapshot import DeviceReading, Second, Snapshot
 
@@ -32,20 +33,22 @@ class DevicesPanel(Widget):
         self.border_title = "Devices"
         self._devices: tuple[DeviceReading, ...] = ()
         self._history: tuple[Second, ...] = ()
+        self._shown: list[Content] = []
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw anew, where anything changed."""
         devices, newest = snapshot.devices, snapshot.history[-1:]
         if devices == self._devices and newest == self._history[-1:]:
             return
-        resized = [device.others for device in devices] != [device.others for device in self._devices]
         self._devices, self._history = devices, snapshot.history
-        self.border_title = self._heading()
-        self.refresh(layout=resized)
+        entitle(self, self._heading())
+        before, self._shown = self._shown, self._lines(self.size.width)
+        refresh_rows(self, before, self._shown)
 
     def fit(self) -> None:
         """The screen has another size: so may the form have."""
-        self.border_title = self._heading()
+        entitle(self, self._heading())
+        self._shown = self._lines(self.size.width)
         self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:

@@ -6,6 +6,7 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 
 from console.widgets import text
+from console.widgets.frames import subtitle
 from console.widgets.states import request_state
 from console.widgets.table import Cell, Column, Row, Table, cell
 from engine.snapshot import RequestRow, Snapshot
@@ -54,7 +55,7 @@ class RequestsPanel(Vertical):
         ordered = sorted(snapshot.requests, key=lambda row: _ORDER[row.state])
         self._rows = {row.id: row for row in ordered}
         self.table.show([request_row(row) for row in ordered], empty=_empty(snapshot))
-        self.border_subtitle = f"{snapshot.running} running, {snapshot.queued} queued"
+        subtitle(self, f"{snapshot.running} running, {snapshot.queued} queued")
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
         """Look at one closely."""

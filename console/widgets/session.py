@@ -8,6 +8,7 @@ from textual.content import Content
 from textual.widget import Widget
 
 from console.widgets import text
+from console.widgets.frames import refresh_rows
 from console.widgets.glyphs import fitted
 from engine.snapshot import Snapshot, Totals
 
@@ -22,22 +23,19 @@ class SessionPanel(Widget):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id, classes="panel")
         self.border_title = "Session"
-        self._lines: list[tuple[str, str]] = []
+        self._lines: list[Content] = []
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw anew, where anything changed."""
-        lines = list(facts(snapshot))
-        if lines != self._lines:
-            self._lines = lines
-            self.refresh()
+        before = self._lines
+        self._lines = [
+            fitted(self.app, Content.assemble((f"{name:<10}", "$muted"), value)) for name, value in facts(snapshot)
+        ]
+        refresh_rows(self, before, self._lines)
 
     def render(self) -> Content:
         """Name and number, two columns."""
-        content = Content("\n").join(
-            Content.assemble((f"{name:<10}", "$muted"), value)
-            for name, value in self._lines[: max(1, self.size.height)]
-        )
-        return fitted(self.app, content)
+        return Content("\n").join(self._lines[: max(1, self.size.height)])
 
 
 def facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from textual.content import Content
 from textual.widgets import Digits, Static
 
 from console.widgets import text
+from console.widgets.frames import subtitle
 from console.widgets.glyphs import fitted
 from console.widgets.graph import Curve, Graph, Scale, Span
 from console.widgets.hints import hint
@@ -66,6 +67,7 @@ class ThroughputPanel(Vertical):
         super().__init__(id=id, classes="panel")
         self.border_title = "Throughput"
         self._zoom = 0
+        self._line = Content("")
 
     def compose(self) -> ComposeResult:
         """Numbers, the main graph, four smaller ones."""
@@ -109,9 +111,11 @@ class ThroughputPanel(Vertical):
         """The numbers and graphs now."""
         self._show_numbers(snapshot)
         numbers = fitted(self.app, number_lines(snapshot, self.scrollable_content_region.width))
-        self.query_one("#line", Static).update(numbers, layout=False)
+        if not numbers.is_same(self._line):
+            self._line = numbers
+            self.query_one("#line", Static).update(numbers, layout=False)
         step = ZOOMS[self._zoom]
-        self.border_subtitle = f"a column is {self.SECONDS[step]}"
+        subtitle(self, f"a column is {self.SECONDS[step]}")
         plain = Span(snapshot.history, (), step)
         self.query_one("#tokens", Graph).show(_tokens_title(snapshot), Span(snapshot.history, snapshot.marks, step))
         for name, title in _titles(snapshot).items():

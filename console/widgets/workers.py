@@ -10,6 +10,7 @@ from textual.message import Message
 
 from console.load_pace import LoadPaces, Pace
 from console.widgets import text
+from console.widgets.frames import subtitle
 from console.widgets.names import devices_name
 from console.widgets.states import worker_state
 from console.widgets.table import Cell, Column, Row, Table, cell
@@ -62,7 +63,7 @@ class WorkersPanel(Vertical):
         self.table.show(rows, empty=_empty(snapshot), columns=shown)
         ready = sum(worker.state == "ready" for worker in workers)
         wanted = sum(model.target_workers for model in snapshot.models) or snapshot.target_workers
-        self.border_subtitle = f"{ready} of {wanted} ready" if workers else ""
+        subtitle(self, f"{ready} of {wanted} ready" if workers else "")
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
         """Enter, or two clicks."""
