@@ -13,6 +13,7 @@ from textual.screen import Screen
 
 from console import in_view, keymap, modes
 from console.adviser import Adviser
+from console.ahead import make_ahead
 from console.commands import BindingCommands
 from console.effects import Effects
 from console.habits import Habits
@@ -227,6 +228,10 @@ class EricApp(StyledApp, inherit_bindings=False):
         """Go to a screen."""
         if (own := self.own_mode(mode)) != self.current_mode:
             self.switch_mode(own)
+
+    def make_screens_ahead(self) -> None:
+        """Make all screens, in the pauses that keys leave."""
+        make_ahead(self, [self.own_mode(mode.name) for mode in modes.MODES])
 
     def own_mode(self, mode: str) -> str:
         """The mode that shows that screen of the engine in view."""

@@ -11,12 +11,16 @@ from textual.app import App
 from textual.cache import LRUCache
 from textual.css import stylesheet
 from textual.css.model import RuleSet
+from textual.events import ScreenSuspend
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 
 _SOURCES = 1024
 """Pieces of CSS that are kept parsed: more than there are widgets, of Textual's and of ours."""
 _COLOURLESS = NoColor()
+_TRANSITION_S = 0.01
+"""How long nothing is drawn once another screen was asked for. Textual takes five times as long, for screens that it
+makes meanwhile; ours are there."""
 
 Parsed = dict[tuple[tuple[str, str], ...], LRUCache[tuple[object, ...], list[RuleSet]]]
 """What was parsed, by the variables that it was parsed with: those of a theme."""
@@ -75,6 +79,21 @@ class StyledApp(App[None]):
             super().refresh_css(animate)
         if seen is not None:
             self._styled[seen] = self.look
+
+    def make_screen(self, mode: str) -> None:
+        """Make the screen of a mode that was not opened yet, and show nothing of it. Textual makes one when its mode is
+        switched to; so does this, and then sends it away, styled."""
+        if mode in self._screen_stacks:
+            return
+        self._init_mode(mode)
+        screen = self._screen_stacks[mode][0]
+        screen._css_update_count = self._css_update_count
+        self._styled[screen] = self.look
+        screen.post_message(ScreenSuspend())
+
+    def delay_update(self, delay: float = _TRANSITION_S) -> None:
+        """Show nothing for a moment, which hides how a screen is put together."""
+        super().delay_update(delay)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """With NO_COLOR no colour at all, where Textual would paint in shades of grey."""

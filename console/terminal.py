@@ -52,6 +52,7 @@ def run_console(
             on_leaving=engine.begin_to_close,
         )
         engine.on_failure = lambda: app.call_from_thread(app.exit)
+        engine.on_ready = lambda: app.call_from_thread(app.make_screens_ahead)
         collect_rarely()
         with _recording(link, settings):
             app.run()
@@ -77,11 +78,12 @@ class _Engine:
     """The engine behind the screens, opened on a thread of its own once the first frame is there: what it imports would
     hold that up. Leaving it closes all there is; what it could not be opened for is raised then.
 
-    opened: its link.  on_failure: called on that thread.
+    opened: its link.  on_ready, on_failure: called on that thread.
     """
 
     def __init__(self, settings: Settings, choice: ModelChoice, sources: Sources) -> None:
         self.opened: Future[EngineLink] = Future()
+        self.on_ready: Callable[[], object] = lambda: None
         self.on_failure: Callable[[], object] = lambda: None
         self._settings = settings
         self._choice = choice
@@ -123,6 +125,8 @@ class _Engine:
         else:
             self.opened.set_result(link)
             import_screens()
+            with contextlib.suppress(RuntimeError):
+                self.on_ready()
 
     def _link(self) -> EngineLink:
         from console.local import LocalLink
