@@ -8,7 +8,7 @@ from textual.pilot import Pilot
 from console import modes
 from console.app import EricApp
 from tests.fakes.link import FakeLink
-from tests.ui.seen import screen_text, until
+from tests.ui.seen import foretold, screen_text, until
 
 NAMES = [mode.name for mode in modes.MODES]
 
@@ -39,6 +39,8 @@ async def pictures(size: tuple[int, int], *, ahead: bool) -> dict[str, tuple[str
             await made(pilot)
         for mode in modes.MODES:
             await pilot.press(f"f{mode.digit}")
+            if mode.name == "models":
+                await foretold(pilot)
             told = "of 8,192 tokens" if mode.name == "chat" else ""
             await until(pilot, lambda: not app._batch_count and told in screen_text(app))  # noqa: B023 - called here
             await pilot.pause(0.1)
