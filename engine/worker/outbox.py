@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from engine.worker.answer import Output
 from engine.worker.protocol import RequestOutput
 
-HELD_S = 1 / 30
+HELD_S = 1 / 20
 """As often as anybody can see text grow."""
+MESSAGES_PER_S = 640
+"""How many outputs are sent in a second as long as none of them is held for longer than HELD_S."""
 CROWD = 8
 
 
@@ -25,8 +27,8 @@ class Outbox:
     """Outputs by request id until they are sent.
 
     Every message costs the engine a wake-up for each reader in it, on the very cores that a CPU worker computes on. So
-    while many answers go on at once in short steps, those of several steps go together: none is held for longer than
-    HELD_S, as far as the last step tells how long the next one takes. The first token of an answer and the last one
+    while many answers go on at once in short steps, those of several steps go together: the more answers, the longer,
+    and none for longer than HELD_S, as far as the last step tells how long the next one takes. The first token of an answer and the last one
     go at once, before the others.
     """
 
@@ -61,7 +63,9 @@ class Outbox:
         self.done.steps += 1
         self.done.seconds += step_s
         self.done.answers += answers
-        self._held = len(self._outputs) >= CROWD and ended_s + step_s - self._since_s <= HELD_S
+        crowd = len(self._outputs)
+        until_s = self._since_s + min(HELD_S, crowd / MESSAGES_PER_S)
+        self._held = crowd >= CROWD and ended_s + step_s <= until_s
         return not self._held or any(output.urgent for output in self._outputs.values())
 
     def take(self, *, everything: bool = True) -> list[RequestOutput]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from engine.worker.outbox import CROWD, HELD_S, Outbox
+import pytest
 
-SHORT_S = HELD_S / 4
+from engine.worker.outbox import CROWD, HELD_S, MESSAGES_PER_S, Outbox
+
+SHORT_S = CROWD / MESSAGES_PER_S / 4
+"""A step so short that four of them fit into the time that a crowd is held for."""
 
 
 def fill(outbox: Outbox, requests: int = CROWD, token: int = 7) -> None:
@@ -26,6 +29,20 @@ def test_short_steps_of_many_requests_are_told_together_within_the_limit() -> No
     assert (outbox.done.steps, round(outbox.done.seconds / SHORT_S), outbox.done.answers) == (5, 5, 5 * CROWD)
     assert [output.token_ids for output in outbox.take()] == [[1, 2, 3, 4, 5]] * CROWD
     assert not outbox.holds
+
+
+@pytest.mark.parametrize(
+    ("requests", "held_s"), [(CROWD, CROWD / MESSAGES_PER_S), (20, 20 / MESSAGES_PER_S), (32, HELD_S), (500, HELD_S)]
+)
+def test_the_more_answers_the_longer_they_are_held_up_to_what_can_be_seen(requests: int, held_s: float) -> None:
+    step_s = held_s / 100
+    outbox, ended_s = Outbox(), 0.0
+    while True:
+        fill(outbox, requests)
+        ended_s += step_s
+        if outbox.stepped(ended_s - step_s, ended_s, requests):
+            break
+    assert held_s - 2 * step_s <= ended_s - step_s <= held_s
 
 
 def test_few_requests_are_told_at_every_step() -> None:
