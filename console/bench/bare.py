@@ -6,7 +6,6 @@ with its timing, as JSON.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from collections.abc import Iterator
@@ -15,15 +14,15 @@ from types import TracebackType
 
 import msgspec
 
+from console.bench.child import Child, say
 from console.bench.plan import Plan, Timing, numbers_of, plan_for
 from engine.backends.base import Backend, BackendRequest
 from engine.config import EngineConfig
 from engine.errors import EngineError, WorkerFailed
 from engine.worker.factory import create_backend
 from engine.worker.loading import limit_torch_threads
-from engine.worker.process import child_environment
 
-_READY = b"ready\n"
+_READY = b"ready"
 
 
 class BareLoop:
@@ -31,18 +30,12 @@ class BareLoop:
 
     def __init__(self, plan: Plan, concurrent: int) -> None:
         self._arguments = (plan.model, str(plan.threads), str(concurrent))
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
 
     async def __aenter__(self) -> BareLoop:
         """Start it and load the model. Raises WorkerFailed with the reason."""
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "console.bench.bare", *self._arguments),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=child_environment(),
-        )
-        if await self._line() != _READY:
+        self._child = await Child.start("the bare loop", "console.bench.bare", *self._arguments)
+        if (await self._child.line()).strip() != _READY:
             raise WorkerFailed("the bare loop said something else than that it is ready")
         return self
 
@@ -50,25 +43,13 @@ class BareLoop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End it."""
-        assert self._process is not None
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._process.communicate()
+        assert self._child is not None
+        await self._child.end(kill=True)
 
     async def round(self, number: int) -> Timing:
         """Run a round. Raises WorkerFailed with the reason."""
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(b"%d\n" % number)
-        return msgspec.json.decode(await self._line(), type=Timing)
-
-    async def _line(self) -> bytes:
-        assert self._process is not None and self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if line:
-            return line
-        _, said = await self._process.communicate()
-        last = (said.decode(errors="replace").strip().splitlines() or ["it did not say why"])[-1]
-        raise WorkerFailed(f"the bare loop ended: {last}")
+        assert self._child is not None
+        return msgspec.json.decode(await self._child.ask(b"%d" % number), type=Timing)
 
 
 def run_round(backend: Backend, requests: Iterator[BackendRequest], concurrent: int) -> Timing:
@@ -113,19 +94,14 @@ def _main(model: str, threads: int, concurrent: int) -> int:
             report=lambda progress: None,
             cancelled=lambda: False,
         )
-        _say(_READY)
+        say(_READY)
         for line in sys.stdin:
             requests = plan.for_backend(numbers_of(int(line), concurrent))
-            _say(msgspec.json.encode(run_round(backend, requests, concurrent)) + b"\n")
+            say(msgspec.json.encode(run_round(backend, requests, concurrent)))
     except EngineError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1
     return 0
-
-
-def _say(line: bytes) -> None:
-    sys.stdout.buffer.write(line)
-    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

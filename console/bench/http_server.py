@@ -19,6 +19,7 @@ import msgspec
 
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
+from console.bench.child import Child, say
 from console.bench.engines import all_ready
 from console.bench.instant import InstantWorkers
 from console.bench.plan import Plan, plan_for
@@ -26,8 +27,7 @@ from console.logs import logging_to
 from console.pauses import collect_rarely
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import EngineError, WorkerFailed
-from engine.worker.process import child_environment
+from engine.errors import EngineError
 
 _CONTEXT_TOKENS = 1 << 16
 _MAX_PROMPTS = 1024
@@ -61,21 +61,16 @@ class ServerProcess:
     def __init__(self, order: Order) -> None:
         self.port = 0
         self._order = order
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
 
     async def __aenter__(self) -> ServerProcess:
         """Start it, and wait until it listens. Raises WorkerFailed with the reason."""
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "console.bench.http_server", msgspec.json.encode(self._order).decode()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=child_environment(),
-        )
+        order = msgspec.json.encode(self._order).decode()
+        self._child = await Child.start("the server", "console.bench.http_server", order)
         try:
-            self.port = int(await self._line())
+            self.port = int(await self._child.line())
         except BaseException:
-            await self._end(kill=True)
+            await self._child.end(kill=True)
             raise
         return self
 
@@ -83,29 +78,13 @@ class ServerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End it: by itself, for it may have a profile to write."""
-        await self._end(kill=kind is not None)
-
-    async def _end(self, *, kill: bool) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        if kill and self._process.returncode is None:
-            self._process.kill()
-        self._process.stdin.close()
-        await self._process.communicate()
+        assert self._child is not None
+        await self._child.end(kill=kind is not None)
 
     async def go_on(self, pace: Pace) -> Reading:
         """From now on at that pace; what the process has used until now. Raises WorkerFailed where it has ended."""
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(pace) + b"\n")
-        return msgspec.json.decode(await self._line(), type=Reading)
-
-    async def _line(self) -> bytes:
-        assert self._process is not None and self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if line:
-            return line
-        _, said = await self._process.communicate()
-        last = (said.decode(errors="replace").strip().splitlines() or ["it did not say why"])[-1]
-        raise WorkerFailed(f"the server ended: {last}")
+        assert self._child is not None
+        return msgspec.json.decode(await self._child.ask(msgspec.json.encode(pace)), type=Reading)
 
 
 async def _serve(order: Order, folder: Path) -> None:
@@ -120,7 +99,7 @@ async def _serve(order: Order, folder: Path) -> None:
             await _load(engine, plan)
             await server.start()
             collect_rarely()
-            _say(b"%d" % server.status().port)
+            say(b"%d" % server.status().port)
             await _obey(workers)
         finally:
             await server.stop(drain_s=0.0)
@@ -138,7 +117,7 @@ async def _obey(workers: InstantWorkers) -> None:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
     while line := await commands.readline():
         workers.pace_s = msgspec.json.decode(line, type=Pace).step_s
-        _say(msgspec.json.encode(Reading(time.process_time())))
+        say(msgspec.json.encode(Reading(time.process_time())))
 
 
 def _main(order: Order) -> int:
@@ -158,11 +137,6 @@ def _main(order: Order) -> int:
             profile.disable()
             profile.dump_stats(order.profile)
     return 0
-
-
-def _say(line: bytes) -> None:
-    sys.stdout.buffer.write(line + b"\n")
-    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ class Outbox:
 
     Every message costs the engine a wake-up for each reader in it, on the very cores that a CPU worker computes on. So
     while many answers go on at once in short steps, those of several steps go together: the more answers, the longer,
-    and none for longer than HELD_S, as far as the last step tells how long the next one takes. The first token of an answer and the last one
-    go at once, before the others.
+    and none for longer than HELD_S, as far as the last step tells how long the next one takes. The first token of an
+    answer and the last one go at once, before the others.
     """
 
     def __init__(self) -> None:

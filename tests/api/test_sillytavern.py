@@ -10,26 +10,11 @@ import pytest
 
 from tests.api.harness import Served, text_of
 from tests.fakes.backend import expected_text, letters
+from tests.fakes.sampler_orders import KOBOLD_ORDER, OOBA_ORDER
 
 PROMPT = "Once upon a time"
 COUNT = 5
 COMPLETION = expected_text(list(PROMPT.encode()), COUNT, letters)
-
-OOBA_ORDER = [
-    "temperature",
-    "dynamic_temperature",
-    "quadratic_sampling",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "tfs",
-    "top_a",
-    "min_p",
-    "mirostat",
-]
-KOBOLD_ORDER = [6, 0, 1, 3, 4, 2, 5]
 
 SHARED = {
     "prompt": PROMPT,

@@ -7,34 +7,19 @@ import pytest
 from console.api.sampler_order import in_order
 from engine.config import SamplingParams
 from engine.errors import InvalidRequest
-
-KOBOLD = [6, 0, 1, 3, 4, 2, 5]
-OOBA = [
-    "temperature",
-    "dynamic_temperature",
-    "quadratic_sampling",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "tfs",
-    "top_a",
-    "min_p",
-    "mirostat",
-]
+from tests.fakes.sampler_orders import KOBOLD_ORDER, OOBA_ORDER
 
 
 def test_kobold_s_own_order_puts_the_temperature_last() -> None:
     params = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.1)
-    assert in_order(params, KOBOLD, "sampler_order").temperature_last
+    assert in_order(params, KOBOLD_ORDER, "sampler_order").temperature_last
 
 
 def test_text_generation_webui_s_own_order_puts_the_temperature_first_unless_it_is_to_be_last() -> None:
     params = SamplingParams(temperature=0.7, top_k=40, top_p=0.5)
-    assert not in_order(params, OOBA, "sampler_priority").temperature_last
+    assert not in_order(params, OOBA_ORDER, "sampler_priority").temperature_last
     last = SamplingParams(temperature=0.7, top_k=40, top_p=0.5, temperature_last=True)
-    assert in_order(last, OOBA, "sampler_priority").temperature_last
+    assert in_order(last, OOBA_ORDER, "sampler_priority").temperature_last
 
 
 @pytest.mark.parametrize(
@@ -55,7 +40,7 @@ def test_an_order_of_what_is_not_used_changes_nothing(params: SamplingParams) ->
     ("params", "order"),
     [
         (SamplingParams(temperature=0.7, top_k=5, top_p=0.5), [0, 5, 2]),
-        (SamplingParams(tfs=0.9, top_p=0.5), KOBOLD),
+        (SamplingParams(tfs=0.9, top_p=0.5), KOBOLD_ORDER),
         (SamplingParams(top_p=0.5, repetition_penalty=1.1), [2, 6]),
         (SamplingParams(temperature=0.7, repetition_penalty=1.1), [5, 6]),
         (SamplingParams(min_p=0.1, max_temp=2.0), ["dynamic_temperature", "min_p"]),
