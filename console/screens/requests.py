@@ -15,8 +15,8 @@ from console.screens.base import ConsoleScreen
 from console.screens.confirm import ConfirmScreen
 from console.screens.request import RequestScreen
 from console.widgets import text
-from console.widgets.frames import entitle, subtitle
 from console.widgets.glyphs import fitted
+from console.widgets.redraw import entitle, subtitle
 from console.widgets.request_table import COLUMN_NAMES, RequestTable, counted
 from console.widgets.table import Table
 from engine.snapshot import Snapshot

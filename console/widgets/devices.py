@@ -10,8 +10,8 @@ from textual.widget import Widget
 
 from console.widgets.device_legend import legend
 from console.widgets.device_lines import Panel, brief, detailed, paired, strangers, table
-from console.widgets.frames import entitle, refresh_rows
 from console.widgets.glyphs import fitted, is_ascii, is_lettered
+from console.widgets.redraw import entitle, refresh_rows
 from engine.snapshot import DeviceReading, Second, Snapshot
 
 FEW = 2

@@ -6,7 +6,7 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 
 from console.widgets import text
-from console.widgets.frames import subtitle
+from console.widgets.redraw import subtitle
 from console.widgets.states import request_state
 from console.widgets.table import Cell, Column, Row, Table, cell
 from engine.snapshot import RequestRow, Snapshot

@@ -8,8 +8,8 @@ from textual.content import Content
 from textual.widget import Widget
 
 from console.widgets import text
-from console.widgets.frames import refresh_rows
 from console.widgets.glyphs import fitted
+from console.widgets.redraw import refresh_rows
 from engine.snapshot import Snapshot, Totals
 
 

@@ -11,10 +11,10 @@ from textual.content import Content
 from textual.widgets import Digits, Static
 
 from console.widgets import text
-from console.widgets.frames import subtitle
 from console.widgets.glyphs import fitted
 from console.widgets.graph import Curve, Graph, Scale, Span
 from console.widgets.hints import hint
+from console.widgets.redraw import subtitle
 from engine.snapshot import Snapshot
 
 ZOOMS = (1, 2, 5, 10)

@@ -10,8 +10,8 @@ from textual.message import Message
 
 from console.load_pace import LoadPaces, Pace
 from console.widgets import text
-from console.widgets.frames import subtitle
 from console.widgets.names import devices_name
+from console.widgets.redraw import subtitle
 from console.widgets.states import worker_state
 from console.widgets.table import Cell, Column, Row, Table, cell
 from console.widgets.worker_words import left, places, trouble

@@ -10,7 +10,7 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.widget import Widget
 
-from console.widgets.frames import entitle, refresh_rows, subtitle
+from console.widgets.redraw import entitle, refresh_rows, subtitle
 
 
 class Panel(Widget):
