@@ -230,7 +230,7 @@ class EricApp(StyledApp, inherit_bindings=False):
             self.switch_mode(own)
 
     def make_screens_ahead(self) -> None:
-        """Make all screens, in the pauses that keys leave."""
+        """Make all screens, one after another, with pauses for keys."""
         make_ahead(self, [self.own_mode(mode.name) for mode in modes.MODES])
 
     def own_mode(self, mode: str) -> str:

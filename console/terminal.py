@@ -52,7 +52,7 @@ def run_console(
             on_leaving=engine.begin_to_close,
         )
         engine.on_failure = lambda: app.call_from_thread(app.exit)
-        engine.on_ready = lambda: app.call_from_thread(app.make_screens_ahead)
+        engine.on_ready = lambda: app.call_later(app.make_screens_ahead)  # waits for no app that is leaving
         collect_rarely()
         with _recording(link, settings):
             app.run()
@@ -125,7 +125,7 @@ class _Engine:
         else:
             self.opened.set_result(link)
             import_screens()
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # the app has ended already
                 self.on_ready()
 
     def _link(self) -> EngineLink:

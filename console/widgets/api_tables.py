@@ -12,6 +12,7 @@ from console.api.scopes import SCOPES
 from console.links.api import ClientReading, DialectReading, Failure, FailureCount, KeyReading
 from console.widgets import text
 from console.widgets.glyphs import is_ascii, to_ascii
+from console.widgets.redraw import entitle
 from console.widgets.table import Column, Row, Table, cell
 
 KEY_COLUMNS = (
@@ -56,7 +57,7 @@ class TablePanel(Vertical):
 
     def __init__(self, title: str, columns: Sequence[Column], *, empty: str, id: str) -> None:
         super().__init__(id=id, classes="panel")
-        self._title = self.border_title = title
+        self.border_title = title
         self._table = Table(columns, empty=empty, id=f"{id}-table")
 
     def compose(self) -> ComposeResult:
@@ -70,9 +71,7 @@ class TablePanel(Vertical):
 
     def say(self, title: str) -> None:
         """Another title in the frame, which is drawn anew only where it is another."""
-        title = to_ascii(title) if is_ascii(self.app) else title
-        if title != self._title:
-            self._title = self.border_title = title
+        entitle(self, to_ascii(title) if is_ascii(self.app) else title)
 
 
 def key_row(key: KeyReading, now: float) -> Row:

@@ -27,7 +27,7 @@ class HostProbe:
         """One reading; utilisation is that since the last call."""
         ram = read_ram()
         used = ram.total_bytes - ram.free_bytes
-        ours = min(used, sum(map(held_bytes, set(pids))))
+        ours = min(used, held_bytes(set(pids)))
         return (
             DeviceReading(
                 id="cpu",
@@ -64,20 +64,49 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def held_bytes(pid: int, proc: Path = Path("/proc")) -> int:
-    """RAM that a process alone holds, its shared memory with it; where the system tells (Linux), without the files that
-    it has mapped, which are cache and count as free.
+def held_bytes(pids: Collection[int], proc: Path = Path("/proc")) -> int:
+    """RAM that processes hold together; where the system tells (Linux), what they share counts once, and files on disk
+    that they have mapped not at all, which are cache and count as free.
 
-    From counters that the kernel keeps: what it would have to add up page by page (smaps) holds up a process that has
-    a large model for as long as that takes.
+    From counters and lists that the kernel keeps: what it would have to add up page by page (smaps) holds up a process
+    that has a large model for as long as that takes.
     """
+    own = 0
+    shared: dict[str, int] = {}
+    for pid in pids:
+        anonymous, shmem = _resident_bytes(pid, proc)
+        mapped = _memory_files(pid, proc) if shmem else {}
+        own += anonymous + max(0, shmem - sum(mapped.values()))
+        for file, size in mapped.items():
+            shared[file] = max(size, shared.get(file, 0))
+    return own + sum(shared.values())
+
+
+def _resident_bytes(pid: int, proc: Path) -> tuple[int, int]:
+    """What a process has in memory of its own and of memory that could be others', too; all as its own where the
+    system does not tell them apart."""
     try:
         lines = (proc / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
-        return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+        return 1024 * int(fields["RssAnon"].split()[0]), 1024 * int(fields["RssShmem"].split()[0])
     except (OSError, ValueError, KeyError):
         pass  # not Linux, or it ended meanwhile
     try:
-        return int(psutil.Process(pid).memory_info().rss)
+        return int(psutil.Process(pid).memory_info().rss), 0
     except psutil.Error:
-        return 0
+        return 0, 0
+
+
+def _memory_files(pid: int, proc: Path) -> dict[str, int]:
+    """Bytes that a process has mapped of each nameless file in RAM, as workers that share weights have, by inode."""
+    found: dict[str, int] = {}
+    try:
+        lines = (proc / str(pid) / "maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        if "/memfd:" in line:
+            extent, _, _, _, inode = line.split(None, 5)[:5]
+            start, _, end = extent.partition("-")
+            found[inode] = found.get(inode, 0) + int(end, 16) - int(start, 16)
+    return found

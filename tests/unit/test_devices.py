@@ -64,13 +64,13 @@ def test_the_host_counts_our_processes_and_everything_adds_up() -> None:
 def test_memory_that_a_process_took_is_counted_and_files_that_it_mapped_are_not(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(bytes(64 * 2**20))
-    before = held_bytes(os.getpid())
+    before = held_bytes({os.getpid()})
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         assert sum(mapped[:: mmap.PAGESIZE]) == 0  # every page is read, and so is in memory
-        mapping = held_bytes(os.getpid())
+        mapping = held_bytes({os.getpid()})
     taken = bytearray(os.urandom(64 * 2**20))
     assert abs(mapping - before) < 16 * 2**20
-    assert held_bytes(os.getpid()) - before > 48 * 2**20
+    assert held_bytes({os.getpid()}) - before > 48 * 2**20
     assert len(taken) == 64 * 2**20
 
 
@@ -78,11 +78,24 @@ def test_what_a_process_holds_is_read_off_the_kernels_counters(tmp_path: Path) -
     (tmp_path / "7").mkdir()
     status = tmp_path / "7" / "status"
     status.write_text("Name:\tworker: 1\nVmRSS:\t 600 kB\nRssAnon:\t 100 kB\nRssFile:\t 450 kB\nRssShmem:\t 50 kB\n")
-    assert held_bytes(7, tmp_path) == 150 * 1024
+    assert held_bytes({7}, tmp_path) == 150 * 1024
+
+
+def test_memory_that_workers_share_counts_once(tmp_path: Path) -> None:
+    for pid, other in (("7", "21"), ("8", "22")):
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "status").write_text("RssAnon:\t 100 kB\nRssShmem:\t 1024 kB\n")
+        (tmp_path / pid / "maps").write_text(
+            "7f0000000000-7f0000080000 r--s 00000000 00:01 11 /memfd:weights (deleted)\n"
+            "7f0000080000-7f0000100000 r--s 00080000 00:01 11 /memfd:weights (deleted)\n"
+            f"7f0000200000-7f0000201000 r--s 00000000 08:01 {other} /usr/lib/libc.so\n"
+        )
+    assert held_bytes({7}, tmp_path) == (100 + 1024) * 1024
+    assert held_bytes({7, 8}, tmp_path) == (2 * 100 + 1024) * 1024
 
 
 def test_a_process_that_ended_holds_nothing(tmp_path: Path) -> None:
-    assert held_bytes(2**30, tmp_path) == 0
+    assert held_bytes({2**30}, tmp_path) == 0
 
 
 def test_a_containers_limit_is_all_the_ram_there_is(tmp_path: Path) -> None:
