@@ -75,7 +75,7 @@ def held_bytes(pids: Collection[int], proc: Path = Path("/proc")) -> int:
     shared: dict[str, int] = {}
     for pid in pids:
         anonymous, shmem = _resident_bytes(pid, proc)
-        mapped = _memory_files(pid, proc) if shmem else {}
+        mapped = {file: min(size, shmem) for file, size in _memory_files(pid, proc).items()} if shmem else {}
         own += anonymous + max(0, shmem - sum(mapped.values()))
         for file, size in mapped.items():
             shared[file] = max(size, shared.get(file, 0))
@@ -98,7 +98,8 @@ def _resident_bytes(pid: int, proc: Path) -> tuple[int, int]:
 
 
 def _memory_files(pid: int, proc: Path) -> dict[str, int]:
-    """Bytes that a process has mapped of each nameless file in RAM, as workers that share weights have, by inode."""
+    """Bytes that a process has mapped of each nameless file in RAM, as workers that share weights have, by inode. Who
+    writes one has mapped more of it than there is."""
     found: dict[str, int] = {}
     try:
         lines = (proc / str(pid) / "maps").read_text(encoding="utf-8", errors="replace").splitlines()

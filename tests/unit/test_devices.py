@@ -94,6 +94,13 @@ def test_memory_that_workers_share_counts_once(tmp_path: Path) -> None:
     assert held_bytes({7, 8}, tmp_path) == (2 * 100 + 1024) * 1024
 
 
+def test_who_maps_more_than_there_is_holds_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "status").write_text("RssAnon:\t 100 kB\nRssShmem:\t 1024 kB\n")
+    (tmp_path / "7" / "maps").write_text("7f0000000000-7f0040000000 rw-s 00000000 00:01 11 /memfd:weights (deleted)\n")
+    assert held_bytes({7}, tmp_path) == (100 + 1024) * 1024
+
+
 def test_a_process_that_ended_holds_nothing(tmp_path: Path) -> None:
     assert held_bytes({2**30}, tmp_path) == 0
 
