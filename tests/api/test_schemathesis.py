@@ -28,7 +28,7 @@ async def test_two_thousand_cases_make_no_server_error(tmp_path: Path) -> None:
     async with serving(tmp_path, backend, operator=FolderOperator(tmp_path, "fake")) as api:
         program = await asyncio.create_subprocess_exec(
             str(Path(sys.executable).with_name("st")),
-            *("run", f"{api.url}/openapi.json", "--seed", "7", "--workers", "2", "--no-shrink", "--checks", CHECKS),
+            *("run", f"{api.url}/openapi.json", "--seed", "7", "--workers", "1", "--no-shrink", "--checks", CHECKS),
             *("--phases", "examples,coverage,fuzzing", "--max-examples", "3", "--continue-on-failure"),
             *("--request-timeout", "20", "--suppress-health-check", "all", "--warnings", "off"),
             *("--exclude-path-regex", "^/admin/(unload|events|estimate|adapters|workers)"),
