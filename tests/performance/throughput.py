@@ -22,27 +22,10 @@ from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
-from tests.fakes.tiny_models import make_tiny_model
+from engine.models.synthetic import make_synthetic
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
-SHAPES: dict[str, dict[str, int]] = {
-    "135m": {
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-    },
-    "0.5b": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "intermediate_size": 4864,
-        "vocab_size": 32000,
-    },
-}
+SHAPES = ("135m", "0.5b")
 Ask = Callable[[int], Awaitable[int]]
 
 
@@ -141,9 +124,7 @@ def main() -> None:
         return
     for shape in given.shape or SHAPES:
         with tempfile.TemporaryDirectory() as folder:
-            fields = {**SHAPES[shape], "max_position_embeddings": 2048}
-            model = make_tiny_model(Path(folder) / shape, dtype="bfloat16", tie=True, **fields)  # type: ignore[arg-type]
-            asyncio.run(measure(model, given.clients, given.rounds))
+            asyncio.run(measure(make_synthetic(shape, Path(folder) / shape), given.clients, given.rounds))
 
 
 if __name__ == "__main__":

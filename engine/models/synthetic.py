@@ -1,0 +1,184 @@
+"""Models of a known shape with random weights: what hardware and engines are measured with when nothing is downloaded.
+
+They are ordinary folders (config.json, safetensors, tokenizer.json) that every engine reads. Every id of the vocabulary
+is a token with text, so that answers cost as much to detokenize and to send as real ones do; what they say is noise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from safetensors.torch import save_file
+
+from engine.errors import InvalidRequest
+from engine.models.synthetic_tokenizer import EOS_TOKEN_IDS, PAD_TOKEN_ID, write_tokenizer
+
+Config = dict[str, object]
+TensorShapes = dict[str, tuple[int, ...]]
+
+_SHARD_BYTES = 2 << 30
+_BF16_BYTES = 2
+
+
+def _llama(
+    hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, *, tied: bool, **more: object
+) -> MappingProxyType[str, object]:
+    return MappingProxyType(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": inner,
+            "vocab_size": vocab,
+            "tie_word_embeddings": tied,
+            **more,
+        }
+    )
+
+
+_MIXTURE = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+
+SHAPES = MappingProxyType(
+    {
+        "135m": _llama(576, 30, 9, 3, 1536, 49152, tied=True),
+        "0.5b": _llama(1024, 24, 16, 8, 4864, 32000, tied=True),
+        "1b": _llama(2048, 16, 32, 8, 8192, 128256, tied=True),
+        "3b": _llama(3072, 28, 24, 8, 8192, 128256, tied=True),
+        "7b": _llama(4096, 32, 32, 32, 11008, 32000, tied=False),
+        "13b": _llama(5120, 40, 40, 40, 13824, 32000, tied=False),
+        "mixtral-tiny": _llama(512, 8, 8, 4, 1024, 32000, tied=False, **_MIXTURE),
+    }
+)
+"""Name of a shape -> the keys of config.json that make it; `make_synthetic` takes these names."""
+
+
+def make_synthetic(shape: str, folder: Path, *, seed: int = 0) -> Path:
+    """Write a model of `shape` in bfloat16 to `folder` (made if missing) and return it.
+
+    A folder that holds that shape and seed already is left as it is. Memory: one shard (2 GiB) at a time.
+    Raises InvalidRequest where the name is none of SHAPES, OSError where the disk refuses.
+    """
+    config = synthetic_config(shape, seed=seed)
+    text = json.dumps(config, indent=2)
+    config_file = folder / "config.json"
+    if config_file.is_file() and config_file.read_text(encoding="utf-8") == text:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    config_file.unlink(missing_ok=True)
+    for stale in folder.glob("model*.safetensors*"):
+        stale.unlink()
+    _write_weights(folder, tensor_shapes(config), torch.Generator().manual_seed(seed))
+    write_tokenizer(folder, vocab_size=_number(config, "vocab_size"))
+    endings = {"eos_token_id": list(EOS_TOKEN_IDS), "pad_token_id": PAD_TOKEN_ID}
+    (folder / "generation_config.json").write_text(json.dumps(endings, indent=2), encoding="utf-8")
+    config_file.write_text(text, encoding="utf-8")  # last: a folder with one is complete
+    return folder
+
+
+def synthetic_config(shape: str, *, seed: int = 0) -> Config:
+    """config.json of a synthetic model of `shape`. Raises InvalidRequest where there is no such shape."""
+    if shape not in SHAPES:
+        known = ", ".join(SHAPES)
+        raise InvalidRequest(f'there is no synthetic shape "{shape}"; there are {known}', param="shape")
+    return {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 16384,
+        "bos_token_id": None,
+        "eos_token_id": EOS_TOKEN_IDS[0],
+        "torch_dtype": "bfloat16",
+        **SHAPES[shape],
+        "synthetic": {"shape": shape, "seed": seed},
+    }
+
+
+def tensor_shapes(config: Config) -> TensorShapes:
+    """Names and shapes of the weights of a Llama or Mixtral with this config.json, in the order of their use."""
+    hidden, inner, vocab = (_number(config, key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    heads, kv_heads = _number(config, "num_attention_heads"), _number(config, "num_key_value_heads")
+    kv = kv_heads * (hidden // heads)
+    attention: TensorShapes = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "post_attention_layernorm": (hidden,),
+    }
+    if config["model_type"] == "mixtral":
+        experts = _number(config, "num_local_experts")
+        mlp: TensorShapes = {"block_sparse_moe.gate": (experts, hidden)}
+        for number in range(experts):
+            expert = f"block_sparse_moe.experts.{number}"
+            mlp |= {f"{expert}.w1": (inner, hidden), f"{expert}.w2": (hidden, inner), f"{expert}.w3": (inner, hidden)}
+    else:
+        mlp = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    shapes: TensorShapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(_number(config, "num_hidden_layers")):
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in (attention | mlp).items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def _write_weights(folder: Path, shapes: TensorShapes, generator: torch.Generator) -> None:
+    shards = list(_shards(shapes))
+    single = len(shards) == 1
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {key: _draw(key, shape, generator) for key, shape in shard.items()}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, name)
+    if not single:
+        total = sum(_nbytes(shape) for shape in shapes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _shards(shapes: TensorShapes) -> Iterator[TensorShapes]:
+    shard: TensorShapes = {}
+    size = 0
+    for name, shape in shapes.items():
+        if shard and size + _nbytes(shape) > _SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = shape
+        size += _nbytes(shape)
+    yield shard
+
+
+def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Norms of one; the rest normal, scaled so that activations neither grow nor vanish over the layers.
+
+    A small embedding keeps tied heads from repeating the last token for ever.
+    """
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    scale = 0.02 if name == "model.embed_tokens.weight" else float(shape[1]) ** -0.5
+    return torch.empty(shape, dtype=torch.bfloat16).normal_(std=scale, generator=generator)
+
+
+def _nbytes(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel() * _BF16_BYTES
+
+
+def _number(config: Config, key: str) -> int:
+    value = config[key]
+    assert isinstance(value, int)
+    return value
