@@ -49,7 +49,8 @@ class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def divide(tensors: Mapping[str, TensorHeader], layers: int, bits: float | None) -> ModelParts:
-    """Give each tensor to its part; one of a layer beyond `layers` (guessing ahead, say) comes after them.
+    """Give each tensor to its part; one of a layer beyond `layers` (guessing ahead, say) comes after them. Those for
+    images and sound are of no part: no backend loads them.
 
     bits: of the quantised weights, as config.json has it.
     """
@@ -58,7 +59,9 @@ def divide(tensors: Mapping[str, TensorHeader], layers: int, bits: float | None)
     for name, tensor in tensors.items():
         part = Part(elements=elements(name, tensors, bits), packed_bytes=_packed_bytes(tensor))
         found = _LAYER.search(name)
-        if _ELSEWHERE.search(name) or _EMBEDDING.search(name):
+        if _ELSEWHERE.search(name):
+            continue
+        if _EMBEDDING.search(name):
             embedding += part
         elif found is not None and int(found[1]) < layers:
             by_layer[int(found[1])] += part

@@ -120,6 +120,34 @@ def make_family(folder: Path, name: str, *, seed: int = 0, dtype: str = "float32
     return folder
 
 
+_IMAGES = {
+    "gemma3": {"model_type": "siglip_vision_model", "image_size": 28},
+    "mistral3": {"model_type": "pixtral", "image_size": 28, "head_dim": 8},
+}
+_SMALL_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
+
+
+def make_multimodal(folder: Path, kind: str, **text: Any) -> Path:
+    """Write a random model of text and images to `folder` and return it. text: keys of its text_config."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.for_model(kind, text_config=_SHAPE | text, vision_config=_SMALL_TOWER | _IMAGES[kind])
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for tensor_name, tensor in model.named_parameters():
+        if "language_model" in tensor_name:
+            with torch.no_grad():
+                _draw(tensor_name, tensor)
+    model.save_pretrained(folder)
+    return folder
+
+
 def as_older_folder(folder: Path) -> None:
     """Rewrite config.json as transformers wrote it before `rope_parameters`."""
     path = folder / "config.json"

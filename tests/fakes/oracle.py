@@ -106,6 +106,8 @@ def reference_greedy(folder: Path, prompt: Sequence[int], steps: int) -> list[in
 
 
 def _reference(folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    multimodal = hasattr(AutoConfig.from_pretrained(folder), "text_config")
+    kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.backends.torch.model_config import read_model_config
-from tests.fakes.families import FAMILIES, as_older_folder, make_family
+from tests.fakes.families import FAMILIES, as_older_folder, make_family, make_multimodal
 from tests.fakes.oracle import Driver, load_runner, reference_logits
 
 PROMPT = [7 * position % 300 + 3 for position in range(45)]
@@ -48,6 +50,29 @@ def assert_same_as_transformers(folder: Path, **spec: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_computes_what_transformers_computes(tmp_path: Path, family: str) -> None:
     assert_same_as_transformers(make_family(tmp_path, family))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("gemma3", {"model_type": "gemma3_text", "head_dim": 24, "sliding_window": 11, "num_hidden_layers": 7}),
+        ("mistral3", {"model_type": "mistral", "head_dim": 16, "tie_word_embeddings": False}),
+    ],
+)
+def test_of_a_folder_for_images_too_the_model_of_text_is_read(tmp_path: Path, kind: str, text: dict[str, Any]) -> None:
+    assert_same_as_transformers(make_multimodal(tmp_path, kind, **text))
+
+
+def test_a_folder_for_images_too_is_read_under_the_names_it_had_before(tmp_path: Path) -> None:
+    new, old = make_multimodal(tmp_path / "new", "gemma3", model_type="gemma3_text", head_dim=24), tmp_path / "old"
+    tensors = load_file(new / "model.safetensors")
+    old.mkdir()
+    shutil.copy(new / "config.json", old)
+    names = {name: name.replace("model.language_model.", "language_model.model.") for name in tensors}
+    save_file({names[name]: tensor for name, tensor in tensors.items()}, old / "model.safetensors")
+
+    before, after = (Driver(load_runner(folder)) for folder in (old, new))
+    assert torch.equal(before.feed((before.add(PROMPT), None)), after.feed((after.add(PROMPT), None)))
 
 
 def test_longrope_takes_its_short_factors_where_no_sequence_is_longer_than_in_training(tmp_path: Path) -> None:

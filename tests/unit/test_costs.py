@@ -156,7 +156,7 @@ def test_tensors_find_their_parts_under_other_names_too(tmp_path: Path) -> None:
         "transformer.wte.weight": "embedding",
         "transformer.h.1.attn.weight": "layer",
         "transformer.blocks.0.ffn.weight": "layer",
-        "vision_model.encoder.layers.0.weight": "embedding",
+        "vision_model.encoder.layers.0.weight": "none, as no backend loads it",
         "model.layers.7.extra.weight": "norm",
         "transformer.ln_f.weight": "norm",
         "output.weight": "head",

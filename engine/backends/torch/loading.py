@@ -39,12 +39,15 @@ def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     """`config` as the weights bear it out.
 
     Weights packed into words are float16 once read, whatever config.json says of the model that they were made from,
-    and the head is quantised by itself even where that model tied it to the embedding.
+    and the head is quantised by itself even where that model tied it to the embedding. Configs of multimodal models
+    contradict themselves on whether the head is tied.
     """
-    methods = methods_of(checkpoint)
+    architecture, methods = ARCHITECTURES[config.architecture], methods_of(checkpoint)
+    head = architecture.names.head
+    if architecture.multimodal and not methods:
+        return replace(config, tie_embeddings=f"{head}.weight" not in checkpoint)
     if not methods:
         return config
-    head = ARCHITECTURES[config.architecture].names.head
     tied = config.tie_embeddings and method_of(checkpoint, head) is None
     dtype = config.checkpoint_dtype if methods == {"fp8"} else "float16"
     return replace(config, tie_embeddings=tied, checkpoint_dtype=dtype)

@@ -74,7 +74,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. Raises UnsupportedModel, naming what is missing, malformed or unknown."""
     raw = _read_json(folder)
     architecture = _architecture(raw)
-    raw = {**architecture.defaults, **raw}
+    raw = {**architecture.defaults, **(_of_text(raw) if architecture.multimodal else raw)}
     quantisation = read_quantisation(raw)
     layers = positive(raw, "num_hidden_layers")
     hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
@@ -134,6 +134,14 @@ def _architecture(raw: RawConfig) -> Architecture:
         f"the torch backend does not know the architecture {', '.join(named) or '(none named)'}; "
         f"it knows {', '.join(ARCHITECTURES)}"
     )
+
+
+def _of_text(raw: RawConfig) -> RawConfig:
+    """What a multimodal model's config.json says of its model of text, and of the whole where that is silent."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise UnsupportedModel("config.json lacks text_config, which describes the model of text in a multimodal one")
+    return {**raw, **{key: value for key, value in text.items() if value is not None or key not in raw}}
 
 
 def _activation(raw: RawConfig) -> Activation:

@@ -35,6 +35,7 @@ from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.shared_weights import weight_store
 from engine.backends.torch.step_memory import StepSizes, step_bytes, told_at_once
 from engine.backends.torch.step_plan import StepPlanner
+from engine.backends.torch.text_alone import text_alone
 from engine.backends.torch.weights import WeightReader, locate
 from engine.config import AttentionName, CacheBits, DeviceShare, DtypeName, ModelSpec
 
@@ -91,7 +92,7 @@ class ModelRunner:
         devices = open_devices(spec)
         refuse_settings(spec, on_cpu=devices[0].device.type == "cpu", simulated=devices[0].simulated)
         config = apply_settings(read_model_config(path), spec)
-        checkpoint = by_expert(Checkpoint.open(path), config)
+        checkpoint = by_expert(text_alone(Checkpoint.open(path)), config)
         config = as_stored(config, checkpoint)
         layout = lay_out(config.layers, devices, spec.shares)
         dtype = pick_dtype(spec.dtype, config.checkpoint_dtype, layout.first.device)

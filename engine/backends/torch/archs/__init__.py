@@ -28,7 +28,14 @@ from engine.backends.torch.archs.base import Architecture
 
 _DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, granite, olmo2, smollm3, stablelm)
 _MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
+_MULTIMODAL = (gemma3, mistral)
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {module.ARCHITECTURE.name: module.ARCHITECTURE for module in (*_DENSE, *_MIXTURES)}
+    {
+        architecture.name: architecture
+        for architecture in (
+            *(module.ARCHITECTURE for module in (*_DENSE, *_MIXTURES)),
+            *(module.WITH_IMAGES for module in _MULTIMODAL),
+        )
+    }
 )

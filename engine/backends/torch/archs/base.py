@@ -94,6 +94,7 @@ class Architecture:
 
     defaults: what holds where config.json is silent. Only an architecture with a `partial_rotary_factor` among them
     turns parts of heads.
+    multimodal: of the folder, the model of text alone is read: what config.json says of it under "text_config".
     """
 
     name: str
@@ -101,6 +102,7 @@ class Architecture:
     """Traits for (config.json, number of layers)."""
     names: TensorNames = field(default_factory=TensorNames)
     defaults: RawConfig = field(default_factory=dict)
+    multimodal: bool = False
 
 
 def full_attention(layers: int) -> tuple[int | None, ...]:

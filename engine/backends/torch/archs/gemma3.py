@@ -1,5 +1,5 @@
-"""Gemma 3 (text): Gemma 2's block with query and key norms for its caps, and windows with a RoPE of their own in five
-layers of six (Gemma Team 2025)."""
+"""Gemma 3, its text: Gemma 2's block with query and key norms for its caps, and windows with a RoPE of their own in
+five layers of six (Gemma Team 2025)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,21 @@ def _traits(raw: RawConfig, layers: int) -> Traits:
     return replace(gemma_traits(raw, layers, every), qk_norm="head", score_cap=0.0)
 
 
-ARCHITECTURE = Architecture(
-    "Gemma3ForCausalLM",
+_DEFAULTS: RawConfig = {**DEFAULTS, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
+
+ARCHITECTURE = Architecture("Gemma3ForCausalLM", _traits, NAMES, _DEFAULTS)
+
+WITH_IMAGES = Architecture(
+    "Gemma3ForConditionalGeneration",
     _traits,
     NAMES,
-    {**DEFAULTS, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+    {
+        **_DEFAULTS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+        "vocab_size": 262_208,
+    },
+    multimodal=True,
 )
+"""The sizes from 4B on, which see images too; their config.json leaves out what is as in the first of them."""

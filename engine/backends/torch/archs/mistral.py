@@ -11,3 +11,6 @@ def _traits(raw: RawConfig, layers: int) -> Traits:
 
 
 ARCHITECTURE = Architecture("MistralForCausalLM", _traits)
+
+WITH_IMAGES = Architecture("Mistral3ForConditionalGeneration", _traits, multimodal=True)
+"""Mistral Small 3.1 and later, which see images too."""
