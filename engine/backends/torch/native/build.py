@@ -18,7 +18,9 @@ import platformdirs
 
 InstructionSet = Literal["avx512-bf16", "avx2"]
 
-SOURCE = Path(__file__).with_name("linear.cpp")
+_FOLDER = Path(__file__).parent
+SOURCES = (_FOLDER / "linear.cpp",)
+HEADERS = tuple(_FOLDER / name for name in ("common.h", "vector.h", "linear.h"))
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 60.0
 
@@ -45,7 +47,8 @@ def cache_folder() -> Path:
 
 def library_key(isa: InstructionSet) -> str:
     """Changes whenever the library would compute or be called otherwise."""
-    facts = (SOURCE.read_text(encoding="utf-8"), _FLAGS, ISA_FLAGS[isa])
+    texts = [path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES)]
+    facts = (texts, _FLAGS, ISA_FLAGS[isa])
     return f"{isa}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
 
@@ -83,7 +86,7 @@ def _compile(isa: InstructionSet, folder: Path) -> Path:
         raise CannotBuild(f"no C++ compiler is on PATH ({', '.join(COMPILERS)})")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch, "library.so")
-        _run([compiler, *_FLAGS, *ISA_FLAGS[isa], "-o", str(made), str(SOURCE)])
+        _run([compiler, *_FLAGS, *ISA_FLAGS[isa], "-o", str(made), *map(str, SOURCES)])
         content = made.read_bytes()
         with made.open("ab") as file:
             file.write(hashlib.sha256(content).digest())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
-from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.native.library import Layer, NativeLibrary
 
 
 class NativeLinear:
@@ -17,6 +19,13 @@ class NativeLinear:
     ) -> None:
         self.library, self.weight, self.bias = library, weight, bias
         self.outputs, self.inputs = outputs, inputs
+        self._layer = Layer(
+            inputs=inputs,
+            outputs=outputs,
+            weight=weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+        )
+        self._address = ctypes.addressof(self._layer)
 
     @classmethod
     def pack(cls, library: NativeLibrary, weight: Tensor, bias: Tensor | None) -> NativeLinear:
@@ -30,5 +39,5 @@ class NativeLinear:
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty((x.shape[0], self.outputs), dtype=torch.bfloat16)
-        self.library.linear(x, self.weight, self.bias, out)
+        self.library.linear(self._address, x, out)
         return out

@@ -1,0 +1,141 @@
+// Sixteen floats at a time, on AVX512 or AVX2, and the functions of them that layers need.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include "common.h"
+
+namespace ericllm {
+
+constexpr int64_t kLanes = 16;
+
+#if defined(__AVX512F__)
+
+struct Floats {
+    __m512 v;
+};
+
+inline __mmask16 lanes(int64_t count) { return static_cast<__mmask16>(0xffffu >> (kLanes - count)); }
+
+inline Floats all(float value) { return {_mm512_set1_ps(value)}; }
+inline Floats load(const float* from) { return {_mm512_loadu_ps(from)}; }
+inline Floats load(const float* from, int64_t count) { return {_mm512_maskz_loadu_ps(lanes(count), from)}; }
+inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x.v); }
+inline void store(float* to, Floats x, int64_t count) { _mm512_mask_storeu_ps(to, lanes(count), x.v); }
+
+inline Floats widened(__m256i bits) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+}
+inline Floats load(const Bfloat16* from) { return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
+inline Floats load(const Bfloat16* from, int64_t count) {
+    return widened(_mm256_maskz_loadu_epi16(lanes(count), from));
+}
+inline void store(Bfloat16* to, Floats x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
+}
+inline void store(Bfloat16* to, Floats x, int64_t count) {
+    _mm256_mask_storeu_epi16(to, lanes(count), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
+}
+
+inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Floats fused(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }  // a * b + c
+inline Floats least(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Floats most(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Floats rounded(Floats x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline Floats magnitude(Floats x) { return {_mm512_abs_ps(x.v)}; }
+inline Floats with_sign_of(Floats x, Floats sign) {  // of x >= 0
+    const __m512i bit = _mm512_and_si512(_mm512_castps_si512(sign.v), _mm512_set1_epi32(INT32_MIN));
+    return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(x.v), bit))};
+}
+// x * 2^n for whole n, with n + 127 from 1 to 254.
+inline Floats scaled(Floats x, Floats n) {
+    const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
+    return x * Floats{_mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23))};
+}
+
+#else  // AVX2 and FMA
+
+struct Floats {
+    __m256 low, high;
+};
+
+inline Floats all(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+inline Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+inline void store(float* to, Floats x) {
+    _mm256_storeu_ps(to, x.low);
+    _mm256_storeu_ps(to + 8, x.high);
+}
+
+inline __m256 widened(__m128i bits) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)); }
+inline Floats load(const Bfloat16* from) {
+    const auto* halves = reinterpret_cast<const __m128i*>(from);
+    return {widened(_mm_loadu_si128(halves)), widened(_mm_loadu_si128(halves + 1))};
+}
+inline __m256i narrowed(__m256 x) {  // as to_bfloat16, in 32 bits each
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i nearest = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(nearest, quiet, nan), 16);
+}
+inline void store(Bfloat16* to, Floats x) {
+    const __m256i packed = _mm256_packus_epi32(narrowed(x.low), narrowed(x.high));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+template <class T>
+Floats load(const T* from, int64_t count) {
+    T all[kLanes] = {};
+    std::memcpy(all, from, static_cast<size_t>(count) * sizeof(T));
+    return load(all);
+}
+template <class T>
+void store(T* to, Floats x, int64_t count) {
+    T all[kLanes];
+    store(all, x);
+    std::memcpy(to, all, static_cast<size_t>(count) * sizeof(T));
+}
+
+inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+inline Floats fused(Floats a, Floats b, Floats c) {  // a * b + c
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+inline Floats least(Floats a, Floats b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+inline Floats most(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+inline __m256 rounded(__m256 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Floats rounded(Floats x) { return {rounded(x.low), rounded(x.high)}; }
+inline Floats magnitude(Floats x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
+}
+inline Floats with_sign_of(Floats x, Floats sign) {  // of x >= 0
+    const __m256 bit = _mm256_set1_ps(-0.0f);
+    return {_mm256_or_ps(x.low, _mm256_and_ps(bit, sign.low)), _mm256_or_ps(x.high, _mm256_and_ps(bit, sign.high))};
+}
+inline __m256 power_of_two(__m256 n) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+// x * 2^n for whole n, with n + 127 from 1 to 254.
+inline Floats scaled(Floats x, Floats n) { return x * Floats{power_of_two(n.low), power_of_two(n.high)}; }
+
+#endif
+
+// The sum of all lanes, always by the same tree.
+inline float sum(Floats x) {
+    float lanes[kLanes];
+    store(lanes, x);
+    for (int64_t width = kLanes / 2; width > 0; width /= 2)
+        for (int64_t n = 0; n < width; ++n) lanes[n] += lanes[n + width];
+    return lanes[0];
+}
+
+}  // namespace ericllm
