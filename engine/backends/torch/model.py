@@ -103,8 +103,15 @@ class Decoder:
     def _attention(
         self, layer: int, block: Block, normed: Tensor, plan: StepPlan, kv: KvPool, angles: Angles | None
     ) -> Tensor:
-        heads, kv_heads, size = self.config.heads, self.config.kv_heads, self.config.head_dim
         qkv = add_adapters(block.qkv(normed), normed, layer, "qkv", plan.adapted)
+        attended = self._attend(layer, block, qkv, plan, kv, angles)
+        return add_adapters(block.o(attended), attended, layer, "o", plan.adapted)
+
+    def _attend(
+        self, layer: int, block: Block, qkv: Tensor, plan: StepPlan, kv: KvPool, angles: Angles | None
+    ) -> Tensor:
+        """What the heads make of their queries, keys and values [rows, (heads + 2 * kv_heads) * head_dim]."""
+        heads, kv_heads, size = self.config.heads, self.config.kv_heads, self.config.head_dim
         qkv = qkv.view(-1, heads + 2 * kv_heads, size)
         turned = qkv[:, : heads + kv_heads]
         if block.qk_norm is not None:
@@ -113,5 +120,4 @@ class Decoder:
             rotate_(turned, *angles)
         kv.write(layer, plan.slots, qkv[:, heads:])
         scores = Scores(heads, self.config.score_scale, self.config.traits.score_cap)
-        attended = attend(layer, block.window, qkv, plan, kv, scores)
-        return add_adapters(block.o(attended), attended, layer, "o", plan.adapted)
+        return attend(layer, block.window, qkv, plan, kv, scores)
