@@ -1,0 +1,161 @@
+"""Two results of the same bench, number by number: what changed, and what the noise alone may have changed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from console.bench.result import BenchResult, Column, Key, Row, Setting
+from engine.errors import InvalidRequest
+
+TIE = 0.1
+"""Runs apart in time differ by as much on a machine that has other work too."""
+
+Verdict = Literal["better", "worse", "changed", "same"]
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One number, before and after: medians, and the least and the most of the repeats.
+
+    verdict: "same" where the repeats of both overlap, or where the medians are closer than the tie; otherwise which way
+    it went, "changed" where neither is better.
+    """
+
+    keys: dict[str, Key]
+    column: str
+    before: float
+    after: float
+    before_spread: tuple[float, float]
+    after_spread: tuple[float, float]
+    verdict: Verdict
+
+    @property
+    def share(self) -> float | None:
+        """after - before as a share of before; None where that was 0."""
+        return (self.after - self.before) / abs(self.before) if self.before else None
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """Something besides the numbers that is not the same in both."""
+
+    what: str
+    before: str
+    after: str
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Two results of one bench. changes: in the order of the table.  only_before, only_after: keys of rows that the
+    other lacks."""
+
+    name: str
+    columns: tuple[Column, ...]
+    keys: tuple[Column, ...]
+    differences: tuple[Difference, ...]
+    changes: tuple[Change, ...]
+    only_before: tuple[dict[str, Key], ...]
+    only_after: tuple[dict[str, Key], ...]
+
+    def of(self, keys: dict[str, Key]) -> dict[str, Change]:
+        """The changes of one row, by column."""
+        return {change.column: change for change in self.changes if change.keys == keys}
+
+
+def compare(before: BenchResult, after: BenchResult, tie: float = TIE) -> Comparison:
+    """tie: a smaller share of the median is no change. Raises InvalidRequest for results of two different benches, or
+    that have no row in common."""
+    if before.name != after.name:
+        raise InvalidRequest(
+            f"one is a result of 'bench {before.name}', the other of 'bench {after.name}'; only like can be compared",
+            param="file",
+        )
+    rows = [(row, found) for row in before.rows if (found := _like(row, after)) is not None]
+    if not rows:
+        raise InvalidRequest("the two results have no row in common, so nothing in them can be compared", param="file")
+    columns = tuple(column for column in before.columns if after.column(column.name) is not None)
+    return Comparison(
+        name=before.name,
+        columns=columns,
+        keys=before.keys,
+        differences=tuple(_differences(before, after)),
+        changes=tuple(
+            change
+            for row, found in rows
+            for column in columns
+            if (change := _change(row, found, column, tie)) is not None
+        ),
+        only_before=tuple(row.keys for row in before.rows if _like(row, after) is None),
+        only_after=tuple(row.keys for row in after.rows if _like(row, before) is None),
+    )
+
+
+def _like(row: Row, result: BenchResult) -> Row | None:
+    return next((other for other in result.rows if other.keys == row.keys), None)
+
+
+def _change(row: Row, found: Row, column: Column, tie: float) -> Change | None:
+    medians = row.median(column.name), found.median(column.name)
+    spreads = row.spread(column.name), found.spread(column.name)
+    if medians[0] is None or medians[1] is None or spreads[0] is None or spreads[1] is None:
+        return None
+    return Change(
+        keys=row.keys,
+        column=column.name,
+        before=medians[0],
+        after=medians[1],
+        before_spread=spreads[0],
+        after_spread=spreads[1],
+        verdict=_verdict(column, medians[0], medians[1], spreads[0], spreads[1], tie),
+    )
+
+
+def _verdict(
+    column: Column,
+    before: float,
+    after: float,
+    before_spread: tuple[float, float],
+    after_spread: tuple[float, float],
+    tie: float,
+) -> Verdict:
+    overlap = before_spread[0] <= after_spread[1] and after_spread[0] <= before_spread[1]
+    if overlap or abs(after - before) <= tie * abs(before):
+        return "same"
+    if not column.better:
+        return "changed"
+    return "better" if (after > before) == (column.better == "higher") else "worse"
+
+
+def _differences(before: BenchResult, after: BenchResult) -> Iterator[Difference]:
+    pairs: list[tuple[str, Setting, Setting]] = [
+        ("cpu", before.machine.cpu, after.machine.cpu),
+        ("cores", before.machine.cores, after.machine.cores),
+        ("devices", _devices(before), _devices(after)),
+        ("ericllm", before.versions.ericllm, after.versions.ericllm),
+        ("torch", before.versions.torch, after.versions.torch),
+        ("target", _target(before), _target(after)),
+        ("dtype", before.target.dtype, after.target.dtype),
+        ("seeds", [*before.seeds], [*after.seeds]),
+        ("complete", before.complete, after.complete),
+    ]
+    for name in dict.fromkeys((*before.settings, *after.settings)):
+        pairs.append((name, before.settings.get(name), after.settings.get(name)))
+    for what, one, other in pairs:
+        if one != other:
+            yield Difference(what=what, before=_said(one), after=_said(other))
+
+
+def _devices(result: BenchResult) -> str:
+    return ", ".join(device.name for device in result.machine.devices)
+
+
+def _target(result: BenchResult) -> str:
+    return " ".join(filter(None, (result.target.model, result.target.dialect, result.target.url)))
+
+
+def _said(value: Setting) -> str:
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)

@@ -1,0 +1,184 @@
+"""`ericllm bench history|show|compare|plot|forget`: results that were kept, as a person or a program reads them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from console.bench.comparison import TIE, Comparison, compare
+from console.bench.csv_file import csv_text
+from console.bench.history import BenchHistory, Kept
+from console.bench.result import BenchResult, Column, encoded, read_result
+from console.bench.svg import plot
+from console.bench.table import table
+from console.settings import state_dir
+from engine.errors import InvalidRequest
+from engine.files import replace_file
+
+COMMANDS = ("history", "show", "compare", "plot", "forget")
+_LAST = re.compile(r"last(?:~(\d+))?")
+_WORDS = {"better": "better", "worse": "WORSE", "changed": "changed", "same": "same"}
+_REFERENCE = "a file, a number of the history, or 'last' ('last~1' is the one before)"
+
+
+def look(argv: Sequence[str], parser: argparse.ArgumentParser, folder: Path | None = None) -> int:
+    """Run one of COMMANDS; returns 0. folder: of the history, the user's where None. Raises EngineError for what is
+    not there."""
+    given = _parse(argv, parser)
+    history = BenchHistory(folder or state_dir())
+    match given.what:
+        case "history":
+            kept = history.results(given.bench, given.model, given.limit)
+            said = msgspec.json.encode(kept).decode() if given.as_json else history_text(kept)
+        case "show":
+            result = referred(given.result, history)
+            said = shown(result, "json" if given.as_json else "csv" if given.as_csv else "text")
+        case "compare":
+            comparison = compare(referred(given.before, history), referred(given.after, history), given.tie / 100)
+            said = msgspec.json.encode(comparison).decode() if given.as_json else comparison_text(comparison)
+        case "forget":
+            history.remove(given.number)
+            said = f"result {given.number} is forgotten"
+        case _:
+            drawn = plot(referred(given.result, history), given.column)
+            said = _written(given.out, drawn) if given.out else drawn
+    sys.stdout.write(f"{said.rstrip()}\n")
+    return 0
+
+
+def referred(text: str, history: BenchHistory) -> BenchResult:
+    """The result that `text` stands for: a file, a number of the history, or "last" and "last~N" of it.
+
+    Raises InvalidRequest where there is none.
+    """
+    last = _LAST.fullmatch(text)
+    if last is not None:
+        back = int(last[1] or 0)
+        kept = history.results(limit=back + 1)
+        if len(kept) <= back:
+            raise InvalidRequest(f"the history has {len(kept)} results, so there is no {text}", param="result")
+        return history.result(kept[back].id)
+    return history.result(int(text)) if text.isdecimal() else read_result(Path(text))
+
+
+def history_text(kept: Sequence[Kept]) -> str:
+    """A table of what was kept, the newest first."""
+    if not kept:
+        return "No result is kept yet; 'ericllm bench latency --model demo' makes one."
+    rows = [
+        (
+            str(each.id),
+            each.name,
+            f"{each.started[:10]} {each.started[11:16]}",
+            f"{each.duration_s:.0f} s" + ("" if each.complete else ", ended early"),
+            each.model,
+            each.target,
+        )
+        for each in kept
+    ]
+    return table(("number", "bench", "started (UTC)", "took", "model", "target"), rows)
+
+
+def shown(result: BenchResult, form: str) -> str:
+    """A result as "json", "csv" or a table for a person."""
+    if form == "json":
+        return encoded(result).decode()
+    if form == "csv":
+        return csv_text(result)
+    columns = [column for column in result.columns if column.shown]
+    header = [*(key.title for key in result.keys), *(_headed(column) for column in columns)]
+    rows = [
+        [
+            *(str(row.keys.get(key.name, "")) for key in result.keys),
+            *(_number(row.median(column.name), column) for column in columns),
+        ]
+        for row in result.rows
+    ]
+    head = f"{result.name} · {result.target.model} · {result.machine.cpu}, {result.machine.cores} cores · "
+    head += f"{result.started[:10]} {result.started[11:16]} UTC · medians of {result.repeats}"
+    return "\n".join([head, "", table(header, rows), *(("", *result.notes) if result.notes else ())])
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """A table of each number that a table shows, before and after, and what else is not the same."""
+    columns = {column.name: column for column in comparison.columns if column.shown}
+    rows = [
+        [
+            " ".join(f"{key} {value}" for key, value in change.keys.items()) or comparison.name,
+            _headed(columns[change.column]),
+            _number(change.before, columns[change.column]),
+            _number(change.after, columns[change.column]),
+            "-" if change.share is None else f"{change.share:+.1%}",
+            _WORDS[change.verdict],
+        ]
+        for change in comparison.changes
+        if change.column in columns
+    ]
+    lines = [table(("row", "number", "before", "after", "change", "verdict"), rows)]
+    lines += [f"{each.what}: {each.before} -> {each.after}" for each in comparison.differences]
+    for words, keys in (("before", comparison.only_before), ("after", comparison.only_after)):
+        lines += [f"only {words}: {', '.join(f'{key} {value}' for key, value in row.items())}" for row in keys]
+    return "\n".join([lines[0], "", *lines[1:]])
+
+
+def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
+    commands = parser.add_subparsers(dest="what", required=True)
+    history = commands.add_parser("history", help="the results that were kept")
+    history.add_argument("--bench", default="", metavar="NAME", help="of one bench alone")
+    history.add_argument("--model", default="", help="of one model alone")
+    history.add_argument("--limit", type=_whole, default=0, help="the newest so many (default: all)")
+    show = commands.add_parser("show", help="one result as a table")
+    show.add_argument("result", help=_REFERENCE)
+    show.add_argument("--csv", action="store_true", dest="as_csv", help="a line for each row and repeat")
+    against = commands.add_parser("compare", help="what changed between two results of one bench")
+    against.add_argument("before", help=_REFERENCE)
+    against.add_argument("after", help=_REFERENCE)
+    against.add_argument(
+        "--tie", type=_percent, default=100 * TIE, help="smaller changes, in percent, are none (default %(default)g)"
+    )
+    for command in (history, show, against):
+        command.add_argument("--json", action="store_true", dest="as_json", help="print it for programs")
+    drawing = commands.add_parser("plot", help="a result as an SVG")
+    drawing.add_argument("result", help=_REFERENCE)
+    drawing.add_argument("--column", default="", help="the number to draw (default: the first of the table)")
+    drawing.add_argument("--out", type=Path, help="the file to write (default: print it)")
+    forgetting = commands.add_parser("forget", help="drop a result from the history")
+    forgetting.add_argument("number", type=_whole, help="its number in the history")
+    return parser.parse_args(argv)
+
+
+def _written(file: Path, text: str) -> str:
+    try:
+        replace_file(file, text.encode())
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be written: {error.strerror or error}", param="out") from error
+    return f"{file} is written"
+
+
+def _headed(column: Column) -> str:
+    return f"{column.title}, {column.unit}" if column.unit else column.title
+
+
+def _number(value: float | None, column: Column) -> str:
+    return "-" if value is None else f"{value:,.{column.digits}f}"
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no whole number")
+    return int(text)
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text} is no percentage from 0 to 100")
+    return value

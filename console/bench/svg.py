@@ -1,0 +1,189 @@
+"""A result as a plot in SVG: medians with the least and the most of the repeats, over what the rows were measured for.
+
+How it looks is `plot.css` beside this, which follows the reader's light or dark page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from xml.sax.saxutils import escape
+
+from console.bench.result import BenchResult, Column, Row
+from engine.errors import InvalidRequest
+
+WIDTH, HEIGHT = 860, 440
+_LEFT, _RIGHT, _TOP, _BOTTOM = 78, 24, 62, 58
+_TICKS = 5
+_LOOKS = 6
+"""How many series plot.css tells apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """at: how far along the axis, from 0 to 1.  median, least, most: of the repeats."""
+
+    at: float
+    median: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points that a line joins. name: what all its rows have in common."""
+
+    name: str
+    points: tuple[Point, ...]
+
+
+def plot(result: BenchResult, column: str = "") -> str:
+    """An SVG document of one column, the first that a table shows where not told, over the last key; the other keys
+    make series. Raises InvalidRequest for a column that the result has not, or that has no number."""
+    chosen = _column(result, column)
+    along = result.keys[-1] if result.keys else Column(name="", title="")
+    ticks = list(dict.fromkeys(row.keys.get(along.name, "") for row in result.rows))
+    series = _series(result, chosen, along.name, ticks)
+    top = _round_up(max(point.most for each in series for point in each.points))
+    parts = [
+        _text(_LEFT, 28, _headline(chosen), "title"),
+        _text(_LEFT, 47, _subtitle(result), "note"),
+        *_grid(top, chosen),
+        *_marks([str(tick) for tick in ticks], along),
+        *(line for index, each in enumerate(series) for line in _drawn(each, index, top)),
+        *(_legend(series) if len(series) > 1 else ()),
+    ]
+    style = files("console.bench").joinpath("plot.css").read_text(encoding="utf-8")
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">\n'
+        f"<title>{escape(f'{result.name}: {chosen.title}')}</title>\n<style>\n{style}</style>\n"
+        f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>\n{body}\n</svg>\n'
+    )
+
+
+def _column(result: BenchResult, name: str) -> Column:
+    with_numbers = [each for each in result.columns if any(row.known(each.name) for row in result.rows)]
+    if not name:
+        shown = [each for each in with_numbers if each.shown]
+        if shown:
+            return shown[0]
+        raise InvalidRequest("the result has no number to draw", param="column")
+    chosen = next((each for each in with_numbers if each.name == name), None)
+    if chosen is None:
+        names = ", ".join(each.name for each in with_numbers)
+        raise InvalidRequest(f"the result has no numbers named {name}; it has {names}", param="column")
+    return chosen
+
+
+def _series(result: BenchResult, column: Column, along: str, ticks: Sequence[object]) -> list[Series]:
+    found: dict[str, list[Point]] = {}
+    for row in result.rows:
+        point = _point(row, column.name, _place(ticks, row.keys.get(along, "")))
+        if point is not None:
+            others = [
+                f"{key.title} {row.keys[key.name]}" for key in result.keys if key.name != along and key.name in row.keys
+            ]
+            found.setdefault(", ".join(others), []).append(point)
+    return [Series(name, tuple(sorted(points, key=lambda point: point.at))) for name, points in found.items()]
+
+
+def _point(row: Row, column: str, at: float) -> Point | None:
+    median, spread = row.median(column), row.spread(column)
+    return None if median is None or spread is None else Point(at, median, *spread)
+
+
+def _place(ticks: Sequence[object], tick: object) -> float:
+    """Where a key lies: as far along as its number where all are numbers that differ, else in its turn."""
+    numbers = [value for value in ticks if isinstance(value, int | float)]
+    if len(numbers) == len(ticks) > 1 and isinstance(tick, int | float):
+        low, high = min(numbers), max(numbers)
+        if low > 0 and high / low >= 16:  # doublings are as far apart as each other
+            return math.log(tick / low) / math.log(high / low)
+        return (tick - low) / (high - low)
+    return ticks.index(tick) / max(1, len(ticks) - 1) if len(ticks) > 1 else 0.5
+
+
+def _round_up(value: float) -> float:
+    """The next number that ticks divide well."""
+    if value <= 0:
+        return 1.0
+    step = 10.0 ** math.floor(math.log10(value))
+    return next(step * factor for factor in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if step * factor >= value)
+
+
+def _x(at: float) -> float:
+    inset = 28
+    return _LEFT + inset + at * (WIDTH - _LEFT - _RIGHT - 2 * inset)
+
+
+def _y(share: float) -> float:
+    return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
+
+
+def _grid(top: float, column: Column) -> list[str]:
+    lines = []
+    for tick in range(_TICKS + 1):
+        y, value = _y(tick / _TICKS), top * tick / _TICKS
+        lines.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        lines.append(_text(_LEFT - 10, y + 4, _number(value, column.digits if top < 10 else 0), "tick end"))
+    return lines
+
+
+def _marks(ticks: Sequence[str], along: Column) -> list[str]:
+    values: list[object] = [_as_number(tick) for tick in ticks]
+    marks = [
+        _text(_x(_place(values, value)), HEIGHT - _BOTTOM + 20, tick, "tick middle")
+        for tick, value in zip(ticks, values, strict=True)
+    ]
+    title = f"{along.title}, {along.unit}" if along.unit else along.title
+    return [*marks, _text(_x(0.5), HEIGHT - 14, title, "axis middle")]
+
+
+def _as_number(text: str) -> object:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _drawn(series: Series, index: int, top: float) -> list[str]:
+    look = f"series s{index % _LOOKS}"
+    places = [(_x(point.at), _y(point.median / top)) for point in series.points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    spreads = [
+        f'<line class="{look} spread" x1="{x:.1f}" x2="{x:.1f}" y1="{_y(point.least / top):.1f}" '
+        f'y2="{_y(point.most / top):.1f}"/>'
+        for (x, _), point in zip(places, series.points, strict=True)
+        if point.least < point.most
+    ]
+    dots = [f'<circle class="{look} dot" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in places]
+    return [f'<polyline class="{look} line" points="{line}"/>', *spreads, *dots]
+
+
+def _legend(series: Sequence[Series]) -> list[str]:
+    parts = []
+    for index, each in enumerate(series):
+        x, y = WIDTH - 170 * (1 + index // 2), 28 + 17 * (index % 2)
+        parts.append(f'<circle class="series s{index % _LOOKS} dot" cx="{x}" cy="{y - 4}" r="4"/>')
+        parts.append(_text(x + 10, y, each.name, "note"))
+    return parts
+
+
+def _headline(column: Column) -> str:
+    return f"{column.title}, {column.unit}" if column.unit else column.title
+
+
+def _subtitle(result: BenchResult) -> str:
+    repeats = f"{result.repeats} repeats" if result.repeats > 1 else "1 repeat"
+    return f"{result.name} · {result.target.model} · {result.machine.cpu} · {result.started[:10]} · {repeats}"
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:,.{digits}f}"
+
+
+def _text(x: float, y: float, text: str, look: str) -> str:
+    return f'<text class="{look}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

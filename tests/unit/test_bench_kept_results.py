@@ -1,0 +1,218 @@
+"""Results of benches that were kept: compared, drawn, as CSV, and in the history."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sqlite3
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from console.bench.comparison import compare
+from console.bench.csv_file import csv_text, write_csv
+from console.bench.history import FILE, BenchHistory, BenchHistoryError
+from console.bench.looking import look, referred
+from console.bench.result import BenchResult, Column, MachineInfo, Row, TargetInfo, Versions, write_result
+from console.bench.svg import plot
+from engine.errors import InvalidRequest
+
+RATE = Column(name="tok_s", title="throughput", unit="tok/s", better="higher")
+TTFT = Column(name="ttft_ms", title="TTFT", unit="ms", better="lower")
+COUNT = Column(name="requests", title="requests", digits=0)
+
+
+def made(rates: dict[int, list[float | None]], **changed: Any) -> BenchResult:
+    """A result of `bench users`: by users, the throughput of each repeat."""
+    rows = tuple(
+        Row(keys={"users": users}, values={"tok_s": values, "ttft_ms": [10.0] * len(values)})
+        for users, values in rates.items()
+    )
+    base = BenchResult(
+        name="users",
+        started="2026-03-01T12:30:00Z",
+        duration_s=12.0,
+        machine=MachineInfo(cpu="Some CPU", cores=2, ram_bytes=1 << 34),
+        versions=Versions(ericllm="1.0", python="3.11"),
+        target=TargetInfo(kind="engine", model="demo"),
+        settings={"requests": 64},
+        seeds=[7],
+        keys=(Column(name="users", title="users"),),
+        columns=(RATE, TTFT, COUNT),
+        rows=rows,
+    )
+    return msgspec.structs.replace(base, **changed)
+
+
+def verdict(before: list[float | None], after: list[float | None], column: Column = RATE) -> str:
+    """Of one row's change."""
+    one, other = (made({1: []}, columns=(column,), rows=(_row(column, each),)) for each in (before, after))
+    return compare(one, other).changes[0].verdict
+
+
+def _row(column: Column, values: list[float | None]) -> Row:
+    return Row(keys={"users": 1}, values={column.name: values})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "column", "expected"),
+    [
+        ([100, 101, 102], [150, 151, 152], RATE, "better"),
+        ([100, 101, 102], [50, 51, 52], RATE, "worse"),
+        ([100, 101, 102], [150, 151, 152], TTFT, "worse"),
+        ([100, 101, 102], [50, 51, 52], TTFT, "better"),
+        ([100, 101, 102], [150, 151, 152], COUNT, "changed"),
+        ([100, 101, 160], [150, 151, 152], RATE, "same"),
+        ([100, 101, 102], [106, 107, 108], RATE, "same"),
+        ([100, None], [150], RATE, "better"),
+    ],
+)
+def test_a_number_has_changed_where_neither_repeats_nor_the_tie_explain_it(
+    before: list[float | None], after: list[float | None], column: Column, expected: str
+) -> None:
+    assert verdict(before, after, column) == expected
+
+
+def test_a_comparison_says_what_else_is_not_the_same() -> None:
+    before = made({1: [10.0], 2: [20.0]})
+    after = made({2: [20.0], 4: [40.0]}, settings={"requests": 32}, seeds=[8])
+
+    found = compare(before, after)
+
+    assert [(each.what, each.before, each.after) for each in found.differences] == [
+        ("seeds", "7", "8"),
+        ("requests", "64", "32"),
+    ]
+    assert found.only_before == ({"users": 1},) and found.only_after == ({"users": 4},)
+    assert {change.column for change in found.changes} == {"tok_s", "ttft_ms"}
+
+
+def test_results_of_two_benches_are_not_compared() -> None:
+    with pytest.raises(InvalidRequest, match="'bench users', the other of 'bench grid'"):
+        compare(made({1: [1.0]}), made({1: [1.0]}, name="grid"))
+    with pytest.raises(InvalidRequest, match="no row in common"):
+        compare(made({1: [1.0]}), made({2: [1.0]}))
+
+
+def test_csv_has_a_line_for_each_row_and_repeat(tmp_path: Path) -> None:
+    result = made({1: [10.0, 11.0], 2: [20.0, None]})
+
+    lines = list(csv.DictReader(io.StringIO(csv_text(result))))
+
+    assert [(line["users"], line["repeat"], line["tok_s"]) for line in lines] == [
+        ("1", "1", "10.0"),
+        ("1", "2", "11.0"),
+        ("2", "1", "20.0"),
+        ("2", "2", ""),
+    ]
+    write_csv(tmp_path / "out.csv", result)
+    assert (tmp_path / "out.csv").read_text() == csv_text(result)
+    with pytest.raises(InvalidRequest, match="cannot be written"):
+        write_csv(tmp_path / "out.csv" / "below.csv", result)
+
+
+def test_a_plot_has_a_point_for_each_row_and_a_line_for_each_series() -> None:
+    rows = tuple(
+        Row(keys={"workers": workers, "users": users}, values={"tok_s": [users * 10.0, users * 11.0]})
+        for workers in (1, 2)
+        for users in (1, 8, 32)
+    )
+    keys = (Column(name="workers", title="workers"), Column(name="users", title="users"))
+
+    drawn = ElementTree.fromstring(plot(made({}, rows=rows, keys=keys)))
+
+    tags = [element.tag.rpartition("}")[2] for element in drawn.iter()]
+    lines = [element for element in drawn.iter() if element.get("class", "").endswith(" line")]
+    dots = [element for element in drawn.iter() if element.get("r") == "3.5"]
+    assert tags[0] == "svg" and len(lines) == 2 and len(dots) == 6
+    xs = [float(dot.get("cx", "")) for dot in dots[:3]]
+    assert xs == sorted(xs) and xs[1] - xs[0] == pytest.approx((xs[2] - xs[0]) * 0.6, abs=0.2)  # by doublings
+    assert "workers 2" in {element.text for element in drawn.iter()}
+
+
+def test_a_plot_of_words_gives_each_its_place() -> None:
+    rows = tuple(Row(keys={"users": name}, values={"tok_s": [5.0]}) for name in ("one & two", "three"))
+    texts = {element.text for element in ElementTree.fromstring(plot(made({}, rows=rows))).iter()}
+    assert {"one & two", "three"} <= texts
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are() -> None:
+    with pytest.raises(InvalidRequest, match="no numbers named speed; it has tok_s, ttft_ms"):
+        plot(made({1: [1.0]}), "speed")
+    with pytest.raises(InvalidRequest, match="no number to draw"):
+        plot(made({}))
+
+
+def test_the_history_keeps_results_whole_and_lists_the_newest_first(tmp_path: Path) -> None:
+    history = BenchHistory(tmp_path / "new")
+    assert history.results() == []
+    first, second = made({1: [1.0]}), made({1: [2.0]}, name="grid", target=TargetInfo(kind="http", model="m", url="u"))
+
+    numbers = [history.add(first), history.add(second)]
+
+    assert [kept.id for kept in history.results()] == numbers[::-1]
+    assert [kept.id for kept in history.results(name="users")] == numbers[:1]
+    assert [kept.id for kept in history.results(model="m", limit=5)] == numbers[1:]
+    assert history.result(numbers[1]) == second
+    history.remove(numbers[0])
+    with pytest.raises(InvalidRequest, match=f"no result {numbers[0]}"):
+        history.result(numbers[0])
+
+
+def test_a_history_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"no database" * 200)
+    with pytest.raises(BenchHistoryError, match="cannot be read"):
+        BenchHistory(tmp_path).results()
+
+
+def test_a_history_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE) as db:
+        db.execute("PRAGMA user_version = 99")
+    with pytest.raises(BenchHistoryError, match="newer version"):
+        BenchHistory(tmp_path).add(made({1: [1.0]}))
+
+
+def test_a_result_is_named_by_file_number_or_last(tmp_path: Path) -> None:
+    history = BenchHistory(tmp_path)
+    with pytest.raises(InvalidRequest, match="has 0 results, so there is no last"):
+        referred("last", history)
+    older, newer = made({1: [1.0]}), made({1: [2.0]})
+    number = history.add(older)
+    history.add(newer)
+    write_result(tmp_path / "r.json", newer)
+    assert referred(str(number), history) == older == referred("last~1", history)
+    assert referred("last", history) == newer == referred(str(tmp_path / "r.json"), history)
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        referred("nothing.json", history)
+
+
+def said(capsys: pytest.CaptureFixture[str], folder: Path, *argv: str) -> str:
+    """What `ericllm bench ...` prints."""
+    assert look(argv, argparse.ArgumentParser(), folder) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_shows_compares_and_draws_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No result is kept" in said(capsys, tmp_path, "history")
+    history = BenchHistory(tmp_path)
+    number = history.add(made({1: [100.0, 102.0]}, notes=("a note",)))
+    history.add(made({1: [200.0, 202.0]}))
+
+    assert said(capsys, tmp_path, "history").count("demo") == 2
+    assert len(json.loads(said(capsys, tmp_path, "history", "--json", "--limit", "1"))) == 1
+    shown = said(capsys, tmp_path, "show", str(number))
+    assert "101.0" in shown and "a note" in shown and "medians of 2" in shown
+    assert said(capsys, tmp_path, "show", "last", "--csv").startswith("bench,started,users")
+    compared = said(capsys, tmp_path, "compare", "last~1", "last")
+    assert "+99.0%" in compared and "better" in compared
+    assert "same" in said(capsys, tmp_path, "compare", "last~1", "last", "--tie", "99.5")
+    assert said(capsys, tmp_path, "plot", "last").startswith("<svg")
+    assert "is written" in said(capsys, tmp_path, "plot", "last", "--out", str(tmp_path / "p.svg"))
+    assert (tmp_path / "p.svg").read_text().startswith("<svg")
+    assert "forgotten" in said(capsys, tmp_path, "forget", str(number))
+    assert len(history.results()) == 1
