@@ -19,8 +19,8 @@ import platformdirs
 InstructionSet = Literal["avx512-bf16", "avx2"]
 
 _FOLDER = Path(__file__).parent
-SOURCES = (_FOLDER / "linear.cpp",)
-HEADERS = tuple(_FOLDER / name for name in ("common.h", "vector.h", "linear.h"))
+SOURCES = tuple(_FOLDER / name for name in ("linear.cpp", "float32.cpp"))
+HEADERS = tuple(_FOLDER / name for name in ("common.h", "vector.h", "functions.h", "linear.h"))
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 60.0
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -13,7 +15,14 @@ from torch import Tensor
 from engine.backends.torch.native.build import CannotBuild, InstructionSet, library_key
 
 BLOCK, PAD_INPUTS = 16, 32
+DTYPES: Final = MappingProxyType({torch.bfloat16: "bfloat16", torch.float32: "float32"})
+"""What weights the linear kernels multiply by."""
+
 _ALIGNMENT = 64
+
+Product = Callable[[int, int, int, int, int, int, int, int | None], None]
+"""A kernel that multiplies. Takes: the address of Threads, how many of them, the address of a Layer, that of x, elements
+from one of its rows to the next, rows, the address of the output, and that of the residual where there is one."""
 
 _ADDRESS, _SIZE, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -58,36 +67,35 @@ class NativeLibrary:
         self.key: Final = library_key(isa)
         try:
             self.functions: Final = ctypes.CDLL(str(path))
-            self._pack, self._linear = self.functions.ericllm_pack, self.functions.ericllm_linear
+            self._packs = {dtype: self.functions[f"ericllm_pack_{name}"] for dtype, name in DTYPES.items()}
+            for name in DTYPES.values():
+                self.product(name)
         except (OSError, AttributeError) as error:
             raise CannotBuild(f"the compiled library cannot be loaded: {error}") from error
-        self._pack.argtypes = (_ADDRESS, _SIZE, _SIZE, _SIZE, _ADDRESS)
-        self._linear.argtypes = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS)
-        self._pack.restype = self._linear.restype = None
+        for pack in self._packs.values():
+            pack.argtypes, pack.restype = (_ADDRESS, _SIZE, _SIZE, _SIZE, _FLAG, _ADDRESS), None
         self._threads = _torch_threads()
         self.threads: Final = ctypes.addressof(self._threads)
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """`weight` [out, in] of bfloat16 as the kernels read it: [out/16, in/2, 16, 2], padded with zeros."""
+    def pack(self, weight: Tensor, *, interleaved: bool = False) -> Tensor:
+        """`weight` [out, in] as the kernels read it, padded with zeros: [out/16, in/2, 16, 2] of bfloat16, or
+        [out/16, in, 16] of float32. interleaved: blocks of 16 of its upper and lower half take turns."""
         outputs, inputs = weight.shape
-        packed = aligned((-(-outputs // BLOCK), -(-inputs // PAD_INPUTS) * PAD_INPUTS // 2, BLOCK, 2), torch.bfloat16)
+        blocks = 2 * -(-outputs // 2 // BLOCK) if interleaved else -(-outputs // BLOCK)
+        pairs = -(-inputs // PAD_INPUTS) * PAD_INPUTS // 2
+        shape = (blocks, inputs, BLOCK) if weight.dtype is torch.float32 else (blocks, pairs, BLOCK, 2)
+        packed = aligned(shape, weight.dtype)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self._pack(weight.data_ptr(), weight.stride(0), outputs, inputs, packed.data_ptr())
+        pack = self._packs[weight.dtype]
+        pack(weight.data_ptr(), weight.stride(0), outputs, inputs, interleaved, packed.data_ptr())
         return packed
 
-    def linear(self, layer: int, x: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Put the product of the Layer at that address into `out`, contiguous. x [rows, in], its rows without gaps.
-        residual: as `out`, which it may be."""
-        self._linear(
-            self.threads,
-            torch.get_num_threads(),
-            layer,
-            x.data_ptr(),
-            x.stride(0),
-            x.shape[0],
-            out.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-        )
+    def product(self, kernel: str) -> Product:
+        """The kernel of that name. Raises AttributeError where there is none."""
+        function = self.functions[f"ericllm_linear_{kernel}"]
+        function.argtypes = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS)
+        function.restype = None
+        return function
 
 
 @cache

@@ -10,22 +10,19 @@ namespace {
 
 constexpr int64_t kPrefetchBytes = 4096;
 
-// The least stride, 2 KiB, by which rows of x crowd the same few sets of the first-level cache.
-constexpr int64_t kCrowdingStride = 1024;
-
 int64_t block_stride(int64_t inputs) { return round_up(inputs, kPadInputs) / 2 * kBlock; }  // in pairs
-
-inline uint32_t pair_at(const char* x, int64_t p) {
-    uint32_t pair;
-    std::memcpy(&pair, x + 4 * p, sizeof pair);
-    return pair;
-}
 
 inline void prefetch(const uint32_t* from) {
     _mm_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes, _MM_HINT_T0);
 }
 
 #if defined(ERICLLM_AVX512_BF16)
+
+inline uint32_t pair_at(const char* x, int64_t p) {
+    uint32_t pair;
+    std::memcpy(&pair, x + 4 * p, sizeof pair);
+    return pair;
+}
 
 constexpr int64_t kTileRows = 12;  // x 2 blocks: 24 of 32 registers accumulate
 constexpr int64_t blocks_for(int64_t rows) { return rows <= 6 ? 4 : 2; }
@@ -52,37 +49,35 @@ void tile(const char* x, int64_t x_stride, const uint32_t* weight, int64_t strid
         for (int c = 0; c < C; ++c) _mm512_store_ps(sums + r * kMaxStep * kBlock + c * kBlock, sum[r][c]);
 }
 
-#else  // AVX2 and FMA
+#else  // AVX2 and FMA: rows lie in the panel as floats
 
-constexpr int64_t kTileRows = 4;  // 8 of 16 registers accumulate
+constexpr int64_t kTileRows = 4;  // x 2 registers of one block: 8 of 16
 constexpr int64_t blocks_for(int64_t) { return 1; }
 
-inline __m256 first_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
-inline __m256 second_of(__m256i pairs) {
-    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+inline Floats first_of(const __m256i (&pairs)[2]) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs[0], 16)), _mm256_castsi256_ps(_mm256_slli_epi32(pairs[1], 16))};
+}
+inline Floats second_of(const __m256i (&pairs)[2]) {
+    const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    return {_mm256_castsi256_ps(_mm256_and_si256(pairs[0], mask)), _mm256_castsi256_ps(_mm256_and_si256(pairs[1], mask))};
 }
 
 template <int R, int C>
 void tile(const char* x, int64_t x_stride, const uint32_t* weight, int64_t, int64_t pairs, float* sums) {
     static_assert(C == 1, "two registers a block: more blocks would leave too few");
-    __m256 sum[R][2];
-    for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
+    Floats sum[R];
+    for (int r = 0; r < R; ++r) sum[r] = all(0.0f);
     for (int64_t p = 0; p < pairs; ++p) {
-        const uint32_t* from = weight + p * kBlock;
-        prefetch(from);
-        const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-        const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + kBlock / 2));
+        const auto* from = reinterpret_cast<const __m256i*>(weight + p * kBlock);
+        prefetch(weight + p * kBlock);
+        const __m256i both[2] = {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
+        const Floats first = first_of(both), second = second_of(both);
         for (int r = 0; r < R; ++r) {
-            const __m256i a = _mm256_set1_epi32(static_cast<int>(pair_at(x + r * x_stride, p)));
-            const __m256 first = first_of(a), second = second_of(a);
-            sum[r][0] = _mm256_fmadd_ps(second_of(low), second, _mm256_fmadd_ps(first_of(low), first, sum[r][0]));
-            sum[r][1] = _mm256_fmadd_ps(second_of(high), second, _mm256_fmadd_ps(first_of(high), first, sum[r][1]));
+            const float* a = reinterpret_cast<const float*>(x + r * x_stride) + 2 * p;
+            sum[r] = fused(second, all(a[1]), fused(first, all(a[0]), sum[r]));
         }
     }
-    for (int r = 0; r < R; ++r) {
-        _mm256_store_ps(sums + r * kMaxStep * kBlock, sum[r][0]);
-        _mm256_store_ps(sums + r * kMaxStep * kBlock + kBlock / 2, sum[r][1]);
-    }
+    for (int r = 0; r < R; ++r) store(sums + r * kMaxStep * kBlock, sum[r]);
 }
 
 #endif
@@ -100,17 +95,29 @@ struct Bfloat16Kernel {
     using Value = Bfloat16;
     static constexpr int64_t kRows = kTileRows;
 
-    static int64_t step(int64_t rows) { return blocks_for(rows); }
+    static int64_t step(int64_t rows) { return std::max<int64_t>(2, blocks_for(rows)); }
+#if defined(ERICLLM_AVX512_BF16)
     static int64_t panel_stride(const Layer& l) { return (round_up(l.inputs, 32) + 32) * 2; }  // spreads over the cache
 
     static bool reads(const Call& call) {
-        return call.layer.inputs % 2 == 0 && (call.rows <= 4 || call.x_stride % kCrowdingStride);
+        return call.layer.inputs % 2 == 0 && (call.rows <= 4 || call.x_stride * 2 % kCrowdingBytes);
     }
 
     static void lay(const Layer& l, const Bfloat16* row, char* to) {
         std::memcpy(to, row, static_cast<size_t>(l.inputs) * sizeof *row);
         std::memset(to + l.inputs * 2, 0, static_cast<size_t>(round_up(l.inputs, kPadInputs) - l.inputs) * sizeof *row);
     }
+#else
+    static int64_t panel_stride(const Layer& l) { return (round_up(l.inputs, 16) + 16) * 4; }
+
+    static bool reads(const Call&) { return false; }
+
+    static void lay(const Layer& l, const Bfloat16* row, char* to) {
+        auto* floats = reinterpret_cast<float*>(to);
+        for (int64_t k = 0; k < l.inputs; k += kLanes)
+            store(floats + k, load_some(row + k, std::min(kLanes, l.inputs - k)));
+    }
+#endif
 
     static void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
                          float* sums) {
@@ -137,9 +144,9 @@ struct Bfloat16Kernel {
 extern "C" {
 
 // Lay out `weight` [outputs, inputs] with rows `stride` apart as the products below read it.
-void ericllm_pack(const uint16_t* weight, int64_t stride, int64_t outputs, int64_t inputs, uint16_t* packed) {
-    Layer l{};
-    l.inputs = inputs, l.outputs = outputs;
+void ericllm_pack_bfloat16(const uint16_t* weight, int64_t stride, int64_t outputs, int64_t inputs, int32_t interleaved,
+                           uint16_t* packed) {
+    const Layer l = shape(outputs, inputs, interleaved);
     std::memset(packed, 0, static_cast<size_t>(l.blocks() * block_stride(inputs) * 2) * sizeof *packed);
     for (int64_t block = 0; block < l.blocks(); ++block) {
         uint16_t* to = packed + block * block_stride(inputs) * 2;
@@ -151,8 +158,8 @@ void ericllm_pack(const uint16_t* weight, int64_t stride, int64_t outputs, int64
 }
 
 // The product, on at most `threads` threads.
-void ericllm_linear(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
-                    int64_t rows, void* out, const void* residual) {
+void ericllm_linear_bfloat16(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
+                             int64_t rows, void* out, const void* residual) {
     const Call call{*layer, x, x_stride, rows, out, residual};
     Product<Bfloat16Kernel>(call).run(*by, threads);
 }

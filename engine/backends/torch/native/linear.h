@@ -9,17 +9,15 @@
 
 #pragma once
 
-#include "common.h"
-#include "vector.h"
+#include "functions.h"
 
 namespace ericllm {
 
 constexpr int64_t kBlock = 16;  // outputs side by side
 constexpr int64_t kPadInputs = 32;
-constexpr int64_t kMaxStep = 4;             // blocks that a tile takes at most
+constexpr int64_t kMaxStep = 4;             // blocks that are added up at once at most
 constexpr int64_t kPanelBytes = 256 << 10;  // of rows: part of a usual second-level cache
-
-enum class Activation : int32_t { none, silu, gelu, gelu_tanh };
+constexpr int64_t kCrowdingBytes = 2 << 10; // the least stride by which rows crowd the same few sets of the first level
 
 // What stays the same from call to call. `Layer` of library.py has the same fields.
 struct Layer {
@@ -37,7 +35,6 @@ struct Layer {
     float alpha;             // epilogue: residual + alpha * product, in a call with a residual
     int32_t out_is_float;    // or else of the type of x
 
-    int64_t width() const { return activation == Activation::none ? outputs : outputs / 2; }
     int64_t blocks() const { return interleaved ? 2 * divide_up(outputs / 2, kBlock) : divide_up(outputs, kBlock); }
     // The first output of a block, and how many it has.
     int64_t first(int64_t block) const {
@@ -47,6 +44,13 @@ struct Layer {
         return interleaved ? std::min(kBlock, outputs / 2 - block / 2 * kBlock) : std::min(kBlock, outputs - first(block));
     }
 };
+
+// A layer of which no more is known than its shape.
+inline Layer shape(int64_t outputs, int64_t inputs, int32_t interleaved) {
+    Layer l{};
+    l.inputs = inputs, l.outputs = outputs, l.interleaved = interleaved;
+    return l;
+}
 
 struct Call {
     const Layer& layer;
@@ -85,30 +89,60 @@ void normalise(const Value* row, const Weight* weight, int64_t count, float epsi
     }
 }
 
-// Put what the epilogue makes of sums [rows][stride] of blocks from `block` on into rows of `out` from `row` on.
+// What the epilogue makes of sums [rows][kMaxStep * 16] of some blocks, `rows` of them from `row` on: for a kernel's
+// Value, and what goes out as Out.
 template <class Value, class Out>
-void finish(const Call& call, const float* sums, int64_t stride, int64_t row, int64_t rows, int64_t block,
-            int64_t blocks) {
-    const Layer& l = call.layer;
-    const auto* biases = static_cast<const Value*>(l.bias);
-    const auto* residual = static_cast<const Value*>(call.residual);
-    auto* out = static_cast<Out*>(call.out);
-    const Floats alpha = all(l.alpha);
-    for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t first = l.first(block + b), count = l.count(block + b);
-        const Floats bias = biases ? load_some(biases + first, count) : all(0.0f);
-        for (int64_t r = 0; r < rows; ++r) {
-            const int64_t at = (row + r) * l.outputs + first;
-            Floats value = load(sums + r * stride + b * kBlock) + bias;
-            if (residual) value = fused(alpha, value, load_some(residual + at, count));
-            store_some(out + at, value, count);
+class Epilogue {
+  public:
+    explicit Epilogue(const Call& call)
+        : layer_(call.layer),
+          biases_(static_cast<const Value*>(call.layer.bias)),
+          residual_(static_cast<const Value*>(call.residual)),
+          out_(static_cast<Out*>(call.out)) {}
+
+    void operator()(const float* sums, int64_t row, int64_t rows, int64_t block, int64_t blocks) const {
+        const bool gated = layer_.activation != Activation::none;
+        for (int64_t b = 0; b < blocks; b += gated ? 2 : 1)
+            if (gated)
+                gate(sums + b * kBlock, row, rows, block + b);
+            else
+                add(sums + b * kBlock, row, rows, block + b);
+    }
+
+  private:
+    Floats bias(int64_t block) const {
+        return biases_ ? load_some(biases_ + layer_.first(block), layer_.count(block)) : all(0.0f);
+    }
+
+    void add(const float* sums, int64_t row, int64_t rows, int64_t block) const {
+        const Floats added = bias(block), alpha = all(layer_.alpha);
+        const int64_t count = layer_.count(block);
+        for (int64_t r = 0; r < rows; ++r, sums += kMaxStep * kBlock) {
+            const int64_t at = (row + r) * layer_.outputs + layer_.first(block);
+            Floats value = load(sums) + added;
+            if (residual_) value = fused(alpha, value, load_some(residual_ + at, count));
+            store_some(out_ + at, value, count);
         }
     }
-}
+
+    void gate(const float* sums, int64_t row, int64_t rows, int64_t block) const {
+        const Floats first = bias(block), second = bias(block + 1);
+        const int64_t width = layer_.outputs / 2, count = layer_.count(block);
+        for (int64_t r = 0; r < rows; ++r, sums += kMaxStep * kBlock) {
+            const Floats opened = activated(layer_.activation, load(sums) + first);
+            store_some(out_ + (row + r) * width + layer_.first(block), opened * (load(sums + kBlock) + second), count);
+        }
+    }
+
+    const Layer& layer_;
+    const Value* biases_;
+    const Value* residual_;
+    Out* out_;
+};
 
 // One call, whose threads share it. A kernel is a type with
 //   Value: that of x, bias, residual and, if not float, out
-//   kRows: rows of a tile at most;  step(rows): blocks of a tile of so many rows, at most kMaxStep
+//   kRows: rows of a tile at most;  step(rows): blocks of a tile of so many rows, 2 or 4
 //   panel_stride(layer): bytes from one row of a panel to the next, a multiple of 64
 //   reads(call): whether x can be read where it lies;  lay(layer, row, to): put a row into a panel
 //   multiply(layer, x, x_stride in bytes, rows, block, blocks, sums): put the products into sums [rows][kMaxStep * 16]
@@ -176,9 +210,9 @@ class Product {
                 const int64_t from = rows * g / groups, size = rows * (g + 1) / groups - from;
                 Kernel::multiply(l, x + from * stride_, stride_, size, block, blocks, sums);
                 if (l.out_is_float)
-                    finish<Value, float>(call_, sums, kMaxStep * kBlock, row + from, size, block, blocks);
+                    Epilogue<Value, float>{call_}(sums, row + from, size, block, blocks);
                 else
-                    finish<Value, Value>(call_, sums, kMaxStep * kBlock, row + from, size, block, blocks);
+                    Epilogue<Value, Value>{call_}(sums, row + from, size, block, blocks);
             }
         }
     }
