@@ -19,9 +19,8 @@ class NativeLinear:
     """x @ weight.T + bias over a weight that `library` packed. Accumulates in float32, every output by one sequence of
     operations: neither the threads nor the other rows of a batch change a row's result.
 
-    dtype: of x, bias and result.  kernel: what multiplies by such weights.  scales, group: a quantised weight's, and how
-    many inputs share one.  interleaved: its blocks lie so that the activation of the outputs' first half can gate the
-    second (`gated`).
+    dtype: of x, bias and result.  kernel: what multiplies by such weights.  scales, group: a quantised weight's, and
+    how many inputs share one.  interleaved: its blocks lie so that the first half of the outputs can gate the second.
     """
 
     def __init__(
@@ -117,8 +116,6 @@ class Fused:
             x, stride = x.contiguous(), inputs
         out = torch.empty((rows, self._width), dtype=self._out) if residual is None else residual
         to = out.data_ptr()
-        self._product(
-            *(self._threads, torch.get_num_threads(), self._address),
-            *(x.data_ptr(), stride, rows, to, None if residual is None else to),
-        )
+        threads, added = torch.get_num_threads(), None if residual is None else to
+        self._product(self._threads, threads, self._address, x.data_ptr(), stride, rows, to, added)
         return out

@@ -21,7 +21,7 @@ DTYPES: Final = MappingProxyType({torch.bfloat16: "bfloat16", torch.float32: "fl
 _ALIGNMENT = 64
 
 Product = Callable[[int, int, int, int, int, int, int, int | None], None]
-"""A kernel that multiplies. Takes: the address of Threads, how many of them, the address of a Layer, that of x, elements
+"""A kernel that multiplies. Takes the address of Threads, how many of them, the address of a Layer, that of x, elements
 from one of its rows to the next, rows, the address of the output, and that of the residual where there is one."""
 
 _ADDRESS, _SIZE, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
