@@ -131,6 +131,8 @@ def engine_config(settings: Settings, log_dir: Path | None) -> EngineConfig:
         max_prompts=settings.max_prompts,
         max_queue=settings.max_queue,
         timeout_s=settings.timeout,
+        step_tokens=settings.step_tokens,
+        threads=settings.threads,
         hang_s=settings.hang_seconds,
         idle_unload_s=settings.idle_unload,
         devices=parse_devices(settings.devices) if settings.devices else (),

@@ -17,7 +17,13 @@ from engine.errors import EngineError, InvalidRequest
 if TYPE_CHECKING:
     from console.runtime import Runtime
 
-_KNOBS = {"num_workers": "workers", "max_prompts": "max_prompts", "idle_unload": "idle_unload_s"}
+_KNOBS = {
+    "num_workers": "workers",
+    "max_prompts": "max_prompts",
+    "idle_unload": "idle_unload_s",
+    "step_tokens": "step_tokens",
+    "threads": "threads",
+}
 """Settings that the engine takes while it runs, and what it calls them."""
 _OBSERVED = {
     "slo_ttft": "slo_ttft_s",
@@ -75,8 +81,8 @@ class RunningSettings:
 
     def _turned(self) -> dict[str, object]:
         config = self._runtime.engine.config
-        knobs = {"num_workers": config.num_workers, "max_prompts": config.max_prompts}
-        return knobs | {"idle_unload": config.idle_unload_s}
+        names = ("num_workers", "max_prompts", "step_tokens", "threads")
+        return {name: getattr(config, name) for name in names} | {"idle_unload": config.idle_unload_s}
 
     def _reread(self) -> None:
         """Somebody else's change; one with a mistake is not looked at, the next start will say what is wrong."""

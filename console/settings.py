@@ -26,7 +26,7 @@ from console.setting_values import (
     SimulatedDevices,
     whole_number,
 )
-from engine.config import MAX_STRETCH, MAX_TIMEOUT_S, AttentionName, CacheBits
+from engine.config import MAX_STRETCH, MAX_THREADS, MAX_TIMEOUT_S, STEP_TOKENS, AttentionName, CacheBits
 from engine.models.files import home_expanded
 
 __all__ = ["Flag", "Group", "Settings", "When"]
@@ -121,6 +121,20 @@ class Settings(ServedSettings):
         Flag("Engine", "N", when="now"),
         Field(ge=1, le=4096, description="Requests that a worker works on at once"),
     ] = 16
+    step_tokens: Annotated[
+        int,
+        Flag("Engine", "TOKENS", ("torch",), when="now"),
+        Field(
+            ge=STEP_TOKENS[0],
+            le=STEP_TOKENS[1],
+            description="Tokens that a step computes at most, of prompts and answers",
+        ),
+    ] = 512
+    threads: Annotated[
+        int,
+        Flag("Engine", "N", when="now"),
+        Field(ge=0, le=MAX_THREADS, description="CPU threads of each worker; 0: the cores, shared out"),
+    ] = 0
     timeout: Annotated[
         float,
         Flag("Engine", "SECONDS"),

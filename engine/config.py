@@ -26,6 +26,8 @@ MAX_BANNED_CHARACTERS = 200
 MAX_GRAMMAR_BYTES = 2**20
 MAX_TIMEOUT_S = 10**7
 MAX_STRETCH = 1000.0
+MAX_THREADS = 1024
+STEP_TOKENS = (16, 10**6)
 """Most that a context may be stretched by, by alpha_value and by compress_pos_emb."""
 _SHOWN_DIGITS = 24
 
@@ -305,6 +307,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_prompts: requests a worker works on at once.  max_queue: requests that may wait; more are QueueFull.
     timeout_s: 0 means no limit.  step_tokens: token budget of one step (prefill chunks and decodes together).
     page_tokens: tokens per KV page.
+    threads: CPU threads of each worker; 0 shares the machine's cores out.
     hang_s: a worker with work that reports nothing for so long is replaced; 0: never.
     max_deaths: a worker that dies so many times in a row is left dead.
     ageing_s: waiting so long is worth one priority.
@@ -325,6 +328,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_host: WorkerHostName = "process"
     step_tokens: int = 512
     page_tokens: int = 16
+    threads: int = 0
     restart_backoff_s: float = 0.5
     max_restart_backoff_s: float = 30.0
     hang_s: float = 60.0
@@ -348,8 +352,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max_prompts", 1, 4096),
             ("max_queue", 0, 10**6),
             ("timeout_s", 0, MAX_TIMEOUT_S),
-            ("step_tokens", 16, 10**6),
+            ("step_tokens", *STEP_TOKENS),
             ("page_tokens", 1, 4096),
+            ("threads", 0, MAX_THREADS),
             ("hang_s", 0, MAX_TIMEOUT_S),
             ("max_deaths", 1, 1000),
             ("ageing_s", 0.001, MAX_TIMEOUT_S),

@@ -288,6 +288,10 @@ class Deployment:
             return
         if config.max_prompts != before.max_prompts:
             self._pool.set_max_prompts(config.max_prompts)
+        if config.step_tokens != before.step_tokens:
+            self._pool.set_step_tokens(config.step_tokens)
+        if config.threads != before.threads:
+            self._pool.set_threads(config.threads)
         self._pool.resize(config.num_workers, placements)
 
     def drain_worker(self, worker_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -139,6 +140,8 @@ class Engine:
         workers: int | None = None,
         max_prompts: int | None = None,
         idle_unload_s: float | None = None,
+        step_tokens: int | None = None,
+        threads: int | None = None,
     ) -> LoadedModel:
         """Load `spec` and return when its first worker is ready. The load goes on if the caller is cancelled.
 
@@ -150,9 +153,8 @@ class Engine:
         with nothing else loaded, the model is "failed".
         """
         self._refuse_if_closed()
-        knobs = {"num_workers": workers, "max_prompts": max_prompts, "idle_unload_s": idle_unload_s}
-        changes = {name: value for name, value in knobs.items() if value is not None}
-        config = msgspec.structs.replace(self.config, **changes).validate()
+        knobs = _knobs(workers, max_prompts, idle_unload_s, step_tokens, threads)
+        config = msgspec.structs.replace(self.config, **knobs).validate()
         return await self._fleet.switch.load(spec, config, beside=beside)
 
     async def devices(self, *, without: str | None = None) -> list[DeviceReading]:
@@ -184,15 +186,19 @@ class Engine:
         workers: int | None = None,
         max_prompts: int | None = None,
         idle_unload_s: float | None = None,
+        step_tokens: int | None = None,
+        threads: int | None = None,
         model: str = "",
     ) -> None:
         """Set the targets of a model; growth and shrinking go on in the background and lose no request.
+
+        step_tokens: in one step of a worker, where its backend is ours.  threads: of each worker, 0 shares them out.
 
         Workers that never got ready, or died too often, are tried again. Raises InvalidRequest out of range,
         InsufficientMemory where another worker does not fit, ModelNotFound, EngineClosed; nothing is changed then.
         """
         self._refuse_if_closed()
-        self._fleet.reconfigure(model, workers=workers, max_prompts=max_prompts, idle_unload_s=idle_unload_s)
+        self._fleet.reconfigure(model, _knobs(workers, max_prompts, idle_unload_s, step_tokens, threads))
 
     async def restart_worker(self, worker_id: str) -> None:
         """Start a worker again: one that was left dead, or one that works, whose requests go on elsewhere.
@@ -349,3 +355,21 @@ def _shut_down() -> EngineClosed:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _knobs(
+    workers: int | None,
+    max_prompts: int | None,
+    idle_unload_s: float | None,
+    step_tokens: int | None,
+    threads: int | None,
+) -> dict[str, Any]:
+    """Fields of EngineConfig that are to be others."""
+    given = {
+        "num_workers": workers,
+        "max_prompts": max_prompts,
+        "idle_unload_s": idle_unload_s,
+        "step_tokens": step_tokens,
+        "threads": threads,
+    }
+    return {name: value for name, value in given.items() if value is not None}

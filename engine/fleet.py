@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import msgspec
 
@@ -164,18 +165,14 @@ class Fleet:
             await asyncio.wait(naps)
         await self.switch.close(drain_s, error)
 
-    def reconfigure(
-        self, name: str, *, workers: int | None, max_prompts: int | None, idle_unload_s: float | None
-    ) -> None:
-        """See Engine.reconfigure."""
-        wanted = {"num_workers": workers, "max_prompts": max_prompts, "idle_unload_s": idle_unload_s}
-        changes = {field: value for field, value in wanted.items() if value is not None}
+    def reconfigure(self, name: str, changes: Mapping[str, Any]) -> None:
+        """See Engine.reconfigure. changes: fields of EngineConfig."""
         msgspec.structs.replace(self.config, **changes).validate()
         first = self.roster.first
         target = self.roster.named(name)[0] if name else first
         if target is not None:
             config = msgspec.structs.replace(target.config, **changes)
-            placements = target.place_more(config.num_workers, self.devices()) if workers is not None else []
+            placements = target.place_more(config.num_workers, self.devices()) if "num_workers" in changes else []
             target.turn(config, placements)
         if target is first:
             self.config = msgspec.structs.replace(self.config, **changes)

@@ -72,6 +72,8 @@ class Pool:
         self.spec = spec
         self._config = config
         self._max_prompts = config.max_prompts
+        self._step_tokens = config.step_tokens
+        self._threads_each = config.threads
         self._new_host = new_host
         self._place_anew = place_anew
         self._new_id = new_id
@@ -171,6 +173,17 @@ class Pool:
         self._max_prompts = max_prompts
         for replica in self:
             replica.set_max_prompts(max_prompts)
+
+    def set_step_tokens(self, step_tokens: int) -> None:
+        """Let each replica compute at most this many tokens in a step."""
+        self._step_tokens = step_tokens
+        for replica in self:
+            replica.set_step_tokens(step_tokens)
+
+    def set_threads(self, threads: int) -> None:
+        """Let each replica compute on this many threads; 0 shares the cores out."""
+        self._threads_each = threads
+        self.share_cores()
 
     def slots(self) -> list[Slot]:
         """The replicas that take requests, each as many as its memory allows; one that works on a suspect is full."""
@@ -273,7 +286,7 @@ class Pool:
             replica.set_threads(self._threads(self._count()))
 
     def _threads(self, workers: int) -> int:
-        return self.spec.threads or max(1, usable_cores() // max(1, workers))
+        return self._threads_each or self.spec.threads or max(1, usable_cores() // max(1, workers))
 
     def _fail(self, errors: Iterable[ErrorInfo | None]) -> None:
         error = next((error for error in errors if error is not None), None)
@@ -285,7 +298,7 @@ class Pool:
         return Load(
             spec=self._placed_spec(placement),
             max_prompts=self._max_prompts,
-            step_tokens=self._config.step_tokens,
+            step_tokens=self._step_tokens,
             page_tokens=self._config.page_tokens,
             threads=self._threads(workers),
             adapters=tuple(self._adapters.values()),

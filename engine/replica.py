@@ -172,6 +172,11 @@ class Replica:
         """Work on at most this many at once, from now on and after restarts."""
         self._order(protocol.SetMaxPrompts(max_prompts=max_prompts), max_prompts=max_prompts)
 
+    def set_step_tokens(self, step_tokens: int) -> None:
+        """Compute at most this many tokens in a step, from now on and after restarts."""
+        if step_tokens != self._load.step_tokens:
+            self._order(protocol.SetStepTokens(step_tokens=step_tokens), step_tokens=step_tokens)
+
     def set_threads(self, threads: int) -> None:
         """Compute with this many CPU threads, from now on and after restarts."""
         if threads != self._load.threads:

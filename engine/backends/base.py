@@ -221,6 +221,9 @@ class Backend(Protocol):
     def set_max_prompts(self, max_prompts: int) -> None:
         """How many requests to work on at once; running ones beyond it finish."""
 
+    def set_step_tokens(self, step_tokens: int) -> None:
+        """How many tokens to compute in a step, prompts and answers together; nothing where a library has its own."""
+
     def step(self) -> Sequence[TokenEvent]:
         """Do one step for everybody; events in order, several tokens of one request allowed. Empty when idle."""
 

@@ -114,6 +114,9 @@ class WorkerLoop:
             case protocol.SetMaxPrompts(max_prompts=max_prompts):
                 if self._replica is not None:
                     self._replica.backend.set_max_prompts(max_prompts)
+            case protocol.SetStepTokens(step_tokens=step_tokens):
+                if self._replica is not None:
+                    self._replica.backend.set_step_tokens(step_tokens)
             case protocol.SetThreads(threads=threads):
                 limit_torch_threads(threads)
             case protocol.Attach(adapter=adapter):

@@ -57,8 +57,14 @@ class SetMaxPrompts(msgspec.Struct, frozen=True, kw_only=True, tag="set_max_prom
     max_prompts: int
 
 
+class SetStepTokens(msgspec.Struct, frozen=True, kw_only=True, tag="set_step_tokens"):
+    """Compute at most this many tokens in a step from the next one on."""
+
+    step_tokens: int
+
+
 class SetThreads(msgspec.Struct, frozen=True, kw_only=True, tag="set_threads"):
-    """Compute with this many CPU threads from the next step on: the cores are shared among more or fewer workers."""
+    """Compute with this many CPU threads from the next step on: the cores are shared out anew."""
 
     threads: int
 
@@ -79,7 +85,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
     """Unload and leave; answered by the channel's end."""
 
 
-Command = Load | CancelLoad | Submit | Cancel | SetMaxPrompts | SetThreads | Attach | Detach | Shutdown
+Command = Load | CancelLoad | Submit | Cancel | SetMaxPrompts | SetStepTokens | SetThreads | Attach | Detach | Shutdown
 
 # --- worker -> engine ---------------------------------------------------------------------------------
 

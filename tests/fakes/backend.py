@@ -154,6 +154,7 @@ class FakeBackend:
         self.embeds = embeds
         self.loaded: ModelSpec | None = None
         self.max_prompts = 0
+        self.step_tokens = 0
         self.page_tokens = 16
         self.kv_tokens = 0
         self.steps = 0
@@ -187,6 +188,7 @@ class FakeBackend:
                 raise self.load_error
             report(LoadProgress(phase="weights", done=done * share, total=self.load_steps * share))
         self.max_prompts = max_prompts
+        self.step_tokens = step_tokens
         self.page_tokens = page_tokens
         self.kv_tokens = spec.kv_cache_tokens or self.max_model_len * max_prompts
         self.loaded = spec
@@ -230,6 +232,10 @@ class FakeBackend:
     def set_max_prompts(self, max_prompts: int) -> None:
         """How many to work on at once from the next step on; running ones go on."""
         self.max_prompts = max_prompts
+
+    def set_step_tokens(self, step_tokens: int) -> None:
+        """Written down."""
+        self.step_tokens = step_tokens
 
     def step(self) -> Sequence[TokenEvent]:
         """One token for each running request."""

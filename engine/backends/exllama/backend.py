@@ -112,6 +112,9 @@ class ExllamaBackend:
         self._max_prompts = max_prompts
         self._prompts_limit = 0
 
+    def set_step_tokens(self, step_tokens: int) -> None:
+        """The library cuts prompts as it was loaded to."""
+
     def has_work(self) -> bool:
         """Whether any request is live, or an end of one was not told yet."""
         return bool(self._line or self._unsent)

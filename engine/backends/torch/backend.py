@@ -116,6 +116,10 @@ class TorchBackend:
         """Admit up to this many from the next step on."""
         self._loaded()[1].set_max_prompts(max_prompts)
 
+    def set_step_tokens(self, step_tokens: int) -> None:
+        """Compute up to this many tokens from the next step on."""
+        self._loaded()[1].set_step_tokens(step_tokens)
+
     def has_work(self) -> bool:
         """Whether any request is live."""
         return bool(self._jobs)

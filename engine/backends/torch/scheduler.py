@@ -88,6 +88,10 @@ class Scheduler:
         self.prompts_limit = 0
         self.step_tokens = self._full_step_tokens
 
+    def set_step_tokens(self, step_tokens: int) -> None:
+        """The budget from the next step on; where there is not the memory for it, `shrink` makes it smaller again."""
+        self.step_tokens = self._full_step_tokens = step_tokens
+
     def plan(self, *, admit: bool = True, guesses: abc.Mapping[str, abc.Sequence[int]] = NO_GUESSES) -> Plan:
         """Decide the next step and take the pages for it. Until `commit`, nothing counts as computed, so a step
         that failed can be planned again.

@@ -1,0 +1,31 @@
+"""The budget of a step, changed while requests run."""
+
+from __future__ import annotations
+
+from engine.worker.protocol import Codec, SetStepTokens, SetThreads
+from tests.unit.test_scheduler import scheduler, step, submit
+
+
+def test_a_smaller_budget_cuts_prompts_from_the_next_step_on() -> None:
+    s = scheduler()
+    submit(s, "a", 24)
+    first = [len(chunk.token_ids) for chunk in step(s).chunks]
+    s.set_step_tokens(4)
+    then = [len(chunk.token_ids) for chunk in step(s).chunks]
+    assert (first, then) == ([16], [4])
+    s.check()
+
+
+def test_a_budget_that_memory_did_not_allow_is_found_out_anew() -> None:
+    s = scheduler()
+    submit(s, "a", 24)
+    step(s)
+    assert s.shrink()
+    s.set_step_tokens(32)
+    assert s.step_tokens == 32
+
+
+def test_both_cross_the_channel() -> None:
+    codec = Codec()
+    for message in (SetStepTokens(step_tokens=64), SetThreads(threads=3)):
+        assert codec.command(codec.frame(message)[4:]) == message
