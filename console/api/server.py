@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from aiohttp import web
 
 from console.addresses import is_loopback
 from console.api.application import application
@@ -18,6 +20,7 @@ from console.api.errors import CannotListen, Unprotected
 from console.api.key_file import KeysUnavailable
 from console.api.keys import Keys
 from console.api.listening import Address, Listener
+from console.api.openapi import Place, places_of
 from console.api.operator import Operator
 from console.api.scopes import in_words
 from console.api.settings import ApiSettings
@@ -94,13 +97,7 @@ class ApiServer:
         longest = self._settings.max_header_bytes
         self._certificate = certificate_of(self._settings)
         runner = Runner(
-            application(
-                self._context,
-                self._dialects,
-                self._door,
-                on_loopback=lambda: is_loopback(self._wanted.host),
-                link=self._link,
-            ),
+            self._application(),
             handler_cancellation=True,
             shutdown_timeout=_FAREWELL_S,
             keepalive_timeout=self._settings.idle_timeout_s,
@@ -118,6 +115,19 @@ class ApiServer:
             raise
         self._runner, self._listener = runner, listener
         self._warn_where_open()
+
+    def places(self) -> Sequence[Place]:
+        """Every place that is answered, by path."""
+        return tuple(places_of(self._application(), self._dialects))
+
+    def _application(self) -> web.Application:
+        return application(
+            self._context,
+            self._dialects,
+            self._door,
+            on_loopback=lambda: is_loopback(self._wanted.host),
+            link=self._link,
+        )
 
     async def stop(self, drain_s: float = 5.0) -> None:
         """Take no more work, give what is under way `drain_s`, end the rest and tell its clients.

@@ -1,0 +1,84 @@
+"""docs/settings.md: every flag, variable and line of config.toml, made of the one schema that they are read by.
+
+`python -m console.settings_page` prints it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import get_args
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from console.setting_rows import as_text, choices_of
+from console.settings import ENV_PREFIX, SECRETS, Flag, Group, When, fields
+
+_INTRO = """# Settings
+
+Made by `python -m console.settings_page > docs/settings.md` of the schema that settings are read by; a test compares
+the two. Each is a flag, a variable and a line of `config.toml` of the same name; a flag wins over a variable, that over
+the file, the file over the default. Flags may be written with dashes or underscores, and `--no-NAME` switches off
+what is on. `ericllm config sample` prints a commented file, `ericllm config path` says where it belongs; the console's
+Settings screen shows what each is now and what set it."""
+
+_USED: dict[When, str] = {
+    "now": "at once",
+    "load": "by the next model that is loaded",
+    "start": "by the next start",
+}
+_ABOUT: dict[Group, str] = {
+    "Model": "What is loaded, and how.",
+    "Engine": "Workers, queue, devices and machines.",
+    "API": "What is served over HTTP, and to whom.",
+    "Console": "The screen.",
+}
+_SIGNS = ((Ge, "ge", "at least {}"), (Gt, "gt", "more than {}"), (Le, "le", "at most {}"), (Lt, "lt", "less than {}"))
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield _INTRO
+    for group in get_args(Group):
+        yield from ("", f"## {group}", "", _ABOUT[group])
+        for name, field, flag in fields():
+            if flag.group == group:
+                yield from ("", *_setting(name, field, flag))
+
+
+def _setting(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:
+    metavar = f" {flag.metavar}" if flag.metavar else ""
+    yield f"### `--{name.replace('_', '-')}{metavar}`"
+    yield ""
+    yield f"{field.description}. " + " ".join(_facts(name, field, flag))
+    yield ""
+    variable = f"{ENV_PREFIX}{name.upper()}"
+    used = f"a value that is saved while the program runs is used {_USED[flag.used]}"
+    yield f"`{variable}`, `{name}` in config.toml; {used}."
+
+
+def _facts(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:
+    default = "" if name in SECRETS else as_text(field.default)
+    yield f"Default: `{default}`." if default else "Not set by default."
+    if choices := choices_of(field):
+        yield f"One of {', '.join(f'`{choice}`' for choice in choices)}."
+    if limits := list(_limits(field)):
+        yield f"{' and '.join(limits).capitalize()}."
+    if flag.backends:
+        yield f"Only with the {' and '.join(flag.backends)} backend."
+
+
+def _limits(field: FieldInfo) -> Iterator[str]:
+    for kind, attribute, words in _SIGNS:
+        for each in field.metadata:
+            if isinstance(each, kind):
+                yield words.format(f"{getattr(each, attribute):,}")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{page()}\n")

@@ -1,0 +1,89 @@
+"""The wheel installs into a fresh environment and serves from there, away from the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str, cwd: Path) -> str:
+    """What a command prints; fails with it where it ends with an error."""
+    done = subprocess.run(command, cwd=cwd, env=environ(cwd), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def environ(home: Path) -> dict[str, str]:
+    """That of a person who has only just installed it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "ERICLLM_", "PYTHON"))}
+    return kept | {"HOME": str(home), "OMP_NUM_THREADS": "1"}
+
+
+def ready(server: subprocess.Popen[str]) -> str:
+    """Where a server listens, once its model answers; fails with what it said where it ends before."""
+    said: list[str] = []
+    assert server.stdout is not None
+    for line in server.stdout:
+        said.append(line)
+        if "demo is ready" in line:
+            found = re.search(r"http://127\.0\.0\.1:\d+", "".join(said))
+            assert found is not None, said
+            return found[0]
+    pytest.fail("".join(said))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel alone. What the project depends on is taken from the environment of the tests, of
+    which the folder's own .pth files, the checkout's among them, do not count."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT), cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "venv", with_pip=True, symlinks=True)
+    python = folder / "venv" / "bin" / "python"
+    run(str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel), cwd=folder)
+    site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    (site / "zz_dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_wheel_serves_the_demo_model_outside_the_checkout(installed: Path) -> None:
+    python = installed / "venv" / "bin" / "python"
+    where = run(str(python), "-c", "import console, engine; print(console.__file__, engine.__file__)", cwd=installed)
+    assert where.count(str(installed)) == 2
+
+    command = [str(python.with_name("ericllm")), "--headless", "--port", "0"]
+    with subprocess.Popen(
+        command, cwd=installed, env=environ(installed), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as server:
+        try:
+            url = ready(server)
+            body = json.dumps({"prompt": "What is TTFT?", "max_tokens": 8, "temperature": 0}).encode()
+            request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                assert json.load(answer)["text"]
+        finally:
+            server.terminate()
+            server.communicate(timeout=60)
+
+
+@pytest.mark.slow
+def test_the_wheel_has_what_is_no_python_too(installed: Path) -> None:
+    (wheel,) = installed.glob("*.whl")
+    names = run(sys.executable, "-m", "zipfile", "-l", str(wheel), cwd=installed)
+    for name in ("console/themes/ericllm-dark.toml", "console/bench/plot.css", "engine/demo/model/model.safetensors"):
+        assert name in names, name
+    assert ".cpp" in names and "LICENSE" in names
