@@ -142,7 +142,9 @@ def costs_of(
     correct: what earlier loads of that identity teach.
     """
     dtype = _dtype(facts, spec, kind, bfloat16)
-    identity = "|".join((str(facts.path), facts.stamp, facts.backend, dtype, str(spec.cache_bits), kind))
+    held = (str(facts.path), facts.stamp, facts.backend, dtype, str(spec.cache_bits), kind)
+    draft = () if facts.draft is None else (str(facts.draft.path), facts.draft.stamp)
+    identity = "|".join((*held, *draft))
     bill = _exllama if facts.backend == "exllamav2" else _torch
     return corrected(bill(facts, spec, kind, workload, dtype, identity), correct(identity))
 
@@ -166,6 +168,25 @@ def corrected(costs: ModelCosts, by: Correction) -> ModelCosts:
 
 
 def _torch(
+    facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, workload: Workload, dtype: str, identity: str
+) -> ModelCosts:
+    """What the model takes, and all of its draft model where the first layer is."""
+    main = _torch_alone(facts, spec, kind, workload, dtype, identity)
+    if facts.draft is None:
+        return main
+    guessing = draft_spec(spec)
+    draft_dtype = _dtype(facts.draft, guessing, kind, bfloat16=dtype == "bfloat16")
+    draft = _torch_alone(facts.draft, guessing, kind, workload, draft_dtype, identity)
+    return msgspec.structs.replace(
+        main,
+        first_bytes=main.first_bytes + draft.weights_bytes,
+        first_page_bytes=draft.layers * draft.page_bytes + draft.device_page_bytes,
+        working_bytes=max(main.working_bytes, draft.head_working_bytes),
+        head_working_bytes=max(main.head_working_bytes, draft.head_working_bytes),
+    )
+
+
+def _torch_alone(
     facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, workload: Workload, dtype: str, identity: str
 ) -> ModelCosts:
     """Weights are plain numbers of one dtype. On a CPU the pages are gathered, layer by layer, into a buffer."""

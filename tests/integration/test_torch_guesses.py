@@ -11,6 +11,7 @@ import torch
 from engine.backends.base import BackendRequest, TokenEvent
 from engine.backends.torch.backend import TorchBackend
 from engine.config import ModelSpec, SamplingParams
+from tests.fakes.drafting import eager
 from tests.fakes.tiny_models import make_tiny_model
 
 TOKENS = 120
@@ -46,8 +47,7 @@ def load(folder: Path, *, guessing: bool, kv_tokens: int = 4096, **changes: obje
     backend.load(
         spec, max_prompts=16, step_tokens=128, page_tokens=8, report=lambda progress: None, cancelled=lambda: False
     )
-    backend._guesses._time.worth = lambda rows, tokens: 0.0  # type: ignore[method-assign]  # whatever it costs here
-    return backend
+    return eager(backend, lookup=True) if guessing else backend
 
 
 def answers(backend: TorchBackend, params: SamplingParams, limit: int = TOKENS) -> dict[str, list[TokenEvent]]:

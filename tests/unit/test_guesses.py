@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.base import DraftPosition
-from engine.backends.torch.guesses import Guesser, Guesses, Lookup, StepTime, allot, held
+from engine.backends.torch.guesses import Guesser, Guesses, Lookup, allot, held
+from engine.backends.torch.step_time import StepTime
 
 
 def lookup(*token_ids: int) -> Lookup:
@@ -110,19 +110,7 @@ def test_tokens_stay_up_to_the_one_drawn_behind_the_last_guess_that_held(
     assert held(guesses, drawn) == stay
 
 
-def test_guesses_are_counted_by_position() -> None:
-    guesses = Guesses(4)
-    guesses.begin("a", [1, 2] * 4)
-    guesses.came("a", 3, [1, 2])
-    guesses.came("a", 1, [9])
-    assert guesses.told == (
-        DraftPosition(guessed=2, held=1),
-        DraftPosition(guessed=1, held=0),
-        DraftPosition(guessed=1, held=0),
-    )
-
-
 def test_who_asks_for_no_guesses_gets_none() -> None:
-    guesses = Guesses()
+    guesses = Guesses(0, StepTime())
     guesses.begin("a", [1, 2] * 4)
     assert guesses.plan(["a"], 9) == {}

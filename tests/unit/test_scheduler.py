@@ -418,7 +418,8 @@ class SchedulerWalk(RuleBasedStateMachine):
         decodes = {seq.id for seq in self.scheduler.running if seq.missing == 1}
         preemptions = self.scheduler.counters.preemptions
         guesses = {name: [draw.randint(0, 1) for _ in range(draw.randint(0, 5))] for name in decodes}
-        plan = self.scheduler.plan(guesses=guesses)
+        plan = self.scheduler.plan()
+        self.scheduler.add_guesses(plan, guesses)
         preempted = self.scheduler.counters.preemptions > preemptions
         assert len(self.scheduler.running) <= max(self.scheduler.max_prompts, running)
         assert sum(len(chunk.token_ids) - chunk.guessed for chunk in plan.chunks) <= max(7, len(decodes) + 3)

@@ -15,14 +15,12 @@ def spec(**changes: object) -> ModelSpec:
     return ModelSpec(path=Path("/m"), name="m", **changes)  # type: ignore[arg-type]
 
 
-def test_guessing_from_the_text_is_taken() -> None:
-    refuse_settings(spec(ngram_draft=True, draft_tokens=3), on_cpu=True)
+@pytest.mark.parametrize("source", [{"ngram_draft": True}, {"draft_model": Path("/d")}])
+def test_guessing_from_the_text_and_with_a_model_is_taken(source: dict[str, object]) -> None:
+    refuse_settings(spec(**source, draft_tokens=3), on_cpu=True)
 
 
-@pytest.mark.parametrize(
-    ("changes", "param"), [({"draft_model": Path("/d")}, "draft_model"), ({"draft_tokens": 3}, "draft_tokens")]
-)
-def test_what_it_cannot_guess_with_is_refused_by_name(changes: dict[str, object], param: str) -> None:
+def test_a_number_of_guesses_with_nothing_to_guess_with_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        refuse_settings(spec(**changes), on_cpu=True)
-    assert refused.value.details["param"] == param
+        refuse_settings(spec(draft_tokens=3), on_cpu=True)
+    assert refused.value.details["param"] == "draft_tokens"

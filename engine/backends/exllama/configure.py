@@ -8,6 +8,7 @@ from engine.backends.exllama.folder import ModelFolder
 from engine.backends.exllama.parts import MAX_Q_SIZE, PAGE_TOKENS, Library
 from engine.config import MAX_STRETCH, ModelSpec
 from engine.errors import BackendUnavailable, InvalidRequest, UnsupportedModel
+from engine.models.vocabulary import refuse_other_vocabulary as refuse_other_tokens
 
 CHUNK_TOKENS = 2048
 """Most tokens of one sequence that are computed at once; the library's buffers are made for as many."""
@@ -193,16 +194,8 @@ def _whole_pages(tokens: int) -> int:
 
 def refuse_other_vocabulary(main: ModelFolder, draft: ModelFolder, main_size: int, draft_size: int) -> None:
     """Raise UnsupportedModel where a draft model's token ids mean other texts than the main model's."""
-    if draft_size > main_size or _vocabulary(main) != _vocabulary(draft):
+    if draft_size > main_size:
         raise UnsupportedModel(
             f"the draft model {draft.path.name} has another vocabulary than {main.path.name}, so it cannot guess for it"
         )
-
-
-def _vocabulary(folder: ModelFolder) -> dict[str, int]:
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(folder.path / "tokenizer.json")).get_vocab(with_added_tokens=True)
-    except Exception as error:  # tokenizers raises Exception itself
-        raise UnsupportedModel(f"tokenizer.json of {folder.path.name} cannot be read: {error}") from error
+    refuse_other_tokens(main.path, draft.path)

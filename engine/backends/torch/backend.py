@@ -23,17 +23,19 @@ from engine.backends.base import (
 from engine.backends.faults import device_is_lost, is_out_of_memory, reason
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.described import described
+from engine.backends.torch.draft_model import DraftModel
 from engine.backends.torch.gauges import gauges
-from engine.backends.torch.guesses import MAX_AHEAD, Guesses, held
+from engine.backends.torch.guesses import held
 from engine.backends.torch.jobs import NOT_FINITE, Job
 from engine.backends.torch.kv_size import CPU_SHARE, CUDA_SHARE, kv_pages
 from engine.backends.torch.pages import PagePool
 from engine.backends.torch.prompts import FinalStates
 from engine.backends.torch.refusals import refuse_unknown_tokens
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampler import SampledToken, sample
-from engine.backends.torch.scheduler import NO_GUESSES, Scheduler
+from engine.backends.torch.sampler import SampledToken, SampleRow, sample
+from engine.backends.torch.scheduler import Scheduler
 from engine.backends.torch.sequences import Plan
+from engine.backends.torch.speculation import Speculation
 from engine.backends.torch.warm_up import warm_up
 from engine.config import AdapterSpec, ModelSpec
 from engine.errors import InvalidRequest, LoadCancelled
@@ -53,7 +55,8 @@ class TorchBackend:
         self._runner: ModelRunner | None = None
         self._scheduler: Scheduler | None = None
         self._jobs: dict[str, Job] = {}
-        self._guesses = Guesses()
+        self._draft: DraftModel | None = None
+        self._speculation = Speculation()
         self._steps = 0
         self._kv_bytes = 0
 
@@ -71,11 +74,14 @@ class TorchBackend:
         self.unload()
         self._runner = runner = self._runner_type.load(spec.path, spec, report=report, cancelled=cancelled)
         try:
+            if spec.draft_model is not None:
+                self._draft = DraftModel.load(spec, runner, report=report, cancelled=cancelled)
             _raise_if(cancelled)
             pool = self._allocate(runner, spec, max_prompts, page_tokens, report)
             _raise_if(cancelled)
             report(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"))
-            warm_up(runner, pool, max_prompts, step_tokens)
+            for each in self._runners():
+                warm_up(each, pool, max_prompts, step_tokens)
             report(LoadProgress(phase="warm_up", done=1, total=1, unit="steps"))
             _raise_if(cancelled)
         except BaseException:
@@ -88,8 +94,8 @@ class TorchBackend:
             max_model_len=runner.config.max_model_len,
             max_input_len=spec.max_input_len,
         )
-        self._guesses = Guesses((spec.draft_tokens or MAX_AHEAD) if spec.ngram_draft else 0)
-        return described(runner, pool, self._kv_bytes)
+        self._speculation = Speculation(lookup=spec.ngram_draft, draft=self._draft, most=spec.draft_tokens)
+        return described(runner, pool, self._kv_bytes, self._draft)
 
     def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
         """Take a request. Raises ContextLengthExceeded or InvalidRequest, naming the field. It keeps its adapter, even
@@ -103,12 +109,12 @@ class TorchBackend:
         scheduler.submit(job.sequence)
         self._jobs[request.id] = job
         if job.foreseeable:
-            self._guesses.begin(request.id, job.sequence.token_ids)
+            self._speculation.begin(request.id, job.sequence.token_ids)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its pages."""
         job = self._jobs.pop(request_id, None)
-        self._guesses.end(request_id)
+        self._speculation.end(request_id)
         if job is not None and self._scheduler is not None:
             self._scheduler.remove(job.sequence)
 
@@ -131,10 +137,12 @@ class TorchBackend:
         events: list[TokenEvent] = []
         admit = True
         while True:
-            plan = self._scheduler.plan(admit=admit, guesses=self._guess() if admit else NO_GUESSES)
+            plan = self._scheduler.plan(admit=admit)
             events += [self._end(sequence.id, "length") for sequence in plan.exhausted]
             if not plan.chunks:
                 return events
+            if admit:
+                self._speculation.add(plan, self._scheduler, self._row_of)
             try:
                 tokens = self._compute(plan)
             except Exception as error:
@@ -152,21 +160,11 @@ class TorchBackend:
             self._steps += 1
             return events + self._commit(plan, tokens)
 
-    def _guess(self) -> dict[str, Sequence[int]]:
-        """Tokens ahead of the requests, where the next step does nothing but go on with answers."""
-        if not self._guesses.most:
-            return {}
-        scheduler = self._loaded()[1]
-        decoding = [sequence.id for sequence in scheduler.running if sequence.missing == 1]
-        if scheduler.waiting or len(decoding) < len(scheduler.running):
-            return {}
-        return self._guesses.plan(decoding, scheduler.places - len(decoding))
-
     def stats(self) -> BackendStats:
         """Counters and gauges now."""
         if self._scheduler is None or self._runner is None:
             return BackendStats(steps=self._steps)
-        return gauges(self._runner, self._scheduler, self._guesses, steps=self._steps, kv_bytes=self._kv_bytes)
+        return gauges(self._runner, self._scheduler, self._speculation, steps=self._steps, kv_bytes=self._kv_bytes)
 
     def prefix_changes(self) -> PrefixChanges:
         """Pages that became findable or ceased to be since the last call."""
@@ -191,11 +189,12 @@ class TorchBackend:
 
     def unload(self) -> None:
         """Give all memory back and forget every request."""
-        runner, self._runner, self._scheduler = self._runner, None, None
+        runners = self._runners()
+        self._runner = self._scheduler = self._draft = None
         self._jobs.clear()
-        self._guesses = Guesses()
+        self._speculation = Speculation()
         self._kv_bytes = 0
-        if runner is not None:
+        for runner in reversed(runners):
             runner.unload()
 
     # --- inside ---------------------------------------------------------------------------------------------------
@@ -204,6 +203,14 @@ class TorchBackend:
         if self._runner is None or self._scheduler is None:
             raise RuntimeError("the backend holds no model")
         return self._runner, self._scheduler
+
+    def _runners(self) -> list[ModelRunner]:
+        """What computes: the model, and the one that guesses for it."""
+        draft = self._draft.runner if self._draft is not None else None
+        return [runner for runner in (self._runner, draft) if runner is not None]
+
+    def _row_of(self, request_id: str) -> SampleRow:
+        return self._jobs[request_id].row
 
     def _allocate(
         self,
@@ -218,11 +225,11 @@ class TorchBackend:
             max_prompts=max_prompts,
             max_model_len=runner.config.max_model_len,
             page_tokens=page_tokens,
-            bytes_per_token=runner.kv_bytes_per_token(),
+            bytes_per_token=sum(each.kv_bytes_per_token() for each in self._runners()),
             free_bytes=runner.free_bytes(),
             share=CPU_SHARE if runner.devices == ("cpu",) else CUDA_SHARE,
         )
-        self._kv_bytes = runner.allocate_kv(pages, page_tokens, report=report)
+        self._kv_bytes = sum(each.allocate_kv(pages, page_tokens, report=report) for each in self._runners())
         return PagePool(pages, page_tokens, spec.prefix_salt)
 
     @torch.inference_mode()
@@ -238,7 +245,7 @@ class TorchBackend:
         ]
         drawn = sample(logits, rows) if rows else []
         if len(rows) == sum(len(chunk.token_ids) for chunk in plan.chunks):
-            self._guesses.stepped(len(rows), time.perf_counter() - began_s)
+            self._speculation.stepped(len(rows), len(chunks), time.perf_counter() - began_s)
         if len(rows) == len(chunks):  # nothing was guessed
             return [[] if token is None else [token] for token in drawn]
         left = iter(drawn)
@@ -266,7 +273,7 @@ class TorchBackend:
             if not ids[index]:
                 events.append(self._end(sequence.id, "error", self._jobs[sequence.id].why_nothing))
                 continue
-            self._guesses.came(sequence.id, guessed[index], ids[index])
+            self._speculation.came(sequence, guessed[index], ids[index], self._loaded()[1])
             new = tokens[index][: sequence.known - known[index]]
             events += self._jobs[sequence.id].told(new, ended=sequence.id in at_end)
             if events[-1].finish is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from engine.backends.base import LoadedModel
+from engine.backends.torch.draft_model import DraftModel
 from engine.backends.torch.pages import PagePool
 from engine.backends.torch.runner import ModelRunner
 
 
-def described(runner: ModelRunner, pool: PagePool, kv_bytes: int) -> LoadedModel:
-    """A model whose KV pages are allocated, and take so many bytes."""
+def described(runner: ModelRunner, pool: PagePool, kv_bytes: int, draft: DraftModel | None = None) -> LoadedModel:
+    """A model whose KV pages are allocated, and take so many bytes. The bytes are those of its draft model too."""
     return LoadedModel(
         backend="torch",
         architecture=runner.config.architecture,
@@ -22,7 +23,7 @@ def described(runner: ModelRunner, pool: PagePool, kv_bytes: int) -> LoadedModel
         kv_bytes=kv_bytes,
         parameters=runner.parameters,
         active_parameters=runner.active_parameters,
-        shared_bytes=runner.shared_bytes,
+        shared_bytes=runner.shared_bytes + (draft.runner.shared_bytes if draft is not None else 0),
         attention=runner.attention.name if runner.attention else "",
         attention_reason=runner.attention.reason if runner.attention else "",
         linear=runner.linear,

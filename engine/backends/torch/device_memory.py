@@ -37,8 +37,8 @@ class DeviceMemory:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self.device = name, device
-        self.weights_bytes = self.kv_bytes = 0
         self._largest_step_bytes = 0
+        self.weights_bytes = self.kv_bytes = 0
         if device.type == "cuda":
             torch.cuda.init()  # the allocator knows no device before
             torch.cuda.reset_peak_memory_stats(device)
@@ -107,6 +107,59 @@ class SimulatedMemory(DeviceMemory):
         if needed_bytes > left:
             raise StepOutOfMemory(self.name, needed_bytes, left)
         super().begin_step(needed_bytes)
+
+
+class GuestMemory(DeviceMemory):
+    """The account of a second model of the worker on a device: all that it holds is entered into the first one's too,
+    which alone knows what is free and what steps take."""
+
+    def __init__(self, host: DeviceMemory) -> None:
+        self._host = host
+        self._weights_bytes = self._kv_bytes = 0
+        self.name, self.device, self.simulated = host.name, host.device, host.simulated
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of this model alone."""
+        return self._weights_bytes
+
+    @weights_bytes.setter
+    def weights_bytes(self, size_bytes: int) -> None:
+        self._host.weights_bytes += size_bytes - self._weights_bytes
+        self._weights_bytes = size_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of this model alone."""
+        return self._kv_bytes
+
+    @kv_bytes.setter
+    def kv_bytes(self, size_bytes: int) -> None:
+        self._host.kv_bytes += size_bytes - self._kv_bytes
+        self._kv_bytes = size_bytes
+
+    @property
+    def working_bytes(self) -> int:
+        """Steps of both models are told of by the first one's account."""
+        return 0
+
+    def forget_kv(self) -> None:
+        """The KV pages are gone."""
+        self.kv_bytes = 0
+
+    def free_bytes(self) -> int:
+        """Bytes that the device can still give."""
+        return self._host.free_bytes()
+
+    @contextmanager
+    def room_for(self, needed_bytes: int, purpose: str) -> Iterator[None]:
+        """Allocate `needed_bytes` for `purpose` inside this. Raises InsufficientMemory with the numbers."""
+        with self._host.room_for(needed_bytes, f"the draft model's {purpose.removeprefix('the ')}"):
+            yield
+
+    def begin_step(self, needed_bytes: int) -> None:
+        """Note what a step needs at most. Raises StepOutOfMemory where the device is known to have less."""
+        self._host.begin_step(needed_bytes)
 
 
 def open_devices(spec: ModelSpec) -> tuple[DeviceMemory, ...]:

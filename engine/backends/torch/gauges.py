@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from engine.backends.base import BackendStats, SequenceStats
-from engine.backends.torch.guesses import Guesses
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.scheduler import Scheduler
+from engine.backends.torch.speculation import Speculation
 
 
-def gauges(runner: ModelRunner, scheduler: Scheduler, guesses: Guesses, *, steps: int, kv_bytes: int) -> BackendStats:
+def gauges(
+    runner: ModelRunner, scheduler: Scheduler, speculation: Speculation, *, steps: int, kv_bytes: int
+) -> BackendStats:
     """Counters and gauges now."""
     pool, counters, running = scheduler.pool, scheduler.counters, scheduler.running
     decoding = sum(sequence.missing == 1 for sequence in running)
@@ -26,9 +28,9 @@ def gauges(runner: ModelRunner, scheduler: Scheduler, guesses: Guesses, *, steps
         steps=steps,
         weights_bytes=runner.weights_bytes,
         kv_bytes=kv_bytes,
-        draft_tokens=sum(position.guessed for position in guesses.told),
-        draft_accepted=sum(position.held for position in guesses.told),
-        drafts=guesses.told,
+        draft_tokens=sum(position.guessed for position in speculation.told),
+        draft_accepted=sum(position.held for position in speculation.told),
+        drafts=speculation.told,
         prompts_limit=scheduler.prompts_limit,
         sequences=tuple(
             SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.known)

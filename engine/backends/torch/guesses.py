@@ -7,15 +7,14 @@ there would have been without.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.backends.base import DraftPosition
+from engine.backends.torch.step_time import FIRST_HOLDS, StepTime
 
 LONG, SHORT = 4, 2
 MAX_AHEAD = 7
-_FIRST_HOLDS = 0.5
-_LEARNS = 0.2
+LEARNS = 0.2
 _MOST_SKIPPED = 64
 
 
@@ -54,7 +53,7 @@ class Guesser:
     """Guesses for one sequence. holds: the share of guesses that hold, lately, at each position alike."""
 
     lookup: Lookup = field(default_factory=Lookup)
-    holds: float = _FIRST_HOLDS
+    holds: float = FIRST_HOLDS
     _skip: int = 0
     _failures: int = 0
 
@@ -68,7 +67,7 @@ class Guesser:
     def learn(self, guessed: int, held: int) -> None:
         """Of `guessed` tokens, the first `held` were right."""
         for position in range(min(guessed, held + 1)):
-            self.holds += _LEARNS * ((position < held) - self.holds)
+            self.holds += LEARNS * ((position < held) - self.holds)
         if held:
             self._failures = 0
         elif guessed:
@@ -76,50 +75,12 @@ class Guesser:
             self._skip = min(_MOST_SKIPPED, 2 ** (self._failures - 1) - 1)
 
 
-class StepTime:
-    """What steps of nothing but single tokens and guesses take: seconds = fixed + rows x row, by least squares over
-    the recent ones. As long as they all have about as many rows, a row is taken for a small part of the step."""
-
-    def __init__(self) -> None:
-        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
-        self._weight = _FORGETS * self._weight + 1
-        self._rows = _FORGETS * self._rows + rows
-        self._seconds = _FORGETS * self._seconds + seconds
-        self._squares = _FORGETS * self._squares + rows * rows
-        self._products = _FORGETS * self._products + rows * seconds
-
-    def worth(self, rows: int, tokens: float) -> float:
-        """How likely a guess has to hold for its row to be worth its time, in a step of `rows` rows that is expected
-        to bring `tokens`: as many tokens per second as the step brings without it."""
-        if not self._weight:
-            return _FIRST_HOLDS
-        mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
-        variance = self._squares / self._weight - mean_rows**2
-        covariance = self._products / self._weight - mean_rows * mean_s
-        assumed = _ROWS_SHARE * mean_s / mean_rows
-        row = max(0.0, (covariance + _DOUBT_ROWS2 * assumed) / (variance + _DOUBT_ROWS2))
-        step_s = max(mean_s + (rows - mean_rows) * row, row)
-        return min(1.0, tokens * row / step_s) if step_s else _FIRST_HOLDS
-
-
-_FORGETS = 0.98
-_ROWS_SHARE = 0.2
-_DOUBT_ROWS2 = 0.05
-
-
 class Guesses:
-    """The guesses of all requests of a worker. most: tokens ahead; 0 guesses nothing.
+    """The guesses of all requests of a worker. most: tokens ahead; 0 guesses nothing.  time: what its steps take."""
 
-    told: by position ahead, how many were computed with, and how many of those held.
-    """
-
-    def __init__(self, most: int = 0) -> None:
+    def __init__(self, most: int, time: StepTime) -> None:
         self.most = most
-        self.told: tuple[DraftPosition, ...] = ()
-        self._time = StepTime()
+        self._time = time
         self._guessers: dict[str, Guesser] = {}
 
     def begin(self, request_id: str, token_ids: Sequence[int]) -> None:
@@ -145,11 +106,6 @@ class Guesses:
         taken = allot(list(found.values()), decodes=len(request_ids), spare=spare, time=self._time)
         return {name: ids[:count] for (name, (ids, _)), count in zip(found.items(), taken, strict=True) if count}
 
-    def stepped(self, rows: int, seconds: float) -> None:
-        """A step of nothing but single tokens and guesses took so long."""
-        if self.most:
-            self._time.observe(rows, seconds)
-
     def came(self, request_id: str, guessed: int, token_ids: Sequence[int]) -> None:
         """A request that was guessed so many tokens ahead got these."""
         guesser = self._guessers.get(request_id)
@@ -157,13 +113,12 @@ class Guesses:
             return
         guesser.learn(guessed, len(token_ids) - 1)
         guesser.lookup.extend(token_ids)
-        if guessed:
-            self.told = tuple(self._counted(guessed, len(token_ids) - 1))
 
-    def _counted(self, guessed: int, held: int) -> Iterator[DraftPosition]:
-        for position in range(max(guessed, len(self.told))):
-            told = self.told[position] if position < len(self.told) else DraftPosition()
-            yield DraftPosition(guessed=told.guessed + (position < guessed), held=told.held + (position < held))
+    def expected(self, guesses: Mapping[str, Sequence[int]]) -> float:
+        """How many of these are likely to hold."""
+        return sum(
+            self._guessers[name].holds ** (ahead + 1) for name, ids in guesses.items() for ahead in range(len(ids))
+        )
 
 
 def held(guesses: Sequence[int], drawn: Sequence[int | None]) -> int:

@@ -20,12 +20,14 @@ class PagePool:
 
     A page is blank (free, nothing worth keeping), cached (free, findable by its key) or held (by one sequence
     or by several that share a prefix). Blank pages are handed out first, then the least recently freed cached ones.
+    drafted: pages all of whose tokens a draft model has computed too, until they are handed out again.
     salt: what keys are hashed with; pools with the same give equal pages equal keys. b"" draws one.
     """
 
     def __init__(self, num_pages: int, page_tokens: int, salt: bytes = b"") -> None:
         self.num_pages = num_pages
         self.page_tokens = page_tokens
+        self.drafted: set[int] = set()
         self._references = [0] * num_pages
         self._keys: list[PageKey | None] = [None] * num_pages
         self._by_key: dict[PageKey, int] = {}
@@ -63,6 +65,7 @@ class PagePool:
         pages = [self._take() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
+            self.drafted.discard(page)
         return pages
 
     def find(self, keys: Iterable[PageKey]) -> list[int]:
@@ -81,6 +84,10 @@ class PagePool:
             if self._references[page] == 0:
                 del self._cached[page]
             self._references[page] += 1
+
+    def leading_drafted(self, pages: Sequence[int]) -> int:
+        """How many of these pages, from the first on, a draft model has computed too."""
+        return next((index for index, page in enumerate(pages) if page not in self.drafted), len(pages))
 
     def release(self, pages: Sequence[int]) -> None:
         """One holder less for each. Freed from the last to the first, so that the tail of a prefix, which fewer

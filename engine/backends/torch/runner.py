@@ -17,7 +17,7 @@ from engine.backends.torch import memory
 from engine.backends.torch.archs.experts import idle_elements
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.checkpoint import Checkpoint
-from engine.backends.torch.device_memory import open_devices
+from engine.backends.torch.device_memory import DeviceMemory, open_devices
 from engine.backends.torch.fused_experts import by_expert
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.kv_format import HeadFormat
@@ -82,14 +82,15 @@ class ModelRunner:
         *,
         report: Callable[[LoadProgress], None],
         cancelled: Callable[[], bool],
+        devices: tuple[DeviceMemory, ...] = (),
     ) -> ModelRunner:
-        """Load the model folder `path` as `spec` says.
+        """Load the model folder `path` as `spec` says, on `devices` where they are given.
 
         Raises InvalidRequest for a setting that cannot be honoured, else ModelLoadFailed or a child of it; nothing
         stays allocated then.
         """
         report(LoadProgress(phase="inspect", done=0, total=1, unit="steps"))
-        devices = open_devices(spec)
+        devices = devices or open_devices(spec)
         refuse_settings(spec, on_cpu=devices[0].device.type == "cpu", simulated=devices[0].simulated)
         config = apply_settings(read_model_config(path), spec)
         checkpoint = by_expert(text_alone(Checkpoint.open(path)), config)
@@ -126,6 +127,11 @@ class ModelRunner:
     def devices(self) -> tuple[str, ...]:
         """The devices in the order of the layers, as in ModelSpec.device: "cpu", "cuda:N" or "sim:N"."""
         return tuple(memory.name for memory in self._layout.memories)
+
+    @property
+    def first_memory(self) -> DeviceMemory:
+        """The account of the device that its first layer lies on."""
+        return self._layout.first
 
     @property
     def shares(self) -> tuple[DeviceShare, ...]:

@@ -112,6 +112,13 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
 
     None for a row that has no distribution to draw from: a NaN or infinite logit, or every token masked.
     """
+    chosen = choose(logits, rows)
+    logprobs = _logprobs(logits, rows, chosen)
+    return [None if token < 0 else SampledToken(token, logprobs.get(index)) for index, token in enumerate(chosen)]
+
+
+def choose(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """The ids alone of what `sample` gives, -1 for none."""
     edited = _edit(logits, rows)
     best, tokens = edited.max(dim=-1)
     drawn = [index for index, row in enumerate(rows) if not row.greedy]
@@ -124,8 +131,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
         if index:
             _draw(edited, rows, index, tokens, _draw_filtered)
     chosen: list[int] = torch.where(best.isfinite(), tokens, -1).tolist()
-    logprobs = _logprobs(logits, rows, chosen)
-    return [None if token < 0 else SampledToken(token, logprobs.get(index)) for index, token in enumerate(chosen)]
+    return chosen
 
 
 def _draw(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections.abc as abc
 from collections import deque
 from dataclasses import replace
-from types import MappingProxyType
 
 from engine.backends.prefix import PageKey
 from engine.backends.torch.batch import ChunkInput
@@ -19,7 +18,6 @@ from engine.backends.torch.refusals import refuse_hopeless
 from engine.backends.torch.sequences import Counters, Plan, Sequence
 
 _NOTHING = range(0)
-NO_GUESSES: abc.Mapping[str, abc.Sequence[int]] = MappingProxyType({})
 
 
 class Scheduler:
@@ -92,12 +90,9 @@ class Scheduler:
         """The budget from the next step on; where there is not the memory for it, `shrink` makes it smaller again."""
         self.step_tokens = self._full_step_tokens = step_tokens
 
-    def plan(self, *, admit: bool = True, guesses: abc.Mapping[str, abc.Sequence[int]] = NO_GUESSES) -> Plan:
+    def plan(self, *, admit: bool = True) -> Plan:
         """Decide the next step and take the pages for it. Until `commit`, nothing counts as computed, so a step
-        that failed can be planned again.
-
-        guesses: by sequence id, tokens to compute with behind the last one known, where pages are free for them.
-        """
+        that failed can be planned again."""
         plan = Plan()
         decodes = sum(seq.missing == 1 for seq in self._running)
         budget = max(self.step_tokens - decodes, self._smallest_budget)
@@ -116,9 +111,25 @@ class Scheduler:
             self._feed(plan, sequence, count)
         if admit and self.counters.preemptions == preemptions:
             self._admit(plan, budget)
-        if guesses:
-            self._add_guesses(plan, guesses)
         return plan
+
+    def add_guesses(self, plan: Plan, guesses: abc.Mapping[str, abc.Sequence[int]]) -> None:
+        """Have a planned step compute with these tokens, by sequence id, behind the last one known of sequences that
+        decode, as far as `room_ahead` goes."""
+        for index, (sequence, chunk) in enumerate(zip(plan.sequences, plan.chunks, strict=True)):
+            ahead = guesses.get(sequence.id, ()) if sequence.missing == 1 else ()
+            if fitting := ahead[: self.room_ahead(sequence, len(ahead))]:
+                fed = [*chunk.token_ids, *fitting]
+                plan.chunks[index] = replace(chunk, token_ids=fed, guessed=len(fitting))
+
+    def room_ahead(self, sequence: Sequence, wanted: int) -> int:
+        """As many of `wanted` tokens behind its last one as pages are free for, which it takes. Nobody is preempted
+        for a guess."""
+        wanted = max(0, min(wanted, self.max_model_len - sequence.known - 1))
+        needed = self.pool.pages_for(sequence.known + wanted) - len(sequence.pages)
+        if needed > 0:
+            sequence.pages += self.pool.allocate(needed) or []
+        return min(wanted, len(sequence.pages) * self.pool.page_tokens - sequence.known)
 
     def commit(self, plan: Plan, tokens: abc.Iterable[abc.Sequence[int]]) -> list[Sequence]:
         """Note that the planned chunks are computed and that `plan.sampled` got these tokens: each one, and after
@@ -171,6 +182,7 @@ class Scheduler:
         for seq in self._running:
             room = len(seq.pages) * self.pool.page_tokens
             assert seq.computed <= min(room, seq.known), f"{seq.id}: {seq.computed} of {seq.known}, room {room}"
+            assert seq.drafted <= min(room, seq.known), f"{seq.id}: {seq.drafted} of {seq.known} drafted, room {room}"
             assert seq.told >= min(seq.computed, seq.tell), f"{seq.id}: {seq.told} told, {seq.computed} computed"
 
     @property
@@ -218,6 +230,7 @@ class Scheduler:
         sequence.pages = cached + fresh
         sequence.remembered = len(cached)
         sequence.computed = len(cached) * pool.page_tokens
+        sequence.drafted = pool.leading_drafted(cached) * pool.page_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
             self.counters.prefix_query_tokens += sequence.prompt_tokens if whole else 0
@@ -244,20 +257,6 @@ class Scheduler:
         sequence.pages += pages
         return True
 
-    def _add_guesses(self, plan: Plan, guesses: abc.Mapping[str, abc.Sequence[int]]) -> None:
-        for index, (sequence, chunk) in enumerate(zip(plan.sequences, plan.chunks, strict=True)):
-            if sequence.missing == 1 and (fitting := self._roomy(sequence, guesses.get(sequence.id, ()))):
-                fed = [*chunk.token_ids, *fitting]
-                plan.chunks[index] = replace(chunk, token_ids=fed, guessed=len(fitting))
-
-    def _roomy(self, sequence: Sequence, guesses: abc.Sequence[int]) -> abc.Sequence[int]:
-        """As many of these guesses as pages are free for. Nobody is preempted for a guess."""
-        guesses = guesses[: max(0, self.max_model_len - sequence.known - 1)]
-        needed = self.pool.pages_for(sequence.known + len(guesses)) - len(sequence.pages)
-        if needed > 0:
-            sequence.pages += self.pool.allocate(needed) or []
-        return guesses[: len(sequence.pages) * self.pool.page_tokens - sequence.known]
-
     def _preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)
         self._waiting.appendleft(sequence)
@@ -266,7 +265,7 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
         sequence.pages = []
-        sequence.computed = sequence.remembered = 0
+        sequence.computed = sequence.remembered = sequence.drafted = 0
 
     def _key(self, sequence: Sequence, index: int) -> PageKey:
         """Key of its page `index`, all of whose tokens are known; computed once."""

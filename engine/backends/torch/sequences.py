@@ -19,6 +19,7 @@ class Sequence:
     cached_tokens: prompt tokens found in the prefix cache when first admitted; None before that.
     adapter: key of the LoRA adapter that it computes with, "" for none; pages are shared within one key alone.
     answers: whether tokens are wanted; else it ends with its prompt computed.
+    drafted: of how many leading tokens a draft model has its own KV in the pages too.
     tell: how many leading tokens' final states are wanted. told: of how many they were had, which outlives a
         preemption. Only tokens of those may be taken from the prefix cache: what is cached is keys and values.
     """
@@ -35,6 +36,7 @@ class Sequence:
     answers: bool = True
     tell: int = 0
     told: int = 0
+    drafted: int = 0
 
     @property
     def known(self) -> int:

@@ -60,13 +60,13 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
     on_cpu: the CPU computes.  simulated: it does so in place of other devices, over which a model may be spread.
     """
     one_device = on_cpu and not simulated
+    guesses = spec.ngram_draft or spec.draft_model is not None
     refused: tuple[tuple[str, bool, str], ...] = (
         ("gpu_split", bool(spec.gpu_split_gb) and one_device, "runs on the CPU here, where there is nothing to split"),
         ("gpu_split", bool(spec.gpu_split_gb) and not spec.shares, "splits a model as it was placed, and it was not"),
         ("tensor_parallel", spec.tensor_parallel, "splits a model between its layers, never within them"),
         ("attention", on_cpu and spec.attention not in ("auto", "gathered"), "gathers the pages on a CPU"),
-        ("draft_model", spec.draft_model is not None, "guesses from a request's own text alone, with ngram_draft"),
-        ("draft_tokens", spec.draft_tokens is not None and not spec.ngram_draft, "guesses only with ngram_draft"),
+        ("draft_tokens", spec.draft_tokens is not None and not guesses, "guesses only with draft_model or ngram_draft"),
         ("gpu_balance", spec.gpu_balance and one_device, "runs on the CPU here, where there is nothing to balance"),
     )
     for param, is_set, reason in refused:
