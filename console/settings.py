@@ -198,8 +198,8 @@ class Settings(ServedSettings):
     ] = 16
     draft_model: Annotated[
         Folder | None,
-        Flag("Engine", "DIR", ("exllamav2",), example="~/models/my-draft", when="load"),
-        Field(description="Folder of a small model with the same vocabulary that guesses tokens ahead"),
+        Flag("Engine", "DIR", example="~/models/my-draft", when="load"),
+        Field(description="Folder of a small model with the same vocabulary that guesses tokens ahead, where that pays"),
     ] = None
     ngram_draft: Annotated[
         bool,

@@ -12,7 +12,7 @@ from engine.backends.exllama import sizes as exllama
 from engine.backends.exllama.parts import PAGE_TOKENS as EXLLAMA_PAGE_TOKENS
 from engine.backends.torch.kv_format import HeadFormat, refuse_format
 from engine.backends.torch.kv_size import TYPICAL_TOKENS
-from engine.backends.torch.settings import with_num_experts
+from engine.backends.torch.settings import draft_spec, with_num_experts
 from engine.backends.torch.step_memory import largest_step, step_bytes
 from engine.config import BackendKind, CacheBits, DeviceShare, ModelSpec
 from engine.facts import ModelFacts
@@ -180,7 +180,8 @@ def _torch(
     return msgspec.structs.replace(
         main,
         first_bytes=main.first_bytes + draft.weights_bytes,
-        first_page_bytes=draft.layers * draft.page_bytes + draft.device_page_bytes,
+        first_page_bytes=draft.layers * draft.page_bytes,
+        device_page_bytes=main.device_page_bytes + draft.device_page_bytes,
         working_bytes=max(main.working_bytes, draft.head_working_bytes),
         head_working_bytes=max(main.head_working_bytes, draft.head_working_bytes),
     )

@@ -88,6 +88,20 @@ def test_weights_and_kv_pages_are_foretold_to_the_byte(tmp_path: Path, shape: st
         backend.unload()
 
 
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_draft_model_is_foretold_to_the_byte(tmp_path: Path, tie: bool) -> None:
+    folder = make_tiny_model(tmp_path / "main", num_hidden_layers=3)
+    draft = make_tiny_model(tmp_path / "draft", num_hidden_layers=1, num_key_value_heads=1, tie=tie)
+    for devices in (tuple(HostProbe().read()), simulated_readings((2,)), simulated_readings((0.07, 0.5))):
+        placement, spec = planned(folder, devices, dtype="float32", draft_model=draft)
+        backend, model = load(with_placement(spec, placement))
+        for share, used in zip(placement.shares, model.shares, strict=True):
+            assert (share.weights_bytes, share.kv_bytes) == (used.weights_bytes, used.kv_bytes)
+            assert used.working_bytes <= share.working_bytes
+        assert model.kv_bytes == sum(share.kv_bytes for share in model.shares)
+        backend.unload()
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_pages_of_few_bits_are_foretold_to_the_byte(tmp_path: Path, bits: int) -> None:
     folder = make_tiny_model(tmp_path, dtype="bfloat16", num_hidden_layers=3, head_dim=64)

@@ -141,6 +141,21 @@ def test_a_draft_model_and_an_adapter_go_with_the_first_layer(tmp_path: Path) ->
     assert found.working_bytes > plain.working_bytes
 
 
+def test_a_torch_draft_model_lies_with_the_first_layer_and_has_pages_as_many_as_the_model(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "main", tensors(dtype="F16"))
+    draft = write_model(tmp_path / "draft", tensors(1, dtype="F16"), num_hidden_layers=1)
+    plain, alone = costs(folder), costs(draft)
+    found = costs(folder, draft_model=draft)
+    assert found.first_bytes == plain.first_bytes + alone.weights_bytes
+    assert found.first_page_bytes == alone.page_bytes
+    assert (found.layer_bytes, found.page_bytes, found.last_bytes) == (
+        plain.layer_bytes,
+        plain.page_bytes,
+        plain.last_bytes,
+    )
+    assert found.identity != plain.identity
+
+
 def test_every_expert_counts(tmp_path: Path) -> None:
     experts: Tensors = {
         f"model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight": ("BF16", (64, 32))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-import msgspec
 import torch
 
 from engine.backends.base import LoadProgress
@@ -17,6 +16,7 @@ from engine.backends.torch.pages import PagePool
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampleRow, choose
 from engine.backends.torch.sequences import Sequence
+from engine.backends.torch.settings import draft_spec
 from engine.config import ModelSpec
 from engine.models.vocabulary import refuse_other_vocabulary
 
@@ -122,23 +122,3 @@ class DraftModel:
     def _note(sequence: Sequence, drafted: int, pool: PagePool) -> None:
         first, sequence.drafted = sequence.drafted // pool.page_tokens, drafted
         pool.drafted.update(sequence.pages[first : drafted // pool.page_tokens])
-
-
-def draft_spec(spec: ModelSpec) -> ModelSpec:
-    """How the draft model of `spec` is loaded: of the same number formats, everything else as it comes."""
-    return msgspec.structs.replace(
-        spec,
-        path=spec.draft_model or spec.path,
-        max_model_len=None,
-        alpha_value=None,
-        compress_pos_emb=None,
-        num_experts=None,
-        lora=None,
-        gpu_split_gb=(),
-        draft_model=None,
-        ngram_draft=False,
-        draft_tokens=None,
-        attention="auto",
-        gpu_balance=False,
-        shares=(),
-    )

@@ -139,10 +139,10 @@ class Drafting:
         if self._idle < self._wait or self.balance_s <= 0:
             return {}
         each = min(candidates, key=lambda candidate: candidate.behind)
-        if each.behind > budget or each.room < 1:
-            return {}
+        if each.behind > budget:
+            return {each.name: Turn(budget, 0)}
         self._idle, self._wait = 0, min(2 * self._wait, _LONGEST_WAIT)
-        return {each.name: Turn(each.behind, 1)}
+        return {each.name: Turn(each.behind, min(1, each.room))}
 
 
 def depths(
@@ -164,7 +164,8 @@ def depths(
     step_s, row_s = time.seconds(rows), time.row_s + passes.row_s
     likeliest = sorted(range(len(holds)), key=lambda index: -holds[index])
     for ahead in range(max(rooms, default=0)):
-        gain, picked = 0.0, []
+        gain = 0.0
+        picked: list[int] = []
         for index in likeliest:
             likely = holds[index] ** (ahead + 1)
             if likely * step_s <= tokens * row_s or len(picked) == spare:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from engine.backends.torch.kv_format import refuse_format
 from engine.backends.torch.model_config import ModelConfig
 from engine.config import MAX_STRETCH, ModelSpec
@@ -72,3 +74,23 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
     for param, is_set, reason in refused:
         if is_set:
             raise InvalidRequest(f"{param} cannot be honoured: the torch backend {reason}", param=param)
+
+
+def draft_spec(spec: ModelSpec) -> ModelSpec:
+    """How the draft model of `spec` is loaded: of the same number formats, everything else as it comes."""
+    return msgspec.structs.replace(
+        spec,
+        path=spec.draft_model or spec.path,
+        max_model_len=None,
+        alpha_value=None,
+        compress_pos_emb=None,
+        num_experts=None,
+        lora=None,
+        gpu_split_gb=(),
+        draft_model=None,
+        ngram_draft=False,
+        draft_tokens=None,
+        attention="auto",
+        gpu_balance=False,
+        shares=(),
+    )
