@@ -199,7 +199,7 @@ class Settings(ServedSettings):
     draft_model: Annotated[
         Folder | None,
         Flag("Engine", "DIR", example="~/models/my-draft", when="load"),
-        Field(description="Folder of a small model with the same vocabulary that guesses tokens ahead, where that pays"),
+        Field(description="Folder of a small model of the same vocabulary that guesses ahead, where that pays"),
     ] = None
     ngram_draft: Annotated[
         bool,
