@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -23,9 +22,8 @@ class Slot(msgspec.Struct, kw_only=True):
         return max(0, self.max_prompts - self.active)
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What a worker can do for a request. cached_tokens: of its prompt, in the worker's pages; pending_tokens: of other
+class Offer(msgspec.Struct, frozen=True, gc=False):
+    """What a worker can do for a request, made anew for every worker and request. cached_tokens: of its prompt, in the worker's pages; pending_tokens: of other
     prompts, which the worker computes first; price: what its steps cost."""
 
     slot: Slot

@@ -37,6 +37,8 @@ class PrefixMemory:
     def match(self, keys: Sequence[bytes]) -> int:
         """How many of the leading pages it holds."""
         pages = self._pages
+        if not keys or keys[0] not in pages:
+            return 0  # of most workers, most of the time
         return next((index for index, key in enumerate(keys) if key not in pages), len(keys))
 
     def _remember(self, keys: Iterable[bytes]) -> None:

@@ -34,6 +34,7 @@ class StepCost:
         self.steps = 0
         self._prices = list(_FIRST)
         self._doubt = [[0.0] * 3 for _ in range(3)]
+        self._price: StepPrice | None = None
         self._grow_doubt(_DOUBT)
 
     @property
@@ -44,7 +45,9 @@ class StepCost:
     @property
     def price(self) -> StepPrice:
         """The prices now; none is negative."""
-        return StepPrice(*(max(0.0, price) for price in self._prices))
+        if self._price is None:
+            self._price = StepPrice(*(max(0.0, price) for price in self._prices))
+        return self._price
 
     def observe(self, step_s: float, prompt_tokens: float, answers: float) -> None:
         """A step took `step_s` for so many prompt tokens and answers gone on with."""
@@ -60,6 +63,7 @@ class StepCost:
             for column in range(3):
                 self._doubt[row][column] -= gain[row] * spread[column]
         self.steps += 1
+        self._price = None
 
     def _grow_doubt(self, share: float) -> None:
         for index, (price, first) in enumerate(zip(self._prices, _FIRST, strict=True)):

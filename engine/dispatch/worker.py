@@ -22,7 +22,7 @@ class WorkerView:
     @property
     def pending_tokens(self) -> int:
         """Prompt tokens of its requests that it has yet to compute."""
-        return sum(self._missing.values())
+        return sum(self._missing.values()) if self._missing else 0
 
     def sent(self, request_id: str, keys: Sequence[bytes], missing_tokens: int) -> None:
         """A request with these pages goes there; so many of its tokens are not cached."""

@@ -99,9 +99,10 @@ class Workers:
         view = self._views.get(slot.worker)
         if view is None:
             view = self._views[slot.worker] = WorkerView()
+        held = view.prefixes.match(keys)
         return Offer(
             slot=slot,
-            cached_tokens=min(view.prefixes.match(keys) * self._page_tokens, tokens - 1),
+            cached_tokens=min(held * self._page_tokens, tokens - 1) if held else 0,
             pending_tokens=view.pending_tokens,
             price=(view.cost if view.cost.known else self._typical_cost).price,
         )

@@ -1,0 +1,206 @@
+"""Who asks for what, and when: arrival processes, lengths, shared prefixes. Seeded, so the same in every run."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from engine.errors import InvalidRequest
+
+_COLUMNS = ("at_s", "prompt_tokens", "output_tokens")
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as its client sends it: when, and how long it and its answer are.
+
+    group: requests of the same group begin with the same `shared_tokens` tokens; -1 is no group.
+    client: who shares the queue fairly with others.
+    """
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    group: int = -1
+    shared_tokens: int = 0
+    client: str = ""
+
+
+class Lengths(msgspec.Struct, frozen=True):
+    """How long prompts or answers are, in tokens: evenly spread over low to high; or, where cv is above 0, log-normal
+    with that mean and that coefficient of variation, within low to high."""
+
+    low: int
+    high: int
+    mean: float = 0.0
+    cv: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str, param: str) -> Lengths:
+        """"512", "96-160", or "512~0.8": a mean and a coefficient of variation. Raises InvalidRequest."""
+        try:
+            if "~" in text:
+                mean, cv = (float(each) for each in text.split("~"))
+                if 1 <= mean <= 10**7 and 0 < cv <= 10:
+                    return cls(1, math.ceil(20 * mean), mean, cv)
+            else:
+                low, _, high = text.partition("-")
+                found = cls(int(low), int(high or low))
+                if 1 <= found.low <= found.high <= 10**7:
+                    return found
+        except ValueError:
+            pass
+        raise InvalidRequest(
+            f"{param} is {text!r}; give tokens as 512, as 96-160, or as 512~0.8 (mean and coefficient of variation)",
+            param=param,
+            value=text,
+        )
+
+    @property
+    def expected(self) -> float:
+        """The mean."""
+        return self.mean or (self.low + self.high) / 2
+
+    def draw(self, source: random.Random) -> int:
+        """One length."""
+        if not self.cv:
+            return source.randint(self.low, self.high)
+        variance = math.log1p(self.cv**2)
+        drawn = source.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance))
+        return min(self.high, max(self.low, round(drawn)))
+
+
+class Mix(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests are like. shared: the share of them that begin with one of `groups` prefixes of `shared_tokens`."""
+
+    prompt: Lengths
+    output: Lengths
+    shared: float = 0.0
+    groups: int = 1
+    shared_tokens: int = 0
+
+    def ask(self, at_s: float, source: random.Random, client: str = "") -> Ask:
+        """One request."""
+        prompt, output = self.prompt.draw(source), self.output.draw(source)
+        group, shared_tokens = -1, 0
+        if self.shared_tokens and source.random() < self.shared:
+            group, shared_tokens = source.randrange(self.groups), self.shared_tokens
+        return Ask(
+            at_s=at_s,
+            prompt_tokens=shared_tokens + prompt,
+            output_tokens=output,
+            group=group,
+            shared_tokens=shared_tokens,
+            client=client,
+        )
+
+
+class Demand(Protocol):
+    """Whoever asks."""
+
+    def first(self) -> Iterator[Ask]:
+        """What is asked whatever is answered, in order of time."""
+
+    def answered(self, ask: Ask, now: float) -> Ask | None:
+        """What its client asks next, now that `ask` has ended."""
+
+
+class OpenDemand:
+    """Requests that come whether or not others are answered. cv: of the time between two of them: 1 is Poisson, more is
+    burstier (gamma), 0 is a clock. Ends after duration_s."""
+
+    def __init__(self, mix: Mix, *, rate_per_s: float, duration_s: float, cv: float = 1.0, seed: int = 0) -> None:
+        if not 0 < rate_per_s <= 10**6:
+            raise InvalidRequest(f"the rate is {rate_per_s:g} requests/s; it must be above 0", param="rate")
+        if not 0 <= cv <= 100:
+            raise InvalidRequest(f"burstiness is {cv:g}; it must be between 0 and 100", param="burstiness")
+        self._mix, self._rate, self._duration_s, self._cv, self._seed = mix, rate_per_s, duration_s, cv, seed
+
+    def first(self) -> Iterator[Ask]:
+        """Demand: all of them."""
+        gaps, lengths = random.Random(f"gaps {self._seed}"), random.Random(f"lengths {self._seed}")
+        now = 0.0
+        while True:
+            now += self._gap(gaps)
+            if now >= self._duration_s:
+                return
+            yield self._mix.ask(now, lengths)
+
+    def answered(self, ask: Ask, now: float) -> Ask | None:
+        """Demand: nothing."""
+        return None
+
+    def _gap(self, source: random.Random) -> float:
+        if not self._cv:
+            return 1 / self._rate
+        shape = 1 / self._cv**2
+        return source.gammavariate(shape, 1 / (shape * self._rate))
+
+
+class ClosedDemand:
+    """Users who read and think for think_s on average (exponential) before each request, and send one at a time."""
+
+    def __init__(self, mix: Mix, *, users: int, think_s: float, duration_s: float, seed: int = 0) -> None:
+        if not 0 < users <= 10**7:
+            raise InvalidRequest(f"users is {users}; it must be at least 1", param="users")
+        if not 0 <= think_s < math.inf:
+            raise InvalidRequest(f"the think time is {think_s:g} s; it must not be negative", param="think")
+        self._mix, self._users, self._think_s, self._duration_s = mix, users, think_s, duration_s
+        self._source = random.Random(f"users {seed}")
+
+    def first(self) -> Iterator[Ask]:
+        """Demand: everybody's first request."""
+        starts = sorted(self._think() for _ in range(self._users))
+        for user, at_s in enumerate(starts):
+            if at_s < self._duration_s:
+                yield self._mix.ask(at_s, self._source, f"user {user}")
+
+    def answered(self, ask: Ask, now: float) -> Ask | None:
+        """Demand: the same user's next one, unless time is over."""
+        at_s = now + self._think()
+        return self._mix.ask(at_s, self._source, ask.client) if at_s < self._duration_s else None
+
+    def _think(self) -> float:
+        return self._source.expovariate(1 / self._think_s) if self._think_s else 0.0
+
+
+class TraceDemand:
+    """Requests as they came once. Those beyond duration_s are left out."""
+
+    def __init__(self, asks: Sequence[Ask], *, duration_s: float = math.inf) -> None:
+        self._asks = [ask for ask in sorted(asks, key=lambda ask: ask.at_s) if ask.at_s < duration_s]
+
+    @classmethod
+    def read(cls, path: Path, *, duration_s: float = math.inf) -> TraceDemand:
+        """A CSV file with the columns at_s, prompt_tokens and output_tokens. Raises InvalidRequest, naming the line."""
+        try:
+            with path.open(newline="") as lines:
+                rows = csv.DictReader(lines)
+                if missing := [name for name in _COLUMNS if name not in (rows.fieldnames or ())]:
+                    raise InvalidRequest(f"{path} lacks the column {missing[0]}", param="trace")
+                return cls([_traced(path, number, row) for number, row in enumerate(rows, 2)], duration_s=duration_s)
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"{path} could not be read: {error}", param="trace") from error
+
+    def first(self) -> Iterator[Ask]:
+        """Demand: all of them."""
+        return iter(self._asks)
+
+    def answered(self, ask: Ask, now: float) -> Ask | None:
+        """Demand: nothing."""
+        return None
+
+
+def _traced(path: Path, number: int, row: dict[str, str]) -> Ask:
+    try:
+        at_s, prompt, output = float(row["at_s"]), int(row["prompt_tokens"]), int(row["output_tokens"])
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"line {number} of {path} is no time and two numbers of tokens", param="trace") from None
+    if not (0 <= at_s < math.inf and prompt >= 1 and output >= 1):
+        raise InvalidRequest(f"line {number} of {path} has a time or a number of tokens out of range", param="trace")
+    return Ask(at_s=at_s, prompt_tokens=prompt, output_tokens=output)

@@ -1,0 +1,217 @@
+"""What a simulation found: each request's fate, and the numbers that tell of all of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from engine.simulation.demand import Ask
+
+Fate = Literal["answered", "refused", "timeout", "failed"]
+
+_GAP_BASE = math.log(1.02)
+
+
+@dataclass(slots=True)
+class Served:
+    """One request as its client saw it; times are seconds of the simulation.
+
+    admitted_s: when it was queued.  first_s, last_s: its first and last token.  lost: how often its worker died.
+    """
+
+    ask: Ask
+    fate: Fate | None = None
+    admitted_s: float | None = None
+    placed_s: float | None = None
+    first_s: float | None = None
+    last_s: float | None = None
+    ended_s: float = 0.0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    lost: int = 0
+    worker: int = -1
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds until its first token; None where none came."""
+        return None if self.first_s is None else self.first_s - self.ask.at_s
+
+    @property
+    def e2e_s(self) -> float:
+        """Seconds until it ended."""
+        return self.ended_s - self.ask.at_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds between its tokens; None where there were not two."""
+        if self.first_s is None or self.last_s is None or self.output_tokens < 2:
+            return None
+        return (self.last_s - self.first_s) / (self.output_tokens - 1)
+
+    def keeps(self, slo: Slo) -> bool:
+        """Whether it was answered within the SLO."""
+        return (
+            self.fate == "answered"
+            and (slo.ttft_s is None or (self.ttft_s is not None and self.ttft_s <= slo.ttft_s))
+            and (slo.itl_s is None or (self.tpot_s or 0.0) <= slo.itl_s)
+        )
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer is held to: its first token within ttft_s, the others itl_s apart on average; None: anything."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Of some seconds."""
+
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+    most: float = 0.0
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Percentiles:
+        """Nearest ranks; nothing but zeros of no values."""
+        found = sorted(values)
+        if not found:
+            return cls()
+        return cls(
+            mean=math.fsum(found) / len(found),
+            **{f"p{rank}": found[max(0, math.ceil(rank / 100 * len(found)) - 1)] for rank in (50, 90, 95, 99)},
+            most=found[-1],
+        )
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How it stands at a time: requests that wait for a worker, requests on workers, and how far the front door is
+    behind."""
+
+    at_s: float
+    queued: int
+    running: int
+    behind_s: float
+
+
+class Gaps:
+    """Seconds between what clients get of an answer, counted in classes of 2%."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        """Such a gap, so many times."""
+        self._counts[round(math.log(max(seconds, 1e-7)) / _GAP_BASE)] += times
+
+    def percentiles(self) -> Percentiles:
+        """Of all of them, to 1%."""
+        total = sum(self._counts.values())
+        if not total:
+            return Percentiles()
+        ranked = sorted(self._counts.items())
+
+        def at(share: float) -> float:
+            left = share * total
+            for size, times in ranked:
+                left -= times
+                if left <= 0:
+                    return math.exp(size * _GAP_BASE)
+            return math.exp(ranked[-1][0] * _GAP_BASE)
+
+        mean = math.fsum(math.exp(size * _GAP_BASE) * times for size, times in ranked) / total
+        return Percentiles(mean=mean, p50=at(0.5), p90=at(0.9), p95=at(0.95), p99=at(0.99), most=at(1.0))
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All that a simulation found.
+
+    seconds: until the last request ended.  utilisation: of each worker, the share of that which it spent in steps.
+    front_busy: the same of the front door.  most_behind_s: how far that was behind at worst.
+    area: sum over time of the requests that were admitted and not ended, in request seconds.
+    """
+
+    served: list[Served] = field(default_factory=list)
+    gaps: Gaps = field(default_factory=Gaps)
+    moments: list[Moment] = field(default_factory=list)
+    utilisation: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    front_busy: float = 0.0
+    most_behind_s: float = 0.0
+    preemptions: int = 0
+    steps: int = 0
+    area: float = 0.0
+
+    @property
+    def answered(self) -> list[Served]:
+        """Requests that got their whole answer."""
+        return [each for each in self.served if each.fate == "answered"]
+
+    def summary(self, slo: Slo | None = None, *, since_s: float = 0.0) -> Summary:
+        """The numbers, over requests that were sent after `since_s`; with goodput where an SLO is given."""
+        asked = [each for each in self.served if each.ask.at_s >= since_s]
+        answered = [each for each in asked if each.fate == "answered"]
+        ended_s = max((each.ended_s for each in asked), default=since_s)
+        seconds = max(ended_s - since_s, 1e-9)
+        kept = sum(each.keeps(slo) for each in asked) if slo is not None else len(answered)
+        return Summary(
+            requests=len(asked),
+            fates=dict(sorted(Counter(each.fate or "" for each in asked).items())),
+            seconds=seconds,
+            requests_per_s=len(answered) / seconds,
+            output_tokens_per_s=sum(each.output_tokens for each in asked) / seconds,
+            ttft_s=Percentiles.of(each.ttft_s for each in asked if each.ttft_s is not None),
+            tpot_s=Percentiles.of(each.tpot_s for each in asked if each.tpot_s is not None),
+            itl_s=self.gaps.percentiles(),
+            e2e_s=Percentiles.of(each.e2e_s for each in answered),
+            kept_share=kept / len(asked) if asked else 1.0,
+            goodput_per_s=kept / seconds,
+            most_queued=max((each.queued for each in self.moments), default=0),
+            preemptions=self.preemptions,
+            busiest=max(self.utilisation, default=0.0),
+            idlest=min(self.utilisation, default=0.0),
+            utilisation=math.fsum(self.utilisation) / max(1, len(self.utilisation)),
+            front_busy=self.front_busy,
+            front_behind_s=self.most_behind_s,
+        )
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of a simulation. itl_s: of gaps between what clients got; tpot_s: of the requests' mean gaps.
+
+    kept_share: of the requests, those answered within the SLO, all that were answered where there is none.
+    utilisation, busiest, idlest: of workers, the share of the time that they were in steps.
+    """
+
+    requests: int
+    fates: dict[str, int]
+    seconds: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    itl_s: Percentiles
+    e2e_s: Percentiles
+    kept_share: float
+    goodput_per_s: float
+    most_queued: int
+    preemptions: int
+    busiest: float
+    idlest: float
+    utilisation: float
+    front_busy: float
+    front_behind_s: float
+
+
+def slowest(served: Sequence[Served]) -> float:
+    """The longest time to a first token, 0 where there was none."""
+    return max((each.ttft_s for each in served if each.ttft_s is not None), default=0.0)

@@ -1,0 +1,177 @@
+"""What a step of a worker costs in seconds, as a function of what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from engine.backends.torch.sequences import Plan
+from engine.errors import InvalidRequest
+
+FEW_ROWS = 8
+"""So many rows are the first ones, whose cost is another than that of those which follow."""
+FEW_TOKENS = 64
+"""The same of prompt tokens."""
+
+
+class StepShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step computes.
+
+    decodes: answers that it goes on with, each with one token.  context_tokens: tokens that those attend to, together.
+    chunks: prompts that it works on.  prompt_tokens: tokens of those that it computes.  prompt_pairs: how many tokens
+    each of those attends to, together.
+    """
+
+    decodes: int = 0
+    context_tokens: int = 0
+    chunks: int = 0
+    prompt_tokens: int = 0
+    prompt_pairs: float = 0.0
+
+    @classmethod
+    def of(cls, chunks: Iterable[tuple[int, int]]) -> StepShape:
+        """Of the chunks of a step, each as its first position and its number of tokens."""
+        decodes = context = prompts = prompt_tokens = 0
+        pairs = 0.0
+        for start, tokens in chunks:
+            if tokens == 1:
+                decodes += 1
+                context += start + 1
+            else:
+                prompts += 1
+                prompt_tokens += tokens
+                pairs += tokens * (start + (tokens + 1) / 2)
+        return cls(
+            decodes=decodes, context_tokens=context, chunks=prompts, prompt_tokens=prompt_tokens, prompt_pairs=pairs
+        )
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> StepShape:
+        """Of a step of the torch backend."""
+        return cls.of((chunk.start, len(chunk.token_ids)) for chunk in plan.chunks)
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        """What each price of StepCosts is for, in their order."""
+        return (
+            1.0,
+            self.decodes,
+            min(self.decodes, FEW_ROWS),
+            self.context_tokens,
+            self.chunks,
+            self.prompt_tokens,
+            min(self.prompt_tokens, FEW_TOKENS),
+            self.prompt_pairs,
+        )
+
+
+class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Prices of a step, in seconds; none is negative.
+
+    fixed_s: any step.  decode_s: each answer gone on with; few_decode_s: that much more for the first FEW_ROWS.
+    context_token_s: each token that those attend to.  chunk_s: each prompt worked on.  prompt_token_s: each of its
+    tokens; few_prompt_token_s: that much more for the first FEW_TOKENS.  prompt_pair_s: each token that such a token
+    attends to.
+    """
+
+    fixed_s: float
+    decode_s: float = 0.0
+    few_decode_s: float = 0.0
+    context_token_s: float = 0.0
+    chunk_s: float = 0.0
+    prompt_token_s: float = 0.0
+    few_prompt_token_s: float = 0.0
+    prompt_pair_s: float = 0.0
+
+    def seconds(self, shape: StepShape) -> float:
+        """What a step takes."""
+        return (
+            self.fixed_s
+            + self.decode_s * shape.decodes
+            + self.few_decode_s * min(shape.decodes, FEW_ROWS)
+            + self.context_token_s * shape.context_tokens
+            + self.chunk_s * shape.chunks
+            + self.prompt_token_s * shape.prompt_tokens
+            + self.few_prompt_token_s * min(shape.prompt_tokens, FEW_TOKENS)
+            + self.prompt_pair_s * shape.prompt_pairs
+        )
+
+    def slower(self, factor: float) -> StepCosts:
+        """The same worker with every price times `factor`."""
+        return StepCosts(**{name: factor * price for name, price in msgspec.structs.asdict(self).items()})
+
+    def validate(self) -> StepCosts:
+        """Itself, or InvalidRequest where a price is none, or a step would take no time."""
+        for name, price in msgspec.structs.asdict(self).items():
+            if not 0 <= price < 3600:
+                raise InvalidRequest(f"{name} is {price}; it must be between 0 and 3600 seconds", param=name)
+        if self.fixed_s + self.decode_s == 0 or self.fixed_s + self.prompt_token_s == 0:
+            raise InvalidRequest("step costs must have a fixed_s, or a decode_s and a prompt_token_s, above 0")
+        return self
+
+
+class StepSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured step."""
+
+    shape: StepShape
+    seconds: float
+
+
+class StepFit(msgspec.Struct, frozen=True, kw_only=True):
+    """Prices found in measured steps, and how well they tell those.
+
+    error_median, error_p95: how far a step is from what the prices say, as a share of it.  bias: seconds of all steps
+    together against what the prices say, as a share.  explained: the share of the steps' variance (R squared) that
+    they explain.  outliers: steps so far off that they counted little.
+    """
+
+    costs: StepCosts
+    samples: int
+    outliers: int
+    error_median: float
+    error_p95: float
+    bias: float
+    explained: float
+
+
+class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured step costs of a model on some hardware: the file that `ericllm plan` reads.
+
+    kv_tokens: what a worker's KV pages held.  threads: CPU threads of the worker.  device, machine: for a person.
+    """
+
+    model: str
+    device: str
+    machine: str
+    threads: int
+    max_model_len: int
+    kv_tokens: int
+    page_tokens: int
+    step_tokens: int
+    fit: StepFit
+
+    @property
+    def costs(self) -> StepCosts:
+        """The prices."""
+        return self.fit.costs
+
+    def write(self, path: Path) -> None:
+        """Put it into a JSON file. Raises InvalidRequest where that cannot be written."""
+        try:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
+        except OSError as error:
+            raise InvalidRequest(f"{path} could not be written: {error.strerror or error}", param="costs") from error
+
+    @classmethod
+    def read(cls, path: Path) -> MeasuredModel:
+        """What `write` wrote. Raises InvalidRequest, naming what is wrong."""
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise InvalidRequest(f"{path} could not be read: {error.strerror or error}", param="costs") from error
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"{path} holds no step costs: {error}", param="costs") from error
+        found.costs.validate()
+        return found
