@@ -23,8 +23,9 @@ class Slot(msgspec.Struct, kw_only=True):
 
 
 class Offer(msgspec.Struct, frozen=True, gc=False):
-    """What a worker can do for a request, made anew for every worker and request. cached_tokens: of its prompt, in the worker's pages; pending_tokens: of other
-    prompts, which the worker computes first; price: what its steps cost."""
+    """What a worker can do for a request; made for every worker and request, so cheaply. cached_tokens: of its prompt,
+    in the worker's pages; pending_tokens: of other prompts, which the worker computes first; price: what its steps
+    cost."""
 
     slot: Slot
     cached_tokens: int

@@ -1,1 +1,1 @@
-"""A cluster that only keeps time: the real dispatcher and scheduler over measured step costs. Pure, no clock, no torch."""
+"""A cluster that only keeps time: the real dispatcher and scheduler over measured step costs. No clock, no torch."""

@@ -75,7 +75,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(f"{name} of the front door is {cost:g}; it must be between 0 and 60", param=name)
         for death in self.deaths:
             if not (0 <= death.node < self.nodes and min(death.at_s, death.detected_s, death.restart_s) >= 0):
-                raise InvalidRequest(f"node {death.node} cannot die so: nodes are 0 to {self.nodes - 1}", param="deaths")
+                raise InvalidRequest(
+                    f"node {death.node} cannot die so: nodes are 0 to {self.nodes - 1}", param="deaths"
+                )
         return self
 
     @property

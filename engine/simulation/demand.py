@@ -42,7 +42,7 @@ class Lengths(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str, param: str) -> Lengths:
-        """"512", "96-160", or "512~0.8": a mean and a coefficient of variation. Raises InvalidRequest."""
+        """ "512", "96-160", or "512~0.8": a mean and a coefficient of variation. Raises InvalidRequest."""
         try:
             if "~" in text:
                 mean, cv = (float(each) for each in text.split("~"))

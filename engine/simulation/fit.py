@@ -16,7 +16,9 @@ _DISTRUSTED = 0.1
 def fit_steps(samples: Sequence[StepSample]) -> StepFit:
     """The prices that tell these steps best. Raises InvalidRequest where there are too few, or one took no time."""
     if len(samples) < LEAST_SAMPLES:
-        raise InvalidRequest(f"{len(samples)} measured steps are too few to fit costs; {LEAST_SAMPLES} at least are needed")
+        raise InvalidRequest(
+            f"{len(samples)} measured steps are too few to fit costs; {LEAST_SAMPLES} at least are needed"
+        )
     for sample in samples:
         if not 0 < sample.seconds < float("inf"):
             raise InvalidRequest(f"a measured step says that it took {sample.seconds} seconds")

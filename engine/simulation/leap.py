@@ -24,7 +24,7 @@ def steps_ahead(scheduler: Scheduler, lefts: Iterable[int]) -> int:
         if sequence.missing != 1:
             return 0
         longest = max(longest, sequence.known)
-    steps = min(min(lefts), scheduler.max_model_len - longest) - 1
+    steps = min(*lefts, scheduler.max_model_len - longest) - 1
     while steps > 0 and _pages_needed(scheduler, steps) > scheduler.pool.free_pages:
         steps //= 2
     return max(0, steps)
@@ -52,7 +52,7 @@ def _pages_needed(scheduler: Scheduler, steps: int) -> int:
 
 
 class Pace:
-    """How long such steps take: each answer attends to one token more in every step, so step i takes first + i * more."""
+    """How long such steps take: each answer attends to a token more in every step, so step i takes first + i * more."""
 
     __slots__ = ("first_s", "more_s")
 

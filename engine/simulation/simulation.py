@@ -90,6 +90,7 @@ class _Simulation:
     def _concluded(self) -> Outcome:
         outcome = self._outcome
         outcome.seconds = max((each.ended_s for each in outcome.served), default=0.0)
+        del outcome.moments[int(outcome.seconds / MOMENT_S) + 1 :]  # deadlines of what had ended long before
         for station in self._stations:
             self._retire(station)
             outcome.utilisation.append(min(1.0, station.busy_s / outcome.seconds) if outcome.seconds else 0.0)
