@@ -57,24 +57,29 @@ class LinearFactory:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, native: NativeLibrary | None = None) -> None:
         self._native = native if device.type == "cpu" else None
-        self._native_trusted: set[tuple[torch.Size, bool]] = set()
+        self._native_trusted: set[tuple[torch.Size, bool, bool]] = set()
         self._may_pack = device.type == "cpu" and _packing_available(dtype)
         self._trusted: dict[tuple[torch.Size, bool], bool] = {}
 
-    def make(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> Linear:
+    def make(
+        self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True, interleave: bool = False
+    ) -> Linear:
         """A layer for `weight` [out, in] and `bias` [out], packed unless `pack` forbids it.
 
-        The packed form is a copy: its plain form is freed once the caller drops `weight`.
+        The packed form is a copy: its plain form is freed once the caller drops `weight`. interleave: the first half of
+        the outputs gates the second, so a native layer should hold them side by side.
         """
         if pack and self._native is not None:
-            layer = self._make_native(self._native, weight, bias)
+            layer = self._make_native(self._native, weight, bias, interleave)
             if layer is not None:
                 return layer
         return self._make_torch(weight, bias, pack=pack)
 
-    def _make_native(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None) -> Linear | None:
-        layer = NativeLinear.pack(library, weight, bias)
-        key = (weight.shape, bias is not None)
+    def _make_native(
+        self, library: NativeLibrary, weight: Tensor, bias: Tensor | None, interleave: bool
+    ) -> Linear | None:
+        layer = NativeLinear.pack(library, weight, bias, interleaved=interleave)
+        key = (weight.shape, bias is not None, interleave)
         if key in self._native_trusted or _agree(layer, PlainLinear(weight, bias), weight):
             self._native_trusted.add(key)
             return layer
@@ -143,6 +148,11 @@ def _mkldnn_flag(name: str) -> bool:
 def _agree(packed: Linear, plain: Linear, weight: Tensor) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_CHECK_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
-    expected, found = plain(x).float(), packed(x).float()
-    allowed = (1e-4 if weight.dtype == torch.float32 else 2e-2) * max(float(expected.abs().max()), 1e-6)
+    return close_enough(packed(x), plain(x), weight.dtype)
+
+
+def close_enough(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two ways to compute the same in `dtype` differ by no more than their roundings."""
+    found, expected = found.float(), expected.float()
+    allowed = (1e-4 if dtype == torch.float32 else 2e-2) * max(float(expected.abs().max()), 1e-6)
     return bool((expected - found).abs().max() <= allowed)

@@ -19,10 +19,11 @@ from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.layout import Layout, Span
 from engine.backends.torch.linear import Linear, LinearFactory, PlainLinear
-from engine.backends.torch.mlp import ACTIVATIONS, GatedMlp, Mlp
+from engine.backends.torch.mlp import GatedMlp, Mlp
 from engine.backends.torch.model import Block, Decoder, Stage
 from engine.backends.torch.model_config import ModelConfig
 from engine.backends.torch.moe import MakeLinear, make_mixture
+from engine.backends.torch.native.fusing import fused
 from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.norm_loading import NormLoader, block_norm_shapes, norm_shapes
 from engine.backends.torch.norms import unchanged
@@ -148,7 +149,8 @@ class DecoderLoader:
         stages = tuple(self._stage(span, names, linears[span.memory]) for span in self.layout.spans)
         final_norm = self._norms(self.layout.last.device).norm(names.final_norm)
         head = self._head(embedding, names, linears[self.layout.last])
-        return Decoder(config=self.config, embedding=embedding, stages=stages, final_norm=final_norm, head=head)
+        decoder = Decoder(config=self.config, embedding=embedding, stages=stages, final_norm=final_norm, head=head)
+        return fused(decoder) if self.native is not None else decoder
 
     def _stage(self, span: Span, names: TensorNames, linears: LinearFactory) -> Stage:
         ropes = dict.fromkeys(self.config.rope_of(layer) for layer in span.layers)
@@ -175,10 +177,11 @@ class DecoderLoader:
         def read(*parts: str) -> Tensor:
             return self.reader.read(*(f"{prefix}.{part}" for part in parts), device=device)
 
-        def linear(*parts: str, bias: bool) -> Linear:
+        def linear(*parts: str, bias: bool, gates: bool = False) -> Linear:
             def make() -> Linear:
                 weight = read(*(f"{part}.weight" for part in parts))
-                return linears.make(weight, read(*(f"{part}.bias" for part in parts)) if bias else None)
+                biases = read(*(f"{part}.bias" for part in parts)) if bias else None
+                return linears.make(weight, biases, interleave=gates)
 
             return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
 
@@ -199,10 +202,10 @@ class DecoderLoader:
     def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear) -> Mlp:
         traits = self.config.traits
         experts = traits.experts_of(layer)
-        gated = partial(GatedMlp, activation=ACTIVATIONS[self.config.activation])
+        gated = partial(GatedMlp, activation=self.config.activation)
         if experts is not None:
             return make_mixture(names.experts, experts, linear, gated)
-        gate_up = linear(*names.gate_up, bias=traits.mlp_bias)
+        gate_up = linear(*names.gate_up, bias=traits.mlp_bias, gates=True)
         return gated(gate_up, linear(names.down, bias=traits.mlp_bias))
 
     def _head(self, embedding: Tensor, names: TensorNames, linears: LinearFactory) -> Linear:

@@ -29,13 +29,41 @@ class Mlp(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)). gate_up: both in one, gate first."""
+    """down(activation(gate(x)) * up(x)). gate_up: both in one, gate first.
+
+    fused: activation(gate(x)) * up(x) in one call, where there is such a kernel.
+    """
 
     gate_up: Linear
     down: Linear
-    activation: Callable[[Tensor], Tensor] = F.silu
+    activation: Activation = "silu"
+    fused: Linear | None = None
 
     def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
-        gate, up = add_adapters(self.gate_up(x), x, layer, "gate_up", adapted).chunk(2, dim=-1)
-        gated = self.activation(gate) * up
+        if self.fused is None:
+            gated = self.opened(add_adapters(self.gate_up(x), x, layer, "gate_up", adapted))
+        else:
+            gated = self.adapt_(self.fused(x), lambda rows: x[rows], layer, adapted)
         return add_adapters(self.down(gated), gated, layer, "down", adapted)
+
+    def opened(self, both: Tensor) -> Tensor:
+        """activation(gate) * up, of both side by side."""
+        gate, up = both.chunk(2, dim=-1)
+        return ACTIVATIONS[self.activation](gate) * up
+
+    def adapt_(
+        self,
+        gated: Tensor,
+        rows_of_x: Callable[[slice | Tensor], Tensor],
+        layer: int,
+        adapted: Iterable[AdaptedRows],
+    ) -> Tensor:
+        """`gated`, made of x without adapters, with its adapted rows made anew. rows_of_x: gives some rows of x."""
+        for part in adapted:
+            added = part.adapter.layers[layer].get("gate_up")
+            if added is not None:
+                x = rows_of_x(part.rows)
+                both = self.gate_up(x)
+                added.add_(both, x, slice(None))
+                gated[part.rows] = self.opened(both)
+        return gated

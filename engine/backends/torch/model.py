@@ -16,6 +16,8 @@ from engine.backends.torch.linear import Linear
 from engine.backends.torch.lora import add_adapters
 from engine.backends.torch.mlp import Mlp
 from engine.backends.torch.model_config import ModelConfig
+from engine.backends.torch.native.block import FusedBlock
+from engine.backends.torch.native.layer import Fused
 from engine.backends.torch.norms import Norm
 from engine.backends.torch.rope import Angles, RotaryEmbedding, rotate_
 from engine.backends.torch.step_plan import StepPlan
@@ -25,7 +27,7 @@ from engine.backends.torch.step_plan import StepPlan
 class Block:
     """Weights of one layer. qkv is fused; qk_norm is over [T, heads + kv_heads, head_dim].
 
-    rotary: what turns its queries and keys; None where nothing does.
+    rotary: what turns its queries and keys; None where nothing does.  fused: what computes the same in fewer calls.
     """
 
     input_norm: Norm
@@ -38,6 +40,7 @@ class Block:
     mlp_out_norm: Norm
     window: int | None
     rotary: RotaryEmbedding | None
+    fused: FusedBlock | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class Decoder:
     """A causal language model. Every row of a batch is one token; rows meet only in attention.
 
     Its stages compute one after another. The embedding lies where the first does, final norm and head where the last.
+
+    fused_head: float32 logits, scaled, of states before the final norm in one call, where there is such a kernel.
     """
 
     config: ModelConfig
@@ -66,6 +71,7 @@ class Decoder:
     stages: tuple[Stage, ...]
     final_norm: Norm
     head: Linear
+    fused_head: Fused | None = None
 
     def hidden(self, plan: StepPlan, kv: KvPool) -> Tensor:
         """Run one step: write its keys and values to `kv`, return hidden states [rows, hidden] before the last norm.
@@ -83,15 +89,22 @@ class Decoder:
                 hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary])
         return hidden
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """Float32 logits [rows, vocab] of hidden states after the last norm."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [rows, vocab] of hidden states before the last norm."""
         traits = self.config.traits
-        logits = self.head(normed * traits.logit_scale).float()
+        if self.fused_head is not None:
+            logits = self.fused_head(hidden)
+        else:
+            logits = self.head(self.final_norm(hidden) * traits.logit_scale).float()
         return capped_(logits, traits.logit_cap) if traits.logit_cap else logits
 
     def _block(
         self, layer: int, block: Block, hidden: Tensor, plan: StepPlan, kv: KvPool, angles: Angles | None
     ) -> Tensor:
+        if block.fused is not None:
+            qkv = block.fused.into_attention(hidden, layer, plan.adapted)
+            attended = self._attend(layer, block, qkv, plan, kv, angles)
+            return block.fused.out_of_attention(attended, hidden, layer, plan.adapted)
         scale = self.config.traits.residual_scale
         normed = block.input_norm(hidden)
         attended = block.attention_out_norm(self._attention(layer, block, normed, plan, kv, angles))

@@ -64,9 +64,10 @@ class MixtureMlp:
 
 
 class MakeLinear(Protocol):
-    """Makes one linear layer of the named weights of a block, one below the other."""
+    """Makes one linear layer of the named weights of a block, one below the other. gates: the first half of the outputs
+    gates the second."""
 
-    def __call__(self, *parts: str, bias: bool) -> Linear: ...
+    def __call__(self, *parts: str, bias: bool, gates: bool = False) -> Linear: ...
 
 
 def make_mixture(
@@ -75,7 +76,7 @@ def make_mixture(
     """The mixture of one layer. gated: makes an MLP of its fused gate and up, and its down."""
 
     def expert(stem: str) -> GatedMlp:
-        gate_up = linear(f"{stem}.{names.gate}", f"{stem}.{names.up}", bias=False)
+        gate_up = linear(f"{stem}.{names.gate}", f"{stem}.{names.up}", bias=False, gates=True)
         return gated(gate_up, linear(f"{stem}.{names.down}", bias=False))
 
     shared = None

@@ -225,7 +225,7 @@ class ModelRunner:
         if tell is not None:
             for index, rows in plan.told.items():
                 tell(index, FinalStates(self._decoder, hidden[rows.start : rows.stop], most_told))
-        return self._decoder.logits(self._decoder.final_norm(hidden.index_select(0, plan.sampled_rows)))
+        return self._decoder.logits(hidden.index_select(0, plan.sampled_rows))
 
     def unload(self) -> None:
         """Give the weights and the KV pages back; idempotent."""

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.linear import Linear, PackedLinear, PlainLinear
-from engine.backends.torch.native.layer import NativeLinear
+from engine.backends.torch.native.layer import Form, NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.opaque import Packed, can_put_together, put_together, taken_apart
 from engine.backends.torch.sealed import SealedFile, UnsealedFile, alone
 
-_LAYOUT = 2
+_LAYOUT = 3
 """Goes up whenever the file's layout or the names of its tensors change."""
 
 _TABLE_SIZE_BYTES = 8
@@ -69,14 +69,14 @@ class OwnWeights:
 
 class _Place(msgspec.Struct, frozen=True):
     """Where a tensor lies in the file. layout: oneDNN's description of its layout, b"" for a plain one.
-    native: (outputs, inputs) of a weight that lies as our own kernel reads it."""
+    native: what a weight is that lies as our own kernel reads it."""
 
     offset: int
     size_bytes: int
     shape: tuple[int, ...]
     dtype: str
     layout: bytes = b""
-    native: tuple[int, int] | None = None
+    native: Form | None = None
 
 
 class SharedWriter:
@@ -102,14 +102,14 @@ class SharedWriter:
         """What `make` makes, over tensors in the file."""
         made = make()
         match made:
-            case NativeLinear(outputs=outputs, inputs=inputs):
-                weight = self._put(f"{key}.weight", made.weight, native=(outputs, inputs))
-                bias = self._put_bias(key, made.bias)
-                return NativeLinear(made.library, weight, bias, outputs=outputs, inputs=inputs)
+            case NativeLinear():
+                weight = self._put(f"{key}.weight", made.weight, native=made.form)
+                bias, scales = self._put_part(f"{key}.bias", made.bias), self._put_part(f"{key}.scales", made.scales)
+                return NativeLinear(made.library, made.form, weight, bias, scales)
             case PackedLinear():
-                return PackedLinear(self._put(f"{key}.weight", made.weight), self._put_bias(key, made.bias))
+                return PackedLinear(self._put(f"{key}.weight", made.weight), self._put_part(f"{key}.bias", made.bias))
             case PlainLinear():
-                return PlainLinear(self._put(f"{key}.weight", made.weight), self._put_bias(key, made.bias))
+                return PlainLinear(self._put(f"{key}.weight", made.weight), self._put_part(f"{key}.bias", made.bias))
             case _:
                 return made
 
@@ -130,10 +130,10 @@ class SharedWriter:
             self._file.close()
             self._file = None
 
-    def _put_bias(self, key: str, bias: Tensor | None) -> Tensor | None:
-        return None if bias is None else self._put(f"{key}.bias", bias)
+    def _put_part(self, key: str, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else self._put(key, tensor)
 
-    def _put(self, key: str, tensor: Tensor, native: tuple[int, int] | None = None) -> Tensor:
+    def _put(self, key: str, tensor: Tensor, native: Form | None = None) -> Tensor:
         if self._file is None or (tensor.is_mkldnn and not can_put_together(tensor.dtype)):
             return tensor
         if not tensor.is_mkldnn and tensor.data_ptr() in self._plain:  # a tied head, which is the embedding
@@ -187,12 +187,11 @@ class SharedReader:
         place = self._places.get(f"{key}.weight")
         if place is None:
             return make()
-        bias = self._at(f"{key}.bias") if f"{key}.bias" in self._places else None
+        bias, scales = (self._at(name) if name in self._places else None for name in (f"{key}.bias", f"{key}.scales"))
         weight = self._at(f"{key}.weight")
         if place.native is not None:
             assert self._native is not None, "the file's identity names the kernels"
-            outputs, inputs = place.native
-            return NativeLinear(self._native, weight, bias, outputs=outputs, inputs=inputs)
+            return NativeLinear(self._native, place.native, weight, bias, scales)
         return (PackedLinear if place.layout else PlainLinear)(weight, bias)
 
     def _at(self, key: str) -> Tensor:

@@ -21,7 +21,7 @@ from engine.backends.torch.native.build import (
     cache_folder,
     kept_library,
 )
-from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.native.library import DTYPES, NativeLibrary
 
 WAIT_S = 10.0
 """How long a load waits for the compiler. Later loads find what it has made."""
@@ -67,7 +67,7 @@ class Kernels:
 def native_library(dtype: torch.dtype, device: torch.device, cancelled: Callable[[], bool]) -> NativeLibrary | None:
     """What computes linear layers of `dtype` on `device`; None where torch does."""
     isa = native_isa()
-    if isa is None or dtype is not torch.bfloat16 or device.type != "cpu":
+    if isa is None or dtype not in DTYPES or device.type != "cpu":
         return None
     return _kernels(isa).wait(cancelled)
 

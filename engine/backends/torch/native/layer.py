@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
@@ -15,31 +16,34 @@ from engine.backends.torch.native.library import DTYPES, Layer, NativeLibrary
 _ACTIVATIONS = MappingProxyType({"silu": 1, "gelu": 2, "gelu_tanh": 3})
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a native layer's weight is. kernel: what multiplies by it.  dtype: of x, bias and result, by its name.
+
+    interleaved: its blocks lie so that the first half of the outputs can gate the second.  group: how many inputs share
+    a scale, of a quantised one.
+    """
+
+    outputs: int
+    inputs: int
+    kernel: str = "bfloat16"
+    dtype: str = "bfloat16"
+    interleaved: bool = False
+    group: int = 0
+
+
 class NativeLinear:
     """x @ weight.T + bias over a weight that `library` packed. Accumulates in float32, every output by one sequence of
     operations: neither the threads nor the other rows of a batch change a row's result.
 
-    dtype: of x, bias and result.  kernel: what multiplies by such weights.  scales, group: a quantised weight's, and
-    how many inputs share one.  interleaved: its blocks lie so that the first half of the outputs can gate the second.
+    scales: those of a quantised weight.
     """
 
     def __init__(
-        self,
-        library: NativeLibrary,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        outputs: int,
-        inputs: int,
-        interleaved: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
-        kernel: str = "bfloat16",
-        scales: Tensor | None = None,
-        group: int = 0,
+        self, library: NativeLibrary, form: Form, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None
     ) -> None:
-        self.library, self.weight, self.bias = library, weight, bias
-        self.outputs, self.inputs, self.interleaved = outputs, inputs, interleaved
-        self.dtype, self.kernel, self.scales, self.group = dtype, kernel, scales, group
+        self.library, self.form = library, form
+        self.weight, self.bias, self.scales = weight, bias, scales
         self._plain = Fused(self)
 
     @classmethod
@@ -48,16 +52,14 @@ class NativeLinear:
     ) -> NativeLinear:
         """A layer for `weight` [out, in] of bfloat16 or float32, of which it keeps a packed copy."""
         outputs, inputs = weight.shape
-        return cls(
-            library,
-            library.pack(weight, interleaved=interleaved),
-            bias,
-            outputs=outputs,
-            inputs=inputs,
-            interleaved=interleaved,
-            dtype=weight.dtype,
-            kernel=DTYPES[weight.dtype],
-        )
+        name = DTYPES[weight.dtype]
+        form = Form(outputs, inputs, kernel=name, dtype=name, interleaved=interleaved)
+        return cls(library, form, library.pack(weight, interleaved=interleaved), bias)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of x, bias and result."""
+        return getattr(torch, self.form.dtype)  # type: ignore[no-any-return]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._plain(x)
@@ -66,7 +68,7 @@ class NativeLinear:
 class Fused:
     """A native product with what comes before and after it in one call:
 
-        residual + alpha * (norm(x) @ weight.T + bias)    or    activation(first half) * second half
+        residual + alpha * (norm(x) @ weight.T + bias)    or    activation(first half) * second half of it
 
     norm: the weight of an RMSNorm over x, of the layer's dtype or float32; computed in float32 and rounded once.
     activation: needs an interleaved weight.  out: the result's dtype, the layer's own if not told, or float32.
@@ -82,23 +84,24 @@ class Fused:
         alpha: float = 1.0,
         out: torch.dtype | None = None,
     ) -> None:
-        assert activation is None or linear.interleaved, "a gate and what it opens lie in neighbouring blocks"
+        form = linear.form
+        assert activation is None or form.interleaved, "a gate and what it opens lie in neighbouring blocks"
         self.linear: Final = linear
         self._norm = norm
-        self._dtype, self._inputs = linear.dtype, linear.inputs
-        self._out, self._width = out or linear.dtype, linear.outputs // 2 if activation else linear.outputs
-        self._product, self._threads = linear.library.product(linear.kernel), linear.library.threads
+        self._dtype, self._inputs = linear.dtype, form.inputs
+        self._out, self._width = out or linear.dtype, form.outputs // 2 if activation else form.outputs
+        self._product, self._threads = linear.library.product(form.kernel), linear.library.threads
         self._layer = Layer(
-            inputs=linear.inputs,
-            outputs=linear.outputs,
+            inputs=form.inputs,
+            outputs=form.outputs,
             weight=linear.weight.data_ptr(),
             scales=None if linear.scales is None else linear.scales.data_ptr(),
-            group=linear.group,
+            group=form.group,
             bias=None if linear.bias is None else linear.bias.data_ptr(),
             norm=None if norm is None else norm.data_ptr(),
             epsilon=epsilon,
             norm_is_float=norm is not None and norm.dtype is torch.float32,
-            interleaved=linear.interleaved,
+            interleaved=form.interleaved,
             activation=_ACTIVATIONS[activation] if activation else 0,
             alpha=alpha,
             out_is_float=self._out is torch.float32,
@@ -109,8 +112,8 @@ class Fused:
         """What it makes of x [rows, in]; with a `residual` [rows, out] without gaps, in its place."""
         rows, inputs = x.shape
         if x.dtype is not self._dtype or inputs != self._inputs:
-            wanted = str(self._dtype).removeprefix("torch.")
-            raise ValueError(f"a layer of {self._inputs} inputs of {wanted} got {tuple(x.shape)} of {x.dtype}")
+            form = self.linear.form
+            raise ValueError(f"a layer of {form.inputs} inputs of {form.dtype} got {tuple(x.shape)} of {x.dtype}")
         stride, step = x.stride()
         if step != 1:
             x, stride = x.contiguous(), inputs

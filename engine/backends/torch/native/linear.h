@@ -32,7 +32,7 @@ struct Layer {
     int32_t norm_is_float;   // float32, or else of the type of x
     int32_t interleaved;     // blocks of the first and the second half of the outputs take turns
     Activation activation;   // epilogue: activation(first half) * second half
-    float alpha;             // epilogue: residual + alpha * product, in a call with a residual
+    float alpha;             // epilogue: residual + alpha * product, without a gate
     int32_t out_is_float;    // or else of the type of x
 
     int64_t blocks() const { return interleaved ? 2 * divide_up(outputs / 2, kBlock) : divide_up(outputs, kBlock); }
@@ -120,7 +120,7 @@ class Epilogue {
         for (int64_t r = 0; r < rows; ++r, sums += kMaxStep * kBlock) {
             const int64_t at = (row + r) * layer_.outputs + layer_.first(block);
             Floats value = load(sums) + added;
-            if (residual_) value = fused(alpha, value, load_some(residual_ + at, count));
+            value = residual_ ? fused(alpha, value, load_some(residual_ + at, count)) : alpha * value;
             store_some(out_ + at, value, count);
         }
     }
