@@ -91,8 +91,7 @@ class LinearFactory:
         return None
 
     def _make_torch(self, weight: Tensor, bias: Tensor | None, *, pack: bool) -> Linear:
-        large_enough = weight.dtype != torch.float32 or weight.numel() >= PACK_FLOAT32_MIN_ELEMENTS
-        if not (pack and self._may_pack and large_enough):
+        if not (pack and self._may_pack and packing_pays(weight)):
             return PlainLinear(weight, bias)
         try:
             packed = PackedLinear(pack_weight(weight), bias)
@@ -103,6 +102,11 @@ class LinearFactory:
             self._may_pack = False
             return PlainLinear(weight, bias)
         return packed if self._trusted[key] else PlainLinear(weight, bias)
+
+
+def packing_pays(weight: Tensor) -> bool:
+    """Whether torch multiplies by a packed copy of it faster."""
+    return weight.dtype != torch.float32 or weight.numel() >= PACK_FLOAT32_MIN_ELEMENTS
 
 
 def kind_of(linear: Linear) -> str:

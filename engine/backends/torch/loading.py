@@ -18,7 +18,7 @@ from engine.backends.torch.archs.experts import expert_shapes
 from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.layout import Layout, Span
-from engine.backends.torch.linear import Linear, LinearFactory, PlainLinear
+from engine.backends.torch.linear import Linear, LinearFactory, PlainLinear, packing_pays
 from engine.backends.torch.mlp import GatedMlp, Mlp
 from engine.backends.torch.model import Block, Decoder, Stage
 from engine.backends.torch.model_config import ModelConfig
@@ -216,12 +216,12 @@ class DecoderLoader:
                 names.head, lambda: linears.make(self.reader.read(f"{names.head}.weight", device=memory.device))
             )
         elsewhere = memory is not self.layout.first
-        may_pack = not memory.simulated and embedding.nbytes <= MAX_HEAD_COPY_BYTES
+        may_pack = packing_pays(embedding) and embedding.nbytes <= MAX_HEAD_COPY_BYTES
         head = self.store.linear(
             f"{names.head} of the embedding{' packed' if may_pack else ''}",
             lambda: linears.make(embedding.to(memory.device, copy=True) if elsewhere else embedding, pack=may_pack),
         )
-        if not isinstance(head, PlainLinear) and not elsewhere:
+        if not isinstance(head, PlainLinear) and not elsewhere and not memory.simulated:
             memory.weights_bytes += embedding.nbytes
         return head
 

@@ -104,16 +104,16 @@ class _Fuser:
         """`made`, where the `whole` gives what its `parts` give. facts: what its code depends on besides the weight."""
         if self._off:
             return None
-        linear = made.linear
-        key = (*facts, linear.form, linear.bias is not None)
-        x = _random(linear.form.inputs, linear.dtype)
-        if key in self._trusted or close_enough(whole(x), parts(x), linear.dtype):
+        form, dtype = made.form, getattr(torch, made.form.dtype)
+        key = (*facts, form)
+        x = _random(form.inputs, dtype)
+        if key in self._trusted or close_enough(whole(x), parts(x), dtype):
             self._trusted.add(key)
             return made
         self._off = True
         _logger.warning(
             "norms, gates and residual sums stay apart from native products, as a %s one by %d x %d weights differs",
-            *(facts[0], linear.form.outputs, linear.form.inputs),
+            *(facts[0], form.outputs, form.inputs),
         )
         return None
 

@@ -86,8 +86,8 @@ class Fused:
     ) -> None:
         form = linear.form
         assert activation is None or form.interleaved, "a gate and what it opens lie in neighbouring blocks"
-        self.linear: Final = linear
-        self._norm = norm
+        self.form: Final = form
+        self._kept = linear.library, linear.weight, linear.bias, linear.scales, norm  # not the layer, which keeps this
         self._dtype, self._inputs = linear.dtype, form.inputs
         self._out, self._width = out or linear.dtype, form.outputs // 2 if activation else form.outputs
         self._product, self._threads = linear.library.product(form.kernel), linear.library.threads
@@ -112,7 +112,7 @@ class Fused:
         """What it makes of x [rows, in]; with a `residual` [rows, out] without gaps, in its place."""
         rows, inputs = x.shape
         if x.dtype is not self._dtype or inputs != self._inputs:
-            form = self.linear.form
+            form = self.form
             raise ValueError(f"a layer of {form.inputs} inputs of {form.dtype} got {tuple(x.shape)} of {x.dtype}")
         stride, step = x.stride()
         if step != 1:
