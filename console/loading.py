@@ -17,13 +17,14 @@ from engine.errors import InvalidRequest, UnsupportedModel
 from engine.models.catalog import ModelEntry
 from engine.models.files import home_expanded
 from engine.models.inspect import inspect
-from engine.models.resolve import is_hub_id, resolve, resolve_local
+from engine.models.resolve import is_hub_id, is_synthetic, resolve, resolve_local
 from engine.worker.factory import exllamav2_lacks, refuse_unavailable
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """A model that was asked for. spec is None for a hub id that may have to be downloaded first."""
+    """A model that was asked for. spec is None for a hub id that may have to be downloaded first, or a
+    synthetic model that is still to be made."""
 
     name: str
     spec: ModelSpec | None
@@ -38,7 +39,7 @@ def choose_model(settings: Settings) -> ModelChoice:
     path = resolve_local(settings.model, settings.models_dir)
     if path is not None:
         return ModelChoice(settings.model, model_spec(settings, settings.model, path))
-    if not is_hub_id(settings.model):
+    if not (is_hub_id(settings.model) or is_synthetic(settings.model)):
         resolve(settings.model, settings.models_dir)
     return ModelChoice(settings.model, None)
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import msgspec
 
 from console.bench.http import HttpReport, http_text, measure_http
+from console.bench.kinds import PLANS
+from console.bench.looking import COMMANDS, look
 from console.bench.overhead import OverheadReport, measure_overhead, overhead_text
 from console.bench.plan import plan_for
 from console.bench.progress import Progress
@@ -17,16 +19,27 @@ from console.bench.screen import measure_screen
 from console.bench.screen_report import ScreenReport, screen_text
 from console.bench.workers import WorkersReport, measure_workers, workers_text
 
+_OWN = ("overhead", "workers", "screen", "http")
 _DESCRIPTION = (
-    "Measure what the engine costs here. 'overhead': what it adds to a bare loop over the backend, and the memory of a "
-    "waiting request. 'workers': two workers with half the threads each against one with all, and the memory of 1, 2 "
-    "and 4 workers. 'screen': how quick the console is while clients stream. 'http': what the API serves on one core "
-    "where the backend costs nothing, and the time that it adds. Measure on a quiet machine; each takes a few minutes."
+    "Measure a model on this machine, or any server: 'ericllm bench NAME --help' tells the flags of each. "
+    + " ".join(f"'{name}': {plan.about}." for name, plan in PLANS.items())
+    + " Results are remembered: 'history', 'show', 'compare', 'plot' and 'forget' look at them. "
+    "The rest measures what the engine costs here. 'overhead': what it adds to a bare loop over the backend, and the "
+    "memory of a waiting request. 'workers': two workers with half the threads each against one with all, and the "
+    "memory of 1, 2 and 4 workers. 'screen': how quick the console is while clients stream. 'http': what the API "
+    "serves on one core where the backend costs nothing, and the time that it adds. Measure on a quiet machine; each "
+    "takes a few minutes."
 )
 
 
 def bench(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Run the command; returns 0. Raises EngineError for what cannot be measured."""
+    """Run the command; returns 0, 130 where ctrl+c ended it. Raises EngineError for what cannot be measured."""
+    if argv[:1] and argv[0] in PLANS:
+        from console.bench.measuring import measure
+
+        return measure(argv, parser)
+    if argv[:1] and argv[0] in COMMANDS:
+        return look(argv, parser)
     given = _parse(argv, parser)
     plan = plan_for(given.model, threads=given.threads, rounds=given.rounds)
     progress = Progress(sys.stderr)
@@ -54,7 +67,7 @@ def bench(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.description = _DESCRIPTION
-    parser.add_argument("what", choices=("overhead", "workers", "screen", "http"))
+    parser.add_argument("what", choices=(*PLANS, *COMMANDS, *_OWN))
     parser.add_argument("--model", default="demo", help="a folder, or a name as --model takes it (default demo)")
     parser.add_argument("--threads", type=_positive, help="CPU threads in all (default: the machine's cores)")
     parser.add_argument("--rounds", type=_positive, default=9, help="rounds of each kind, interleaved (default 9)")
@@ -69,7 +82,10 @@ def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Nam
         "--profile", default="", metavar="FILE", help="http: cProfile's account of the server (python -m pstats FILE)"
     )
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the numbers for programs")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    if given.what not in _OWN:
+        parser.error(f"say first what is wanted: {parser.prog} {given.what} ...")
+    return given
 
 
 def _positive(text: str) -> int:

@@ -7,7 +7,7 @@ each column one number per repeat, so that medians and spread are taken from it 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -92,7 +92,8 @@ class TargetInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     backend, dtype, weights_bytes: of an engine's model, as it was loaded.
     forces_length: whether an answer had exactly the tokens asked for; where not, rates are of what came.
-    counted_by: how tokens were counted: "engine", "usage" (the server told), "ids", or "chunks" (each taken for one).
+    counted_by: how tokens were counted: "engine", "usage" (the server told), "ids" (each was told), "asked" (a server
+    that counts nothing gave what was asked for), or "chunks" (each taken for one).
     """
 
     kind: Literal["engine", "http"]
@@ -165,6 +166,11 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     def column(self, name: str) -> Column | None:
         """The column of that name."""
         return next((column for column in self.columns if column.name == name), None)
+
+
+def said(keys: Mapping[str, Key]) -> str:
+    """What a row is, for a person: "users 4"."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in keys.items())
 
 
 def merged(rows: Iterable[Row]) -> tuple[Row, ...]:

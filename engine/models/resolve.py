@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import platformdirs
 
 from engine.backends.base import LoadProgress
 from engine.errors import ModelLoadFailed, ModelNotFound
@@ -16,6 +19,7 @@ from engine.models.hub_cache import is_commit, is_complete, repo_folder, snapsho
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _PATH_STARTS = ("/", "./", "../", "~")
 _LISTED = 8
+_SYNTHETIC = "synthetic:"
 
 
 def resolve(
@@ -27,7 +31,8 @@ def resolve(
 ) -> Path:
     """The folder of the model called `name`, downloaded where it must be (this blocks).
 
-    name: "demo"; a folder (also ~/...); a name as `discover` lists it; a hub id org/name[@revision].
+    name: "demo"; a folder (also ~/...); a name as `discover` lists it; a hub id org/name[@revision]; "synthetic:SHAPE",
+    which is made where it is not there (engine.models.synthetic).
     A hub id that is in the hub cache is taken from there; a branch or tag after @ asks the hub for its newest state.
     report: bytes over all files, phase "download".  Both callbacks are called in the calling thread.
     Raises ModelNotFound with what there is, LoadCancelled, or ModelLoadFailed where a download cannot be done.
@@ -35,6 +40,8 @@ def resolve(
     path = resolve_local(name, folders)
     if path is not None:
         return path
+    if is_synthetic(name):
+        return _made(name)
     if not is_hub_id(name):
         raise _not_found(name, folders)
     from engine.models.hub import download
@@ -46,10 +53,14 @@ def resolve(
 def resolve_local(name: str, folders: Sequence[Path]) -> Path | None:
     """The folder of the model called `name` where it is on this machine already, else None.
 
-    Raises ModelLoadFailed where the demo model is missing from the installation.
+    Raises ModelLoadFailed where the demo model is missing from the installation, InvalidRequest for a synthetic shape
+    that there is not.
     """
     if name == DEMO:
         return _demo()
+    if is_synthetic(name):
+        folder = _synthetic_folder(name)
+        return folder if (folder / "config.json").is_file() else None
     path = home_expanded(name)
     if path.is_dir() and (name.startswith(_PATH_STARTS) or (path / "config.json").is_file()):
         return path
@@ -62,6 +73,31 @@ def resolve_local(name: str, folders: Sequence[Path]) -> Path | None:
 def is_hub_id(name: str) -> bool:
     """Whether `name` has the form of a hub id: org/name or org/name@revision."""
     return _HUB_ID.fullmatch(name) is not None
+
+
+def is_synthetic(name: str) -> bool:
+    """Whether `name` asks for a model of a known shape with random weights: synthetic:SHAPE."""
+    return name.startswith(_SYNTHETIC)
+
+
+def _synthetic_folder(name: str) -> Path:
+    """Where a synthetic model is kept. Raises InvalidRequest where there is no such shape."""
+    from engine.models.synthetic import synthetic_config  # it imports torch
+
+    shape = name.removeprefix(_SYNTHETIC)
+    synthetic_config(shape)
+    return Path(platformdirs.user_cache_dir("ericllm")) / "synthetic" / shape
+
+
+def _made(name: str) -> Path:
+    from engine.models.synthetic import make_synthetic
+
+    folder = _synthetic_folder(name)
+    try:
+        return make_synthetic(name.removeprefix(_SYNTHETIC), folder)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ModelLoadFailed(f"{name} cannot be made in {folder}: {error.strerror or error}", model=name) from error
 
 
 def _demo() -> Path:

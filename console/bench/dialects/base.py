@@ -1,0 +1,60 @@
+"""What a dialect is: a body that asks, and events that are read."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+from console.bench.target import Chunk, TargetFailed
+from console.bench.workload import Item
+
+CountedBy = Literal["usage", "ids", "asked"]
+
+
+class Reader(Protocol):
+    """Reads the events of one answer, in order."""
+
+    def __call__(self, event: bytes) -> Chunk | None:
+        """What an event says; None where it says nothing of tokens. Raises TargetFailed where it tells an error."""
+
+
+class Dialect(Protocol):
+    """How a kind of server is asked, and how it answers.
+
+    path: where.  takes_ids: whether a prompt may be token ids.  forces: whether the server can be told to go on to
+    the last token that was asked for.
+    counted_by: what counts of tokens rest on, where the server knows all that it is asked: what it told, its token
+    ids, or, since a length is forced, what was asked for.
+    """
+
+    @property
+    def name(self) -> str:
+        """As --dialect takes it."""
+
+    @property
+    def path(self) -> str:
+        """Where it is asked."""
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether prompts may be token ids."""
+
+    @property
+    def forces(self) -> bool:
+        """Whether it can be told to give every token that was asked for."""
+
+    @property
+    def counted_by(self) -> CountedBy:
+        """What its counts rest on, where it tells all that it can."""
+
+    def body(self, item: Item, model: str, *, plain: bool) -> dict[str, Any]:
+        """The request. plain: without the fields that are not in every server of the kind."""
+
+    def reader(self) -> Reader:
+        """For one answer."""
+
+
+def refuse_error(error: object) -> None:
+    """Raise TargetFailed where an event tells an error, as most servers do: a text, or an object with a message."""
+    if error:
+        said = error.get("message") or error if isinstance(error, dict) else error
+        raise TargetFailed(f"the server told an error: {said}")

@@ -1,0 +1,143 @@
+"""A server somewhere, in any of the dialects that a bench speaks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from console.bench.dialects import DIALECTS, Dialect
+from console.bench.prompts import Material, TokenIds, Words
+from console.bench.result import TargetInfo
+from console.bench.target import Chunk, TargetFailed
+from console.bench.workload import Item
+from engine.errors import InvalidRequest
+from engine.text.tokenizer import Tokenizer
+
+_LINE_BYTES = 1 << 23
+_SHOWN = 300
+
+
+class HttpTarget:
+    """Target: `async with`, then `send`. tokenizer: the model's, where it is at hand; prompts are then exact."""
+
+    def __init__(
+        self, url: str, *, dialect: str = "openai", model: str = "", key: str = "", tokenizer: Tokenizer | None = None
+    ) -> None:
+        """Raises InvalidRequest for a URL or a dialect that is none."""
+        self._url = _base(url)
+        self._dialect = _dialect(dialect)
+        self._model = model
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._tokenizer = tokenizer
+        self._plain = False
+        self._answered = False
+        self._told = False
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> HttpTarget:
+        """Open connections as they are needed, as many as there are requests."""
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+            headers=self._headers,
+            read_bufsize=_LINE_BYTES,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close them."""
+        if self._http is not None:
+            await self._http.close()
+
+    @property
+    def info(self) -> TargetInfo:
+        """Target: as far as it is known by now."""
+        by_rule = not self._plain and self._dialect.counted_by
+        return TargetInfo(
+            kind="http",
+            model=self._model,
+            url=self._url,
+            dialect=self._dialect.name,
+            forces_length=self._dialect.forces and not self._plain,
+            counted_by="usage" if self._told else by_rule if by_rule in ("asked", "ids") else "chunks",
+        )
+
+    @property
+    def material(self) -> Material:
+        """Target: ids where the dialect takes them and the vocabulary is known."""
+        if self._tokenizer is not None and self._dialect.takes_ids:
+            return TokenIds.of(self._tokenizer)
+        return Words(self._tokenizer)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Target: servers do not tell it in any one way."""
+        return None
+
+    async def send(self, item: Item) -> AsyncGenerator[Chunk, None]:
+        """Target: leave the iterator to close the connection, which ends the request in every server."""
+        try:
+            async for chunk in self._send(item):
+                yield chunk
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise TargetFailed(f"{self._url}{self._dialect.path}: {str(error) or type(error).__name__}") from error
+
+    async def _send(self, item: Item) -> AsyncGenerator[Chunk, None]:
+        assert self._http is not None
+        if not (self._plain or self._answered):
+            await self._settle(item)
+        body = self._dialect.body(item, self._model, plain=self._plain)
+        async with self._http.post(self._url + self._dialect.path, json=body) as answer:
+            if answer.status != 200:
+                raise TargetFailed(await self._refusal(answer))
+            self._answered = True
+            read = self._dialect.reader()
+            async for line in answer.content:
+                payload = _payload(line)
+                chunk = read(payload) if payload else None
+                if chunk is not None:
+                    self._told = self._told or chunk.output_tokens is not None
+                    yield chunk
+        if self._dialect.counted_by == "asked" and not self._plain:
+            yield Chunk(output_tokens=item.output_tokens)
+
+    async def _settle(self, item: Item) -> None:
+        """Find out whether the server knows the fields that not every one of its kind does."""
+        assert self._http is not None
+        short = msgspec.structs.replace(item, output_tokens=1)
+        body = self._dialect.body(short, self._model, plain=False)
+        async with self._http.post(self._url + self._dialect.path, json=body) as answer:
+            await answer.read()
+            self._answered = answer.status == 200
+            self._plain = answer.status in (400, 422)
+
+    async def _refusal(self, answer: aiohttp.ClientResponse) -> str:
+        said = " ".join((await answer.text(errors="replace")).split())[:_SHOWN]
+        return f"{self._url}{self._dialect.path} answered {answer.status}: {said or answer.reason}"
+
+
+def _payload(line: bytes) -> bytes:
+    """What a line of SSE or of JSON lines holds; nothing for what frames it."""
+    line = line.strip()
+    if line.startswith(b"data:"):
+        line = line[5:].strip()
+    return line if line.startswith(b"{") else b""
+
+
+def _base(url: str) -> str:
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidRequest(f"{url} is no address of a server; one looks like http://127.0.0.1:8000", param="url")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def _dialect(name: str) -> Dialect:
+    if name not in DIALECTS:
+        raise InvalidRequest(f"{name} is no dialect; there are {', '.join(DIALECTS)}", param="dialect")
+    return DIALECTS[name]

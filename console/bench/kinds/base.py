@@ -1,0 +1,186 @@
+"""What a bench is: a plan whose parts are measured one after the other, each as often as there are repeats."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from console.bench.lengths import Length
+from console.bench.measure import BenchCancelled, Crowd, Record, Run
+from console.bench.result import Column, Key, Published, Setting, said
+from console.bench.summary import Values
+from console.bench.target import EngineHere, Target
+from console.bench.trace import Exchange, read_trace, usable
+from console.bench.workload import Item, Mix, items
+from engine.errors import InvalidRequest
+from engine.models.files import home_expanded
+
+MAX_SEED = 2**63
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What one row is measured by. keys: of the row.  requests: how many it sends, for the time that is left.
+
+    least_s: seconds that it takes at least.
+    """
+
+    keys: dict[str, Key]
+    requests: int
+    least_s: float = 0.0
+
+    @property
+    def said(self) -> str:
+        """For a person."""
+        return said(self.keys)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured: the numbers that can be chosen, and how. Each field is a flag too; its Meta says what it means.
+
+    name, about: of the bench.  keys, columns: of its result.  quick: what --quick changes.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    keys: ClassVar[tuple[Column, ...]]
+    columns: ClassVar[tuple[Column, ...]]
+    published: ClassVar[tuple[Published, ...]] = ()
+    quick: ClassVar[Mapping[str, Any]] = {}
+
+    repeats: Annotated[int, Meta(ge=1, le=1000, description="times that everything is measured, by turns")] = 1
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED, description="what contents, lengths and arrivals are drawn from")] = 0
+
+    def parts(self, target: Target) -> Sequence[Part]:
+        """The rows to be, in the order in which they are measured. Raises InvalidRequest where the target cannot."""
+        raise NotImplementedError
+
+    async def measure(self, part: Part, lab: Lab) -> Values:
+        """One repeat of a row. Raises TargetFailed, BenchCancelled, SkipPart."""
+        raise NotImplementedError
+
+    async def warm(self, lab: Lab) -> None:
+        """What is done once before, and does not count: one request."""
+        await lab.closed([iter(lab.items(self.mix(lab), 1))])
+
+    def mix(self, lab: Lab) -> Mix:
+        """What requests are like."""
+        raise NotImplementedError
+
+    def settings(self) -> dict[str, Setting]:
+        """The plan as a result tells it."""
+        return {name: _told(getattr(self, name)) for name in self.__struct_fields__ if name != "seed"}
+
+
+class SkipPart(Exception):
+    """This row cannot be measured on this target. The text says why."""
+
+
+class Lab:
+    """What a plan measures with: a target, and the place of what is measured among the rest.
+
+    note: takes what readers of the numbers must know.  done: told of each request, None for a step that is none.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        seed: int,
+        *,
+        note: Callable[[str], None] = lambda text: None,
+        done: Callable[[Record | None], None] = lambda record: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.target = target
+        self.note = note
+        self._salt = "warm"
+        self._first: dict[str, float] = {}
+        self._seed = seed
+        self._done = done
+        self._cancelled = cancelled
+        self._crowd = Crowd(target, done, cancelled)
+        self._material = target.material
+
+    def begin(self, repeat: int, part: int) -> None:
+        """From now on, measure this."""
+        self._salt = f"{repeat}/{part}"
+        if part == 0:
+            self._first.clear()
+
+    def items(self, mix: Mix, count: int, *, first: int = 0, also: str = "") -> list[Item]:
+        """Requests that no other row or repeat has the contents of, nor one here with another `also`."""
+        fits(self.target, mix)
+        salt = f"{self._salt}/{also}" if also else self._salt
+        return items(mix, self._material, seed=self._seed, salt=salt, count=count, first=first)
+
+    async def closed(self, clients: Sequence[Iterator[Item]]) -> Run:
+        """Crowd.closed."""
+        return await self._crowd.closed(clients)
+
+    async def opened(self, sent: Sequence[Item], max_concurrent: int | None = None) -> Run:
+        """Crowd.opened."""
+        return await self._crowd.opened(sent, max_concurrent)
+
+    async def beside(self, mix: Mix, streams: int, late: Item, *, settle_tokens: int) -> tuple[list[Record], Record]:
+        """Crowd.beside, with streams of a mix."""
+
+        def endless(stream: int) -> Iterator[Item]:
+            for turn in itertools.count():
+                yield from self.items(mix, 1, first=turn * streams + stream)
+
+        return await self._crowd.beside([endless(stream) for stream in range(streams)], late, settle_tokens)
+
+    def first_of_repeat(self, name: str, value: float) -> float:
+        """What was said under this name first in this repeat: what later rows are compared to."""
+        return self._first.setdefault(name, value)
+
+    def step(self) -> None:
+        """A step of the part is done. Raises BenchCancelled where no more is wanted."""
+        self._done(None)
+        if self._cancelled():
+            raise BenchCancelled
+
+    def trace(self, path: str) -> tuple[Exchange, ...]:
+        """What of a trace the target can take."""
+        if not path:
+            return ()
+        return tuple(usable(read_trace(home_expanded(path)), self._material, self.target.max_model_len))
+
+    @property
+    def engine(self) -> EngineHere:
+        """The target, where it is an engine in this process. Raises InvalidRequest."""
+        return engine_here(self.target)
+
+
+def engine_here(target: Target) -> EngineHere:
+    """The target, where it is an engine in this process. Raises InvalidRequest."""
+    if not isinstance(target, EngineHere):
+        raise InvalidRequest("this bench turns knobs of an engine in this process; leave --url out", param="url")
+    return target
+
+
+def fits(target: Target, mix: Mix) -> None:
+    """Raise InvalidRequest where requests can be longer than the target takes."""
+    limit, prompt, output = target.max_model_len, mix.prompt.most, mix.output.most
+    if limit is None or prompt is None or output is None:
+        return
+    shared = mix.prefix.tokens if mix.prefix else 0
+    if shared + prompt + output > limit:
+        with_prefix = f" behind a prefix of {shared}" if shared else ""
+        raise InvalidRequest(
+            f"prompts of up to {prompt} tokens{with_prefix} and answers of up to {output} do not fit the model's "
+            f"{limit}",
+            param="prompt_tokens",
+        )
+
+
+def _told(value: object) -> Setting:
+    if isinstance(value, Length):
+        return str(value)
+    if isinstance(value, tuple):
+        return list(value)
+    assert value is None or isinstance(value, str | int | float | bool)
+    return value

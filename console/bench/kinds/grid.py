@@ -1,0 +1,75 @@
+"""How many workers, and how many requests at once for each: every pair, on the engine as it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from console.bench.kinds.base import Lab, Part, Plan, SkipPart, engine_here
+from console.bench.lengths import Length, fixed
+from console.bench.result import Column, Key, Published
+from console.bench.summary import Values, columns, summarised
+from console.bench.target import Target
+from console.bench.workload import Mix
+from engine.errors import InsufficientMemory
+
+
+def _got(model: str, workers: int, max_prompts: int, tokens_per_s: float) -> Published:
+    keys: dict[str, Key] = {"workers": workers, "max_prompts": max_prompts}
+    return Published(
+        who=f"EricLLM, {model}",
+        device="RTX 3090",
+        source="EricLLM's README",
+        keys=keys,
+        values={"output_throughput": tokens_per_s},
+    )
+
+
+class Grid(Plan, frozen=True, kw_only=True):
+    """Workers times max_prompts. Both are turned live; nothing is started again between two rows."""
+
+    name: ClassVar[str] = "grid"
+    about: ClassVar[str] = "workers x max_prompts at a number of concurrent requests: tokens per second of each pair"
+    keys: ClassVar = (
+        Column(name="workers", title="workers", digits=0),
+        Column(name="max_prompts", title="max prompts", digits=0),
+    )
+    columns: ClassVar = columns("output_throughput", "median_ttft_ms", "median_itl_ms", "p99_e2el_ms")
+    published: ClassVar = (
+        _got("Mistral-7B 8.0bpw", 2, 16, 238.0),
+        _got("TinyLlama", 3, 8, 422.0),
+    )
+    quick: ClassVar = {"workers": (1, 2), "max_prompts": (4, 8), "concurrent": 8, "requests": 16}
+
+    workers: Annotated[tuple[int, ...], Meta(description="numbers of workers")] = (1, 2, 3)
+    max_prompts: Annotated[tuple[int, ...], Meta(description="requests at once of a worker")] = (4, 8, 16)
+    concurrent: Annotated[int, Meta(ge=1, le=10**5, description="clients that ask at once")] = 32
+    requests: Annotated[int, Meta(ge=1, le=10**6, description="requests of each pair")] = 128
+    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt")] = fixed(128)
+    output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(128)
+
+    def mix(self, lab: Lab) -> Mix:
+        """Plan."""
+        return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
+
+    def parts(self, target: Target) -> list[Part]:
+        """Plan."""
+        engine_here(target)
+        return [
+            Part(keys={"workers": workers, "max_prompts": max_prompts}, requests=self.requests)
+            for workers in self.workers
+            for max_prompts in self.max_prompts
+        ]
+
+    async def measure(self, part: Part, lab: Lab) -> Values:
+        """Plan: a request for each place first, so that no worker is measured while it warms up."""
+        workers, max_prompts = int(part.keys["workers"]), int(part.keys["max_prompts"])
+        try:
+            await lab.engine.turn(workers=workers, max_prompts=max_prompts)
+        except InsufficientMemory as error:
+            raise SkipPart(f"{part.said} was not measured: {error.message}") from error
+        first = lab.items(self.mix(lab), workers, also="warm")
+        await lab.closed([iter([item]) for item in first])
+        sent = iter(lab.items(self.mix(lab), self.requests))
+        return summarised(await lab.closed([sent] * min(self.concurrent, self.requests)))

@@ -1,0 +1,69 @@
+"""One request at a time: how fast an answer comes where nobody else asks.
+
+As in a latency study of 2023 whose rows are shown beside: nine prompts after one that warms up, 200 tokens of each.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from console.bench.kinds.base import Lab, Part, Plan
+from console.bench.lengths import Length, fixed
+from console.bench.result import Column, Published
+from console.bench.summary import Values, columns, summarised
+from console.bench.target import Target
+from console.bench.workload import Mix
+
+_SOURCE = "a latency study of 2023: llama-2-7b, batch 1, 200 tokens"
+
+
+def _got(who: str, device: str, tokens_per_s: float) -> Published:
+    return Published(who=who, device=device, source=_SOURCE, values={"tokens_per_s": tokens_per_s})
+
+
+class Latency(Plan, frozen=True, kw_only=True):
+    """Batch 1."""
+
+    name: ClassVar[str] = "latency"
+    about: ClassVar[str] = "one request at a time: nine prompts after one warm-up, 200 tokens each"
+    keys: ClassVar = (Column(name="prompts", title="prompts", digits=0),)
+    columns: ClassVar = (
+        Column(name="tokens_per_s", title="mean", unit="tok/s", better="higher"),
+        Column(name="answer_s", title="mean time", unit="s", digits=2, better="lower"),
+        Column(name="answer_tokens", title="mean tokens", digits=0),
+        *columns("mean_ttft_ms", "median_itl_ms", "p99_itl_ms"),
+    )
+    published: ClassVar = (
+        _got("ExLlama", "A6000", 77.0),
+        _got("CTranslate2, int8", "A6000", 62.6),
+        _got("CTranslate2, fp16", "A6000", 44.8),
+        _got("vLLM", "A100", 41.5),
+        _got("HF transformers", "A6000", 24.6),
+        _got("TGI", "A6000", 21.1),
+    )
+    quick: ClassVar = {"prompts": 3, "output_tokens": fixed(50)}
+
+    prompts: Annotated[int, Meta(ge=1, le=10**6, description="requests that count, one after the other")] = 9
+    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt")] = fixed(32)
+    output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(200)
+
+    def mix(self, lab: Lab) -> Mix:
+        """Plan."""
+        return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
+
+    def parts(self, target: Target) -> list[Part]:
+        """Plan."""
+        return [Part(keys={"prompts": self.prompts}, requests=self.prompts)]
+
+    async def measure(self, part: Part, lab: Lab) -> Values:
+        """Plan: the mean of what each request had, its wait for the first token included."""
+        run = await lab.closed([iter(lab.items(self.mix(lab), self.prompts))])
+        done = run.answered
+        return {
+            "tokens_per_s": sum(record.output_tokens / record.e2e_s for record in done) / len(done),
+            "answer_s": sum(record.e2e_s for record in done) / len(done),
+            "answer_tokens": sum(record.output_tokens for record in done) / len(done),
+            **summarised(run),
+        }

@@ -1,0 +1,109 @@
+"""A long prompt that arrives while others are being answered: the longest pause that they see."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from console.bench.kinds.base import Lab, Part, Plan
+from console.bench.lengths import Length, fixed
+from console.bench.measure import Record
+from console.bench.result import Column
+from console.bench.summary import Values, percentile
+from console.bench.target import EngineHere, Target, TargetFailed
+from console.bench.workload import Mix
+from engine.errors import InvalidRequest
+
+_SETTLE_TOKENS = 8
+"""Tokens that every stream has before the long prompt comes, and again after it was read."""
+
+
+class Long(Plan, frozen=True, kw_only=True):
+    """One prompt of 8192 tokens, or of what the model takes, beside 16 streams."""
+
+    name: ClassVar[str] = "long"
+    about: ClassVar[str] = "one 8k prompt that arrives while 16 streams decode: the longest gap that they see"
+    keys: ClassVar = (
+        Column(name="streams", title="streams", digits=0),
+        Column(name="long_tokens", title="long prompt", unit="tokens", digits=0),
+    )
+    columns: ClassVar = (
+        Column(name="longest_gap_ms", title="longest gap", unit="ms", better="lower"),
+        Column(name="p99_gap_ms", title="gap p99 meanwhile", unit="ms", better="lower"),
+        Column(name="median_gap_ms", title="gap p50 meanwhile", unit="ms", better="lower"),
+        Column(name="alone_longest_gap_ms", title="longest before", unit="ms", better="lower"),
+        Column(name="alone_median_gap_ms", title="p50 before", unit="ms", better="lower"),
+        Column(name="long_ttft_ms", title="TTFT of the long one", unit="ms", better="lower"),
+    )
+    quick: ClassVar = {"streams": 4, "long_tokens": 1024}
+
+    streams: Annotated[int, Meta(ge=1, le=10**5, description="streams that are being answered")] = 16
+    long_tokens: Annotated[
+        int, Meta(ge=16, le=10**6, description="tokens of the long prompt; fewer if the model takes fewer")
+    ] = 8192
+    prompt_tokens: Annotated[Length, Meta(description="tokens of the streams' prompts")] = fixed(32)
+    stream_tokens: Annotated[
+        int, Meta(ge=2 * _SETTLE_TOKENS, le=10**6, description="most tokens of a stream's answer")
+    ] = 1024
+
+    def mix(self, lab: Lab) -> Mix:
+        """Plan: of the streams."""
+        return Mix(prompt=self.prompt_tokens, output=fixed(self._stream_tokens(lab.target)))
+
+    def _stream_tokens(self, target: Target) -> int:
+        limit, prompt = target.max_model_len, self.prompt_tokens.most or 0
+        return self.stream_tokens if limit is None else max(1, min(self.stream_tokens, limit - prompt))
+
+    def _long_tokens(self, target: Target) -> int:
+        limit = target.max_model_len
+        return self.long_tokens if limit is None else max(1, min(self.long_tokens, limit - _SETTLE_TOKENS))
+
+    def parts(self, target: Target) -> list[Part]:
+        """Plan."""
+        if self.prompt_tokens.kind == "trace":
+            raise InvalidRequest("this bench takes no trace", param="prompt_tokens")
+        keys = {"streams": self.streams, "long_tokens": self._long_tokens(target)}
+        return [Part(keys=dict(keys), requests=1)]
+
+    async def warm(self, lab: Lab) -> None:
+        """Plan: a short one, not one as long as a stream."""
+        await lab.closed([iter(lab.items(Mix(prompt=self.prompt_tokens, output=fixed(_SETTLE_TOKENS)), 1))])
+
+    async def measure(self, part: Part, lab: Lab) -> Values:
+        """Plan: there is a place for the long one among the streams."""
+        if isinstance(lab.target, EngineHere):
+            workers, max_prompts = lab.target.knobs
+            if workers * max_prompts <= self.streams:
+                await lab.target.turn(workers=workers, max_prompts=self.streams // workers + 1)
+        tokens = int(part.keys["long_tokens"])
+        [late] = lab.items(Mix(prompt=fixed(tokens), output=fixed(_SETTLE_TOKENS)), 1, also="long")
+        if tokens < self.long_tokens:
+            lab.note(f"The long prompt has {tokens} tokens: the model takes no more.")
+        streams, long = await lab.beside(self.mix(lab), self.streams, late, settle_tokens=_SETTLE_TOKENS)
+        if long.error:
+            raise TargetFailed(long.error)
+        return gaps(streams, long)
+
+
+def gaps(streams: list[Record], long: Record) -> Values:
+    """What lay between two chunks of any stream while the long prompt was being read, and before it came."""
+    began_s, read_s = long.sent_s, long.sent_s + (long.ttft_s or long.end_s)
+    before: list[float] = []
+    meanwhile: list[float] = []
+    for record in streams:
+        at = [record.sent_s + when for when, _ in record.chunks]
+        for start, end in itertools.pairwise(at):
+            if end <= began_s:
+                before.append(1000 * (end - start))
+            elif start < read_s:
+                meanwhile.append(1000 * (end - start))
+    return {
+        "longest_gap_ms": max(meanwhile, default=None),
+        "p99_gap_ms": percentile(meanwhile, 99) if meanwhile else None,
+        "median_gap_ms": percentile(meanwhile, 50) if meanwhile else None,
+        "alone_longest_gap_ms": max(before, default=None),
+        "alone_median_gap_ms": percentile(before, 50) if before else None,
+        "long_ttft_ms": None if long.ttft_s is None else 1000 * long.ttft_s,
+    }

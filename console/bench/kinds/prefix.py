@@ -1,0 +1,75 @@
+"""Prompts that begin alike: what a prefix cache finds of them, and what that does to the first token."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from console.bench.kinds.base import Lab, Part, Plan
+from console.bench.lengths import Length, fixed
+from console.bench.measure import Run
+from console.bench.result import Column
+from console.bench.summary import Values, columns, summarised
+from console.bench.target import Target
+from console.bench.workload import Mix, PrefixMix
+
+_SHARED, _OWN = "shared", "own"
+_NO_TWO_ALIKE = 1 << 62
+"""So many beginnings that no two prompts draw the same."""
+
+
+class Prefix(Plan, frozen=True, kw_only=True):
+    """The same lengths twice: beginnings shared by groups of prompts, and each prompt with one of its own."""
+
+    name: ClassVar[str] = "prefix"
+    about: ClassVar[str] = "prompts that begin alike against prompts that do not: hit rate, and time to the first token"
+    keys: ClassVar = (Column(name="prefix", title="prefix"),)
+    columns: ClassVar = (
+        Column(name="hit_rate", title="found in cache", unit="%", better="higher"),
+        Column(name="ideal_hit_rate", title="at best", unit="%"),
+        *columns("request_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "p95_e2el_ms"),
+    )
+    quick: ClassVar = {"requests": 16, "prefix_tokens": 128, "concurrent": 2}
+
+    requests: Annotated[int, Meta(ge=1, le=10**6, description="requests of each kind")] = 64
+    concurrent: Annotated[int, Meta(ge=1, le=10**5, description="clients that ask at once")] = 8
+    prefix_tokens: Annotated[int, Meta(ge=1, le=10**6, description="tokens that prompts begin with")] = 512
+    prefix_groups: Annotated[int, Meta(ge=1, le=10**6, description="how many shared beginnings there are")] = 4
+    prefix_share: Annotated[float, Meta(ge=0, le=1, description="share of the prompts that have a shared one")] = 1.0
+    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt after its beginning")] = fixed(64)
+    output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(16)
+
+    def mix(self, lab: Lab) -> Mix:
+        """Plan: of shared ones."""
+        return self._mix(self.prefix_groups)
+
+    def _mix(self, groups: int) -> Mix:
+        prefix = PrefixMix(tokens=self.prefix_tokens, groups=groups, share=self.prefix_share)
+        return Mix(prompt=self.prompt_tokens, output=self.output_tokens, prefix=prefix)
+
+    def parts(self, target: Target) -> list[Part]:
+        """Plan."""
+        return [Part(keys={"prefix": kind}, requests=self.requests) for kind in (_OWN, _SHARED)]
+
+    async def measure(self, part: Part, lab: Lab) -> Values:
+        """Plan."""
+        own = part.keys["prefix"] == _OWN
+        sent = lab.items(self._mix(_NO_TWO_ALIKE if own else self.prefix_groups), self.requests)
+        queue = iter(sent)
+        run = await lab.closed([queue] * min(self.concurrent, self.requests))
+        tokens = sum(item.prompt.tokens for item in sent)
+        groups = [item.group for item in sent if item.group is not None]
+        again = (len(groups) - len(set(groups))) * self.prefix_tokens
+        return {
+            "hit_rate": _hit_rate(run),
+            "ideal_hit_rate": 0.0 if own else 100 * again / tokens,
+            **summarised(run),
+        }
+
+
+def _hit_rate(run: Run) -> float | None:
+    """Share of the prompts' tokens that the target says it found in its cache; None where it does not say."""
+    told = [record for record in run.answered if record.cached_tokens is not None]
+    asked = sum(record.prompt_tokens for record in told)
+    return 100 * sum(record.cached_tokens or 0 for record in told) / asked if asked else None

@@ -1,0 +1,90 @@
+"""Requests that arrive by the clock, whether the ones before are answered or not, as users of a service do."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from console.bench.kinds.base import Lab, Part, Plan
+from console.bench.lengths import Length, fixed
+from console.bench.result import Column
+from console.bench.summary import Slo, Values, columns, summarised
+from console.bench.target import Target
+from console.bench.workload import Mix, PrefixMix, arriving
+from engine.errors import InvalidRequest
+
+
+class Serve(Plan, frozen=True, kw_only=True):
+    """Open-loop arrivals at given rates."""
+
+    name: ClassVar[str] = "serve"
+    about: ClassVar[str] = "Poisson or gamma arrivals at given rates: TTFT, TPOT, ITL, response, goodput under an SLO"
+    keys: ClassVar = (Column(name="request_rate", title="asked", unit="req/s", digits=2),)
+    columns: ClassVar = columns(
+        "request_throughput",
+        "output_throughput",
+        "median_ttft_ms",
+        "p99_ttft_ms",
+        "median_tpot_ms",
+        "p99_tpot_ms",
+        "p99_itl_ms",
+        "p95_e2el_ms",
+        "request_goodput",
+    )
+    quick: ClassVar = {"rates": (2.0, math.inf), "requests": 16, "output_tokens": fixed(32)}
+
+    rates: Annotated[tuple[float, ...], Meta(description="requests a second; inf sends all at once")] = (
+        1.0,
+        4.0,
+        math.inf,
+    )
+    requests: Annotated[int, Meta(ge=1, le=10**6, description="requests of each rate")] = 100
+    burstiness: Annotated[
+        float, Meta(gt=0, le=1000, description="shape of the gamma distribution of what lies between two; 1 is Poisson")
+    ] = 1.0
+    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt; 'trace' takes the trace's")] = fixed(128)
+    output_tokens: Annotated[Length, Meta(description="tokens of an answer; 'trace' takes the trace's")] = fixed(128)
+    trace: Annotated[str, Meta(description="file of conversations in ShareGPT's format")] = ""
+    prefix_tokens: Annotated[int, Meta(ge=0, le=10**6, description="tokens that prompts begin with in common")] = 0
+    prefix_groups: Annotated[int, Meta(ge=1, le=10**6, description="how many such beginnings there are")] = 1
+    prefix_share: Annotated[float, Meta(ge=0, le=1, description="share of the prompts that have one")] = 1.0
+    max_concurrent: Annotated[int, Meta(ge=0, le=10**6, description="most requests under way; 0 is no limit")] = 0
+    slo_ttft: Annotated[float | None, Meta(description="most seconds to the first token (also 500ms)")] = None
+    slo_tpot: Annotated[float | None, Meta(description="most seconds per further token (also 50ms)")] = None
+    slo_response: Annotated[float | None, Meta(description="most seconds to the last token")] = None
+
+    def mix(self, lab: Lab) -> Mix:
+        """Plan."""
+        prefix = PrefixMix(tokens=self.prefix_tokens, groups=self.prefix_groups, share=self.prefix_share)
+        return Mix(
+            prompt=self.prompt_tokens,
+            output=self.output_tokens,
+            prefix=prefix if self.prefix_tokens else None,
+            trace=lab.trace(self.trace),
+        )
+
+    def parts(self, target: Target) -> list[Part]:
+        """Plan."""
+        if not self.trace and "trace" in (self.prompt_tokens.kind, self.output_tokens.kind):
+            raise InvalidRequest("lengths of a trace need --trace FILE", param="trace")
+        if any(rate <= 0 for rate in self.rates):
+            raise InvalidRequest("a rate is more than 0 requests a second, or inf", param="rates")
+        return [
+            Part(keys={"request_rate": _key(rate)}, requests=self.requests, least_s=self.requests / rate)
+            for rate in self.rates
+        ]
+
+    async def measure(self, part: Part, lab: Lab) -> Values:
+        """Plan."""
+        rate = float(part.keys["request_rate"])
+        sent = lab.items(self.mix(lab), self.requests)
+        timed = arriving(sent, rate=rate, burstiness=self.burstiness, seed=self.seed)
+        slo = Slo(ttft_s=self.slo_ttft, tpot_s=self.slo_tpot, e2el_s=self.slo_response)
+        return summarised(await lab.opened(timed, self.max_concurrent or None), slo)
+
+
+def _key(rate: float) -> float | str:
+    """JSON has no infinity; vLLM's bench writes "inf" too."""
+    return "inf" if math.isinf(rate) else rate

@@ -1,0 +1,88 @@
+"""The same inputs by more and more clients at once, with and without guessing ahead from a request's own text."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from console.bench.kinds.base import Lab, Part, Plan, SkipPart
+from console.bench.lengths import Length, fixed
+from console.bench.result import Column, Published
+from console.bench.summary import Values, columns, summarised
+from console.bench.target import EngineHere, Target
+from console.bench.workload import Mix
+from engine.errors import InvalidRequest
+
+_STUDY = "a study of text-generation-inference, fixed inputs"
+_SECONDS = {24: 664.0, 64: 561.0, 128: 554.0, 256: 568.0}
+
+
+class Threads(Plan, frozen=True, kw_only=True):
+    """24..512 clients. The clients are tasks of one process, which cost less than threads and wait as well."""
+
+    name: ClassVar[str] = "threads"
+    about: ClassVar[str] = "fixed inputs sent by 24..512 clients, with n-gram speculation of 0, 1, 2, 8 tokens"
+    keys: ClassVar = (
+        Column(name="guessed", title="guessed ahead", digits=0),
+        Column(name="clients", title="clients", digits=0),
+    )
+    columns: ClassVar = (
+        Column(name="total_s", title="total", unit="s", digits=1, better="lower"),
+        Column(name="acceptance", title="accepted", unit="%", better="higher"),
+        *columns("output_throughput", "median_ttft_ms", "median_itl_ms", "p99_e2el_ms"),
+    )
+    published: ClassVar = tuple(
+        Published(who="TGI", device="not told", source=_STUDY, keys={"clients": clients}, values={"total_s": seconds})
+        for clients, seconds in _SECONDS.items()
+    )
+    quick: ClassVar = {"clients": (4, 16), "requests": 32, "guessed": (0, 2), "output_tokens": fixed(32)}
+
+    clients: Annotated[tuple[int, ...], Meta(description="numbers of clients")] = (24, 64, 128, 256, 512)
+    requests: Annotated[int, Meta(ge=1, le=10**6, description="inputs, the same for every number of clients")] = 512
+    guessed: Annotated[tuple[int, ...], Meta(description="most tokens to guess ahead; 0 is not to guess")] = (
+        0,
+        1,
+        2,
+        8,
+    )
+    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt")] = fixed(128)
+    output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(128)
+
+    def mix(self, lab: Lab) -> Mix:
+        """Plan."""
+        return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
+
+    def parts(self, target: Target) -> list[Part]:
+        """Plan: those of a server, which cannot be told to guess, without guessing."""
+        guessed = self.guessed if isinstance(target, EngineHere) else (0,)
+        return [
+            Part(keys={"guessed": tokens, "clients": clients}, requests=self.requests)
+            for tokens in guessed
+            for clients in self.clients
+        ]
+
+    async def measure(self, part: Part, lab: Lab) -> Values:
+        """Plan."""
+        tokens, clients = int(part.keys["guessed"]), int(part.keys["clients"])
+        here = lab.target if isinstance(lab.target, EngineHere) else None
+        if here is None:
+            lab.note("A server's speculation is as it was started: it cannot be told over HTTP.")
+        else:
+            await _guess(here, tokens)
+        before = here.counters() if here else None
+        sent = iter(lab.items(self.mix(lab), self.requests))
+        run = await lab.closed([sent] * min(clients, self.requests))
+        acceptance = None
+        if here and before:
+            after = here.counters()
+            guesses = after.draft_tokens - before.draft_tokens
+            acceptance = 100 * (after.draft_accepted - before.draft_accepted) / guesses if guesses else None
+        return {"total_s": run.seconds, "acceptance": acceptance, **summarised(run)}
+
+
+async def _guess(here: EngineHere, tokens: int) -> None:
+    try:
+        await here.guess(tokens)
+    except InvalidRequest as error:
+        raise SkipPart(f"Guessing {tokens} tokens ahead was not measured: {error.message}") from error

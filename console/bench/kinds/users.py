@@ -1,0 +1,68 @@
+"""A growing number of users, each of whom asks again once answered: what one waits longer for the others."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from console.bench.kinds.base import Lab, Part, Plan
+from console.bench.lengths import Length, fixed
+from console.bench.result import Column, Published
+from console.bench.summary import Values, columns, summarised
+from console.bench.target import Target
+from console.bench.workload import Mix
+
+_STUDY = "a study with 64 requests of each user"
+
+
+class Users(Plan, frozen=True, kw_only=True):
+    """1..N users with 64 requests each."""
+
+    name: ClassVar[str] = "users"
+    about: ClassVar[str] = "1..N users, each with 64 requests one after the other: the average response time"
+    keys: ClassVar = (Column(name="users", title="users", digits=0),)
+    columns: ClassVar = (
+        Column(name="response_s", title="mean response", unit="s", digits=2, better="lower"),
+        Column(name="to_one_user", title="to the least users", unit="x", digits=2, better="lower"),
+        *columns("request_throughput", "output_throughput", "mean_ttft_ms", "p99_e2el_ms"),
+    )
+    published: ClassVar = (
+        Published(
+            who="a server in a study",
+            device="not told",
+            source=_STUDY,
+            keys={"users": 1},
+            values={"response_s": 55.0, "to_one_user": 1.0},
+        ),
+        Published(
+            who="a server in a study",
+            device="not told",
+            source=_STUDY,
+            keys={"users": 9},
+            values={"response_s": 84.0, "to_one_user": 1.53},
+        ),
+    )
+    quick: ClassVar = {"users": (1, 2, 4), "requests": 4, "output_tokens": fixed(32)}
+
+    users: Annotated[tuple[int, ...], Meta(description="numbers of users")] = (1, 2, 3, 5, 7, 9)
+    requests: Annotated[int, Meta(ge=1, le=10**6, description="requests of each user")] = 64
+    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt")] = fixed(128)
+    output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(128)
+
+    def mix(self, lab: Lab) -> Mix:
+        """Plan."""
+        return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
+
+    def parts(self, target: Target) -> list[Part]:
+        """Plan."""
+        return [Part(keys={"users": users}, requests=users * self.requests) for users in self.users]
+
+    async def measure(self, part: Part, lab: Lab) -> Values:
+        """Plan."""
+        users = int(part.keys["users"])
+        sent = lab.items(self.mix(lab), users * self.requests)
+        run = await lab.closed([iter(sent[user::users]) for user in range(users)])
+        response_s = sum(record.e2e_s for record in run.answered) / len(run.answered)
+        first = lab.first_of_repeat("response_s", response_s)
+        return {"response_s": response_s, "to_one_user": response_s / first, **summarised(run)}

@@ -1,0 +1,217 @@
+"""Runs a bench on a target: every part as often as there are repeats, by turns, with news as it goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+
+from console.bench.kinds.base import Lab, Part, Plan, SkipPart
+from console.bench.machine import these_versions, this_machine
+from console.bench.measure import BenchCancelled, Record
+from console.bench.result import BenchResult, Column, Row, Sample, TargetInfo, merged
+from console.bench.target import EngineHere, Target
+from engine.errors import EngineError
+
+
+class BenchProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a bench is. doing: the part that is being measured, in words.  done, total: requests of all parts.
+
+    left_s: seconds to go, None while nothing is known of it.  rows: those that have a repeat at least.
+    """
+
+    bench: str
+    doing: str
+    repeat: int
+    repeats: int
+    done: int
+    total: int
+    elapsed_s: float
+    left_s: float | None
+    keys: tuple[Column, ...]
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+
+
+Report = Callable[[BenchProgress], None]
+
+
+async def run_bench(
+    plan: Plan,
+    target: Target,
+    report: Report = lambda progress: None,
+    cancelled: Callable[[], bool] = lambda: False,
+    *,
+    samples: bool = False,
+) -> BenchResult:
+    """Measure; a bench that is cancelled, or whose target fails after the first row, gives what it has by then.
+
+    samples: whether the result has every request.  Raises InvalidRequest for a plan that the target cannot take, and
+    EngineError where nothing could be measured.
+    """
+    running = _Running(plan, target, report, cancelled, samples)
+    here = target if isinstance(target, EngineHere) else None
+    before = here.knobs if here else None
+    try:
+        await running.go()
+    finally:
+        if here is not None and before is not None and here.knobs != before:
+            await here.turn(workers=before[0], max_prompts=before[1])
+    return running.result()
+
+
+class _Running:
+    """A bench under way."""
+
+    def __init__(
+        self, plan: Plan, target: Target, report: Report, cancelled: Callable[[], bool], samples: bool
+    ) -> None:
+        self._plan, self._target, self._report, self._cancelled = plan, target, report, cancelled
+        self._parts = plan.parts(target)
+        self._info = target.info
+        self._keeps = samples
+        self._started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._began_s = self._counted_s = time.perf_counter()
+        self._notes: dict[str, None] = {}
+        self._rows: tuple[Row, ...] = ()
+        self._skipped: set[int] = set()
+        self._samples: list[Sample] = []
+        self._records: list[Record] = []
+        self._short = self._answered = 0
+        self._repeat = self._at = self._done = 0
+        self._doing = "warming up"
+        self._complete = True
+
+    async def go(self) -> None:
+        """Measure all. Raises EngineError where there is nothing to show for it."""
+        lab = Lab(self._target, self._plan.seed, note=self._note, done=self._ended, cancelled=self._cancelled)
+        try:
+            self._tell()
+            await self._plan.warm(lab)
+            self._begin_to_count()
+            for repeat in range(self._plan.repeats):
+                for number, part in enumerate(self._parts):
+                    if number not in self._skipped:
+                        self._repeat, self._at = repeat, number
+                        await self._measure(part, lab)
+        except BenchCancelled:
+            self._complete = False
+        except EngineError as error:
+            if not self._rows:
+                raise
+            self._complete = False
+            self._note(f"It ended early: {error.message}")
+
+    async def _measure(self, part: Part, lab: Lab) -> None:
+        self._doing = part.said
+        self._records.clear()
+        self._tell()
+        lab.begin(self._repeat, self._at)
+        try:
+            values = await self._plan.measure(part, lab)
+        except SkipPart as reason:
+            self._skipped.add(self._at)
+            self._note(str(reason))
+            return
+        new = Row(keys=part.keys, values={name: [value] for name, value in values.items()})
+        self._rows = merged([*self._rows, new])
+        self._keep([row.keys for row in self._rows].index(part.keys))
+        self._tell()
+
+    def _begin_to_count(self) -> None:
+        self._counted_s, self._done = time.perf_counter(), 0
+        self._short = self._answered = 0
+
+    def _ended(self, record: Record | None) -> None:
+        self._done += 1
+        if record is not None:
+            self._records.append(record)
+            if not record.error:
+                self._answered += 1
+                self._short += record.output_tokens != record.item.output_tokens
+        self._tell()
+
+    def _keep(self, row: int) -> None:
+        if self._keeps:
+            self._samples.extend(_sample(record, row, self._repeat) for record in self._records)
+
+    def _note(self, text: str) -> None:
+        self._notes[text] = None
+
+    def _tell(self) -> None:
+        self._report(
+            BenchProgress(
+                bench=self._plan.name,
+                doing=self._doing,
+                repeat=self._repeat,
+                repeats=self._plan.repeats,
+                done=self._done,
+                total=self._plan.repeats * sum(part.requests for part in self._parts),
+                elapsed_s=time.perf_counter() - self._began_s,
+                left_s=self._left_s(),
+                keys=self._plan.keys,
+                columns=self._plan.columns,
+                rows=self._rows,
+            )
+        )
+
+    def _left_s(self) -> float | None:
+        """By how long requests took so far; parts that have a pace of their own take that at least."""
+        if not self._done or self._doing == "warming up":
+            return None
+        each_s = (time.perf_counter() - self._counted_s) / self._done
+        order = [*self._parts] * self._plan.repeats
+        at = self._repeat * len(self._parts) + self._at
+        here = sum(part.requests for part in order[: at + 1]) - self._done
+        return max(0, here) * each_s + sum(max(part.requests * each_s, part.least_s) for part in order[at + 1 :])
+
+    def result(self) -> BenchResult:
+        """What there is."""
+        return BenchResult(
+            name=self._plan.name,
+            started=self._started,
+            duration_s=time.perf_counter() - self._began_s,
+            complete=self._complete,
+            machine=this_machine(),
+            versions=these_versions(),
+            target=self._observed(),
+            settings=self._plan.settings(),
+            seeds=[self._plan.seed],
+            keys=self._plan.keys,
+            columns=self._plan.columns,
+            rows=self._rows,
+            published=self._plan.published,
+            notes=(*self._notes, *self._about_counts()),
+            samples=tuple(self._samples),
+        )
+
+    def _observed(self) -> TargetInfo:
+        """The target as it turned out."""
+        told = self._target.info if self._info.kind == "http" else self._info
+        return msgspec.structs.replace(told, forces_length=not self._short)
+
+    def _about_counts(self) -> Sequence[str]:
+        notes = []
+        if self._short:
+            notes.append(
+                f"{self._short} of {self._answered} answers had other lengths than were asked for: the server ended "
+                "them itself, so compare rates and not times."
+            )
+        if self._observed().counted_by == "chunks":
+            notes.append("The server tells no counts, so each chunk was taken for one token.")
+        return notes
+
+
+def _sample(record: Record, row: int, repeat: int) -> Sample:
+    return Sample(
+        row=row,
+        repeat=repeat,
+        sent_s=record.sent_s,
+        end_s=record.end_s,
+        prompt_tokens=record.prompt_tokens,
+        output_tokens=record.output_tokens,
+        token_s=[at_s for at_s, tokens in record.chunks for _ in range(tokens)],
+        error=record.error,
+    )

@@ -1,0 +1,119 @@
+"""Numbers out of records, under the names that vLLM's serving bench gives them, so that results compare.
+
+TTFT: to the first token.  TPOT: a request's time after its first token, per further token.  ITL: between two chunks of
+a stream.  E2EL: to the last token.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from console.bench.measure import Record, Run
+from console.bench.result import Column
+
+Values = dict[str, float | None]
+_PERCENTILES = (90, 95, 99)
+_TIMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "response"}
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer is held to, in seconds; None is not asked for."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2el_s: float | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything is asked for."""
+        return any(limit is not None for limit in (self.ttft_s, self.tpot_s, self.e2el_s))
+
+    def kept(self, record: Record) -> bool:
+        """Whether an answer was as quick as it should be."""
+        times = ((record.ttft_s, self.ttft_s), (tpot_s(record), self.tpot_s), (record.e2e_s, self.e2el_s))
+        return not record.error and all(
+            limit is None or (took is not None and took <= limit) for took, limit in times if limit is not None
+        )
+
+
+def tpot_s(record: Record) -> float | None:
+    """Seconds per token after the first; 0 for an answer of one token, None where none came."""
+    if record.ttft_s is None:
+        return None
+    return (record.e2e_s - record.ttft_s) / (record.output_tokens - 1) if record.output_tokens > 1 else 0.0
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Of one value at least, between two of them by the share of the way (numpy's "linear")."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summarised(run: Run, slo: Slo | None = None) -> Values:
+    """All that is told of a run. What no request gives is None."""
+    slo, done, seconds = slo or Slo(), run.answered, run.seconds
+    asked, came = sum(record.prompt_tokens for record in done), sum(record.output_tokens for record in done)
+    kept = [record for record in done if slo.kept(record)]
+    chunks = sum(len(record.chunks) for record in done)
+    return {
+        "completed": len(done),
+        "failed": len(run.records) - len(done),
+        "duration": seconds,
+        "total_input_tokens": asked,
+        "total_output_tokens": came,
+        "request_throughput": len(done) / seconds,
+        "request_goodput": len(kept) / seconds if slo else None,
+        "slo_attainment": 100 * len(kept) / len(run.records) if slo and run.records else None,
+        "output_throughput": came / seconds,
+        "total_token_throughput": (asked + came) / seconds,
+        "tokens_per_chunk": came / chunks if chunks else None,
+        **_times("ttft", (record.ttft_s for record in done)),
+        **_times("tpot", (tpot_s(record) for record in done if record.output_tokens > 1)),
+        **_times("itl", (gap for record in done for gap in record.gaps_s)),
+        **_times("e2el", (record.e2e_s for record in done)),
+    }
+
+
+def _times(name: str, seconds: Iterable[float | None]) -> Values:
+    """Mean, median, deviation and percentiles in milliseconds."""
+    known = [1000 * each for each in seconds if each is not None]
+    found: Values = {
+        f"mean_{name}_ms": statistics.fmean(known) if known else None,
+        f"median_{name}_ms": statistics.median(known) if known else None,
+        f"std_{name}_ms": statistics.pstdev(known) if known else None,
+    }
+    for percent in _PERCENTILES:
+        found[f"p{percent}_{name}_ms"] = percentile(known, percent) if known else None
+    return found
+
+
+def columns(*shown: str) -> tuple[Column, ...]:
+    """What `summarised` gives; the table for a person has those that are named."""
+    return tuple(msgspec.structs.replace(column, shown=column.name in shown) for column in (*_COUNTS, *_time_columns()))
+
+
+_COUNTS = (
+    Column(name="completed", title="answered", digits=0),
+    Column(name="failed", title="failed", digits=0, better="lower"),
+    Column(name="duration", title="took", unit="s"),
+    Column(name="total_input_tokens", title="prompt tokens", digits=0),
+    Column(name="total_output_tokens", title="tokens", digits=0),
+    Column(name="request_throughput", title="requests", unit="req/s", digits=2, better="higher"),
+    Column(name="request_goodput", title="goodput", unit="req/s", digits=2, better="higher"),
+    Column(name="slo_attainment", title="within SLO", unit="%", better="higher"),
+    Column(name="output_throughput", title="output", unit="tok/s", better="higher"),
+    Column(name="total_token_throughput", title="in and out", unit="tok/s", better="higher"),
+    Column(name="tokens_per_chunk", title="tokens per chunk", digits=2),
+)
+
+
+def _time_columns() -> Iterable[Column]:
+    kinds = {"mean": "mean", "median": "p50", "std": "deviation"} | {f"p{each}": f"p{each}" for each in _PERCENTILES}
+    for name, title in _TIMES.items():
+        for kind, said in kinds.items():
+            yield Column(name=f"{kind}_{name}_ms", title=f"{title} {said}", unit="ms", better="lower")

@@ -1,0 +1,92 @@
+"""What is measured, whatever it is: something that takes a request and gives its tokens as they come."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import ClassVar, Protocol, runtime_checkable
+
+import msgspec
+
+from console.bench.prompts import Material
+from console.bench.result import TargetInfo
+from console.bench.workload import Item
+from engine.errors import EngineError
+
+
+class TargetFailed(EngineError):
+    """What is measured did not answer, or answered with an error."""
+
+    code: ClassVar[str] = "target_failed"
+    http_status: ClassVar[int] = 502
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """What came at once. tokens: new ones, as far as this chunk shows.
+
+    output_tokens, prompt_tokens, cached_tokens: of the whole request so far, where the target tells; None where not.
+    """
+
+    tokens: int = 0
+    output_tokens: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class Target(Protocol):
+    """Something that answers requests.
+
+    info: what it is.  material: what prompts for it are made of.  max_model_len: tokens that a prompt and its answer
+    may have together, None where that is not known.
+    """
+
+    @property
+    def info(self) -> TargetInfo:
+        """What it is."""
+
+    @property
+    def material(self) -> Material:
+        """What its prompts are made of."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and answer together, None where it is not known."""
+
+    def send(self, item: Item) -> AsyncGenerator[Chunk, None]:
+        """Ask, greedily and for exactly `item.output_tokens` tokens where it can be told so; raises TargetFailed.
+
+        Closing the iterator ends the request: nothing more is computed for it.
+        """
+
+
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """What only grows: tokens guessed ahead, and those of them that held."""
+
+    draft_tokens: int = 0
+    draft_accepted: int = 0
+
+
+@runtime_checkable
+class EngineHere(Protocol):
+    """A target that is an engine of ours in this process, whose settings can be changed between measurements."""
+
+    def counters(self) -> Counters:
+        """What was guessed so far."""
+
+    @property
+    def knobs(self) -> tuple[int, int]:
+        """Workers, and requests at once of each."""
+
+    async def turn(self, *, workers: int, max_prompts: int) -> None:
+        """Set the knobs, and wait until it is so. Raises EngineError."""
+
+    async def guess(self, tokens: int) -> None:
+        """Load the model anew to guess up to so many tokens ahead from a request's own text; 0 guesses none.
+
+        Raises EngineError where it cannot.
+        """
+
+    async def load_s(self) -> float:
+        """Load the model anew; the seconds that it took. Raises EngineError."""
+
+    def weight_files(self) -> list[str]:
+        """The files that a load reads."""

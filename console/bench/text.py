@@ -1,0 +1,117 @@
+"""A result, and how far a bench is, for a person at a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from console.bench.result import BenchResult, Column, Key, Row, said
+from console.bench.run import BenchProgress
+from console.bench.table import table
+
+_GIB = 1 << 30
+
+
+def result_text(result: BenchResult) -> str:
+    """The table, with all that one must know to read it."""
+    parts = [_head(result), rows_text(result.keys, result.columns, result.rows)]
+    if result.published:
+        parts.append(f"What others got, on their hardware:\n{_published_text(result)}")
+    if result.notes:
+        parts.append("\n".join(result.notes))
+    if not result.complete:
+        parts.append("It ended early: these are the numbers that there were by then.")
+    return "\n\n".join(parts)
+
+
+def rows_text(keys: Sequence[Column], columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    """The columns that are shown; the middle of the repeats, and how far they lie around it where there are several."""
+    if not rows:
+        return "nothing was measured"
+    shown = [column for column in columns if column.shown and any(row.known(column.name) for row in rows)]
+    header = [titled(column) for column in (*keys, *shown)]
+    cells = [
+        [*(_key(row.keys.get(key.name, "")) for key in keys), *(cell(row, column) for column in shown)] for row in rows
+    ]
+    return table(header, cells)
+
+
+def titled(column: Column) -> str:
+    """The column's title with its unit."""
+    return f"{column.title} ({column.unit})" if column.unit else column.title
+
+
+def cell(row: Row, column: Column) -> str:
+    """The number of a row."""
+    median, spread = row.median(column.name), row.spread(column.name)
+    if median is None or spread is None:
+        return "-"
+    if len(row.known(column.name)) == 1:
+        return f"{median:,.{column.digits}f}"
+    return f"{median:,.{column.digits}f} ±{50 * (spread[1] - spread[0]) / abs(median) if median else 0:.0f}%"
+
+
+def progress_text(progress: BenchProgress) -> str:
+    """One line."""
+    repeat = f"repeat {progress.repeat + 1} of {progress.repeats}, " if progress.repeats > 1 else ""
+    left = "" if progress.left_s is None else f", about {span(progress.left_s)} left"
+    return f"{progress.bench}: {repeat}{progress.doing}, {progress.done} of {progress.total}{left}"
+
+
+def row_text(progress: BenchProgress) -> str:
+    """The row that was measured last, in one line: what it is, and its first numbers."""
+    row = next(row for row in progress.rows if said(row.keys) == progress.doing)
+    shown = [column for column in progress.columns if column.shown and row.known(column.name)]
+    numbers = (
+        f"{column.title} {row.known(column.name)[-1]:,.{column.digits}f} {column.unit}".strip() for column in shown
+    )
+    return f"{progress.doing}: {', '.join(numbers)}"
+
+
+def span(seconds: float) -> str:
+    """A time for a person."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _head(result: BenchResult) -> str:
+    target, machine, versions = result.target, result.machine, result.versions
+    if target.kind == "http":
+        what = (
+            f"{target.model or 'the model'} at {target.url} ({target.dialect}, tokens counted by {target.counted_by})"
+        )
+    else:
+        what = f"{target.model} ({target.backend}, {target.dtype})"
+    devices = "".join(f", {device.name}" for device in machine.devices)
+    return (
+        f"bench {result.name}: {what}, {result.repeats} repeat{'s' * (result.repeats != 1)}, "
+        f"{span(result.duration_s)}\n"
+        f"{machine.cpu}{devices}, {machine.ram_bytes / _GIB:.0f} GiB; ericllm {versions.ericllm}, "
+        f"torch {versions.torch or 'none'}, Python {versions.python}"
+    )
+
+
+def _published_text(result: BenchResult) -> str:
+    names = {name for each in result.published for name in each.values}
+    columns = [column for column in result.columns if column.name in names]
+    keys = [key for key in result.keys if any(key.name in each.keys for each in result.published)]
+    rows = [
+        [
+            each.who,
+            each.device,
+            *(_key(each.keys.get(key.name, "")) for key in keys),
+            *(
+                f"{each.values[column.name]:,.{column.digits}f}" if column.name in each.values else ""
+                for column in columns
+            ),
+        ]
+        for each in result.published
+    ]
+    sources = dict.fromkeys(each.source for each in result.published)
+    header = ["", "on", *(titled(column) for column in (*keys, *columns))]
+    return f"{table(header, rows)}\nFrom {'; '.join(sources)}."
+
+
+def _key(value: Key) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,202 @@
+"""Every bench on a target that is foretold: its rows, its progress, and how it ends early."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+import pytest
+
+from console.bench.flags import add_flags, plan_of
+from console.bench.kinds import PLANS
+from console.bench.kinds.latency import Latency
+from console.bench.kinds.long import gaps
+from console.bench.kinds.prefix import Prefix
+from console.bench.kinds.serve import Serve
+from console.bench.kinds.users import Users
+from console.bench.lengths import Length, fixed
+from console.bench.measure import Record
+from console.bench.run import BenchProgress, run_bench
+from console.bench.target import TargetFailed
+from console.bench.text import progress_text, result_text, row_text, span
+from engine.errors import InvalidRequest
+from tests.fakes.bench_target import FakeTarget
+from tests.unit.test_bench_measure import item
+
+SMALL = fixed(4)
+
+
+def users(**changes: object) -> Users:
+    defaults = {"users": (1, 3), "requests": 2, "prompt_tokens": SMALL, "output_tokens": SMALL}
+    return Users(**defaults | changes)  # type: ignore[arg-type]
+
+
+async def test_rows_are_parts_and_repeats_are_by_turns() -> None:
+    target, news = FakeTarget(), list[BenchProgress]()
+    result = await run_bench(users(repeats=3, seed=7), target, news.append, samples=True)
+    assert [row.keys for row in result.rows] == [{"users": 1}, {"users": 3}]
+    assert all(len(values) == 3 for row in result.rows for values in row.values.values())
+    assert (result.name, result.complete, result.seeds, result.repeats) == ("users", True, [7], 3)
+    assert result.settings["users"] == [1, 3] and result.settings["prompt_tokens"] == "4"
+    assert result.rows[0].values["to_one_user"] == [1.0, 1.0, 1.0]
+    assert len(target.asked) == 1 + 3 * (2 + 6)
+    assert len({each.prompt.ids for each in target.asked}) == len(target.asked)
+    assert [sum(sample.row == row for sample in result.samples) for row in (0, 1)] == [6, 18]
+    assert news[0].doing == "warming up"
+    assert (news[-1].done, news[-1].total, news[-1].left_s) == (24, 24, 0.0)
+    order = dict.fromkeys((each.repeat, each.doing) for each in news if each.doing != "warming up")
+    assert list(order) == [(repeat, part) for repeat in range(3) for part in ("users 1", "users 3")]
+
+
+async def test_latency_tells_the_mean_and_what_others_got_beside() -> None:
+    result = await run_bench(Latency(prompts=3, output_tokens=SMALL), FakeTarget())
+    [row] = result.rows
+    assert (row.median("answer_tokens"), row.median("completed")) == (4, 3)
+    assert row.median("tokens_per_s") == pytest.approx(4 / (row.median("answer_s") or 0), rel=0.5)
+    text = result_text(result)
+    for part in ("ExLlama", "A6000", "77.0", "on their hardware", "fake", "mean (tok/s)"):
+        assert part in text
+
+
+async def test_serve_sends_by_rates_and_counts_goodput() -> None:
+    plan = Serve(rates=(200.0, float("inf")), requests=6, prompt_tokens=SMALL, output_tokens=SMALL, slo_ttft=60.0)
+    result = await run_bench(plan, FakeTarget())
+    assert [row.keys for row in result.rows] == [{"request_rate": 200.0}, {"request_rate": "inf"}]
+    for row in result.rows:
+        assert row.median("request_goodput") == row.median("request_throughput")
+        assert row.median("slo_attainment") == 100
+
+
+async def test_prefix_sends_the_same_lengths_with_and_without_sharing() -> None:
+    target = FakeTarget()
+    plan = Prefix(requests=12, concurrent=3, prefix_tokens=8, prefix_groups=2, prompt_tokens=Length.parse("2-5"))
+    result = await run_bench(plan, target)
+    own, shared = target.asked[1:13], target.asked[13:]
+    assert sorted(each.prompt.tokens for each in own) == sorted(each.prompt.tokens for each in shared)
+    assert len({each.prompt.ids[:8] for each in own}) == 12
+    assert len({each.prompt.ids[:8] for each in shared}) == 2
+    tokens = sum(each.prompt.tokens for each in shared)
+    assert result.rows[1].median("ideal_hit_rate") == pytest.approx(100 * 10 * 8 / tokens)
+
+
+async def test_a_cancelled_bench_gives_what_it_has_by_then() -> None:
+    rows: list[int] = []
+    result = await run_bench(
+        users(users=(1, 2, 3)), FakeTarget(), lambda news: rows.append(len(news.rows)), lambda: rows[-1:] == [1]
+    )
+    assert (result.complete, len(result.rows)) == (False, 1)
+    assert "ended early" in result_text(result)
+
+
+async def test_a_bench_cancelled_before_anything_is_measured_has_no_rows() -> None:
+    result = await run_bench(users(), FakeTarget(forever=True), cancelled=lambda: True)
+    assert (result.complete, result.rows) == (False, ())
+    assert "nothing was measured" in result_text(result)
+
+
+async def test_a_target_that_fails_later_leaves_what_was_measured() -> None:
+    result = await run_bench(users(users=(1, 2)), FakeTarget(fails=range(3, 99)))
+    assert (result.complete, len(result.rows)) == (False, 1)
+    assert result.notes == ("It ended early: told to fail",)
+
+
+async def test_a_target_that_fails_at_once_is_an_error() -> None:
+    with pytest.raises(TargetFailed, match="told to fail"):
+        await run_bench(users(), FakeTarget(fails=range(99)))
+
+
+async def test_answers_that_are_shorter_than_asked_are_told() -> None:
+    result = await run_bench(users(), FakeTarget(short=1))
+    assert not result.target.forces_length
+    assert result.notes[0].startswith("8 of 8 answers had other lengths")
+
+
+@pytest.mark.parametrize("name", ["grid", "load"])
+async def test_benches_of_an_engine_refuse_a_server(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="leave --url out"):
+        await run_bench(PLANS[name](), FakeTarget(kind="http"))
+
+
+async def test_requests_that_do_not_fit_the_model_are_refused_with_numbers() -> None:
+    with pytest.raises(
+        InvalidRequest, match="prompts of up to 4 tokens and answers of up to 4 do not fit the model's 7"
+    ):
+        await run_bench(users(), FakeTarget(max_model_len=7))
+
+
+async def test_the_lengths_of_a_trace_need_one() -> None:
+    with pytest.raises(InvalidRequest, match="--trace"):
+        await run_bench(Serve(prompt_tokens=Length.parse("trace")), FakeTarget())
+
+
+async def test_a_server_is_measured_without_guessing_since_it_cannot_be_told() -> None:
+    plan = PLANS["threads"](clients=(2,), requests=4, output_tokens=SMALL)  # type: ignore[call-arg]
+    result = await run_bench(plan, FakeTarget(kind="http"))
+    assert [row.keys for row in result.rows] == [{"guessed": 0, "clients": 2}]
+    assert "speculation is as it was started" in result.notes[0]
+
+
+def test_gaps_are_those_that_the_long_prompt_falls_into() -> None:
+    stream = Record(item(), sent_s=0.0, chunks=[(0.1, 1), (0.2, 1), (0.7, 1), (0.8, 1), (0.9, 1)])
+    long = Record(item(), sent_s=0.3, chunks=[(0.45, 1)])
+    found = gaps([stream], long)
+    assert found["longest_gap_ms"] == pytest.approx(500)
+    assert found["median_gap_ms"] == pytest.approx(300)
+    assert found["alone_longest_gap_ms"] == pytest.approx(100)
+    assert found["long_ttft_ms"] == pytest.approx(450)
+
+
+def parsed(name: str, *argv: str) -> Mapping[str, object]:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser.add_argument_group(), PLANS[name])
+    return vars(parser.parse_args(argv))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_has_flags_with_help_and_a_shorter_form(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser.add_argument_group(), PLANS[name])
+    help_text = parser.format_help()
+    assert "--repeats" in help_text and "--seed" in help_text
+    assert plan_of(PLANS[name], {}, quick=False) == PLANS[name]()
+    assert plan_of(PLANS[name], {"seed": 3}, quick=True).seed == 3
+
+
+def test_flags_are_read_as_what_they_are() -> None:
+    given = parsed("serve", "--rates", "0.5,inf", "--slo-ttft", "500ms", "--prompt-tokens", "64-256", "--repeats", "3")
+    assert given == {
+        "rates": (0.5, float("inf")),
+        "slo_ttft": 0.5,
+        "prompt_tokens": Length("uniform", 64, 256),
+        "repeats": 3,
+    }
+    plan = plan_of(Serve, dict(given), quick=True)
+    assert isinstance(plan, Serve)
+    assert (plan.rates, plan.requests) == ((0.5, float("inf")), 16)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--repeats", "0"], "0 is not between 1 and 1000"),
+        (["--repeats", "two"], "two is no whole number"),
+        (["--rates", "1,"], "nothing is no number"),
+        (["--burstiness", "0"], "0 is not more than 0"),
+        (["--slo-ttft", "soon"], "soon is no number"),
+        (["--slo-ttft", "0s"], "no time"),
+        (["--prefix-share", "2"], "2 is not between 0 and 1"),
+        (["--output-tokens", "none"], "none is no length"),
+    ],
+)
+def test_a_flag_with_a_bad_value_is_one_sentence(argv: list[str], said: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match=said):
+        parsed("serve", *argv)
+
+
+async def test_progress_is_a_line_with_the_time_that_is_left() -> None:
+    news: list[BenchProgress] = []
+    await run_bench(users(repeats=2), FakeTarget(), news.append)
+    text = progress_text(next(each for each in news if each.left_s is not None))
+    assert text.startswith("users: repeat 1 of 2, users 1, 1 of 16, about ") and text.endswith(" left")
+    assert row_text(news[-1]).startswith("users 3: mean response ")
+    assert [span(seconds) for seconds in (4.2, 70, 3700)] == ["4 s", "1 min 10 s", "1 h 1 min"]
