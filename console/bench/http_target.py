@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from console.bench.dialects import DIALECTS, Dialect
+from console.bench.dialects.base import first_model
 from console.bench.prompts import Material, TokenIds, Words
 from console.bench.result import TargetInfo
 from console.bench.target import Chunk, TargetFailed
@@ -46,6 +47,8 @@ class HttpTarget:
             headers=self._headers,
             read_bufsize=_LINE_BYTES,
         )
+        if not self._model and self._dialect.models_path:
+            self._model = await self._first_model()
         return self
 
     async def __aexit__(
@@ -116,6 +119,15 @@ class HttpTarget:
             await answer.read()
             self._answered = answer.status == 200
             self._plain = answer.status in (400, 422)
+
+    async def _first_model(self) -> str:
+        """The first that the server lists; "" where it lists none."""
+        assert self._http is not None
+        try:
+            async with self._http.get(self._url + self._dialect.models_path) as answer:
+                return first_model(await answer.read()) if answer.status == 200 else ""
+        except (aiohttp.ClientError, TimeoutError):
+            return ""
 
     async def _refusal(self, answer: aiohttp.ClientResponse) -> str:
         said = " ".join((await answer.text(errors="replace")).split())[:_SHOWN]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ModelLoadFailed, ModelNotFound
+from engine.errors import InvalidRequest, ModelLoadFailed, ModelNotFound
 from engine.models.resolve import is_hub_id, resolve, resolve_local
 from tests.fakes.model_folders import write_model
 
@@ -32,6 +32,34 @@ def test_demo_is_the_built_in_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_an_installation_without_demo_says_so() -> None:
     with pytest.raises(ModelLoadFailed, match="demo model is missing"):
         resolve("demo", [])
+
+
+def test_a_synthetic_model_is_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    monkeypatch.setattr("engine.models.synthetic.make_synthetic", lambda shape, folder: write_model(folder))
+    assert resolve_local("synthetic:135m", []) is None
+    folder = resolve("synthetic:135m", [])
+    assert folder.is_relative_to(tmp_path / "own") and folder.name == "135m"
+    assert resolve_local("synthetic:135m", []) == folder
+
+
+def test_a_synthetic_model_of_no_known_shape_is_refused_with_those_there_are() -> None:
+    with pytest.raises(InvalidRequest, match='no synthetic shape "9b"; there are 135m'):
+        resolve("synthetic:9b", [])
+
+
+def test_a_synthetic_model_that_does_not_fit_the_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(shape: str, folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    monkeypatch.setattr("engine.models.synthetic.make_synthetic", full)
+    with pytest.raises(ModelLoadFailed, match="synthetic:7b cannot be made in .*: No space left"):
+        resolve("synthetic:7b", [])
+    assert not (tmp_path / "own" / "ericllm" / "synthetic" / "7b").exists()
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:

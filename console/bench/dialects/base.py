@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from console.bench.target import Chunk, TargetFailed
 from console.bench.workload import Item
 
@@ -20,8 +22,8 @@ class Reader(Protocol):
 class Dialect(Protocol):
     """How a kind of server is asked, and how it answers.
 
-    path: where.  takes_ids: whether a prompt may be token ids.  forces: whether the server can be told to go on to
-    the last token that was asked for.
+    path: where.  models_path: where models are listed.  takes_ids: whether a prompt may be token ids.
+    forces: whether the server can be told to go on to the last token that was asked for.
     counted_by: what counts of tokens rest on, where the server knows all that it is asked: what it told, its token
     ids, or, since a length is forced, what was asked for.
     """
@@ -33,6 +35,10 @@ class Dialect(Protocol):
     @property
     def path(self) -> str:
         """Where it is asked."""
+
+    @property
+    def models_path(self) -> str:
+        """Where the server lists its models; "" where a request need not name one."""
 
     @property
     def takes_ids(self) -> bool:
@@ -51,6 +57,25 @@ class Dialect(Protocol):
 
     def reader(self) -> Reader:
         """For one answer."""
+
+
+class _Named(msgspec.Struct):
+    id: str = ""
+    name: str = ""
+
+
+class _Listed(msgspec.Struct):
+    data: list[_Named] = []
+    models: list[_Named] = []
+
+
+def first_model(listed: bytes) -> str:
+    """The first of a list as OpenAI's or Ollama's API gives it; "" where there is none."""
+    try:
+        found = msgspec.json.decode(listed, type=_Listed)
+    except msgspec.DecodeError:
+        return ""
+    return next((model.id or model.name for model in (*found.data, *found.models)), "")
 
 
 def refuse_error(error: object) -> None:

@@ -21,6 +21,7 @@ class Generate:
 
     name = "generate"
     path = "/generate"
+    models_path = ""
     takes_ids = True
     forces = True
     counted_by: CountedBy = "asked"

@@ -30,6 +30,7 @@ class LlamaCpp:
 
     name = "llamacpp"
     path = "/completion"
+    models_path = ""
     takes_ids = True
     forces = True
     counted_by: CountedBy = "usage"

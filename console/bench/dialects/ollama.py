@@ -25,6 +25,7 @@ class Ollama:
 
     name = "ollama"
     path = "/api/generate"
+    models_path = "/api/tags"
     takes_ids = False
     forces = False
     counted_by: CountedBy = "usage"

@@ -61,6 +61,7 @@ class Completions:
 
     name = "openai"
     path = "/v1/completions"
+    models_path = "/v1/models"
     takes_ids = True
     forces = True
     counted_by: CountedBy = "usage"
@@ -80,6 +81,7 @@ class Chat:
 
     name = "chat"
     path = "/v1/chat/completions"
+    models_path = "/v1/models"
     takes_ids = False
     forces = True
     counted_by: CountedBy = "usage"

@@ -14,6 +14,7 @@ class Tabby:
 
     name = "tabby"
     path = "/v1/completions"
+    models_path = "/v1/models"
     takes_ids = False
     forces = True
     counted_by: CountedBy = "usage"

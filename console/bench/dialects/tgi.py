@@ -31,6 +31,7 @@ class Tgi:
 
     name = "tgi"
     path = "/generate_stream"
+    models_path = ""
     takes_ids = False
     forces = False
     counted_by: CountedBy = "ids"

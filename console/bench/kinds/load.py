@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from console.bench.kinds.base import Lab, Part, Plan, engine_here
+from console.bench.kinds.base import Lab, Part, Plan, SkipPart, engine_here
 from console.bench.result import Column
 from console.bench.summary import Values
 from console.bench.target import Target
@@ -45,6 +45,8 @@ class Load(Plan, frozen=True, kw_only=True):
     async def measure(self, part: Part, lab: Lab) -> Values:
         """Plan."""
         files = [Path(name) for name in lab.engine.weight_files()]
+        if not files:
+            raise SkipPart("The model has no files of weights to be read.")
         forgotten = part.keys["files"] == "from disk"
         read_s = await asyncio.to_thread(read_through, files, forgotten=forgotten)
         lab.step()
