@@ -57,7 +57,7 @@ def test_a_synthetic_model_that_does_not_fit_the_disk_leaves_nothing(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     monkeypatch.setattr("engine.models.synthetic.make_synthetic", full)
-    with pytest.raises(ModelLoadFailed, match="synthetic:7b cannot be made in .*: No space left"):
+    with pytest.raises(ModelLoadFailed, match=r"synthetic:7b cannot be made in .*: No space left"):
         resolve("synthetic:7b", [])
     assert not (tmp_path / "own" / "ericllm" / "synthetic" / "7b").exists()
 
