@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test lint format clean
+.PHONY: run test lint format clean bench-cpu bench-peers
 
 run: $(VENV)/.run
 	@$(BIN)/ericllm $(ARGS)
@@ -21,6 +21,10 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Takes the machine for itself, for half an hour; ARGS as `python -m benchmarks --help` tells, --quick for one.
+bench-cpu bench-peers: $(VENV)/.dev
+	$(BIN)/python -m benchmarks $@ $(ARGS)
 
 clean:
 	rm -rf $(VENV)

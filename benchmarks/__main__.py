@@ -1,0 +1,93 @@
+"""`make bench-cpu` and `make bench-peers`: who generates how much on this machine's CPU, written into the docs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import platformdirs
+
+from benchmarks import goals
+from benchmarks.driver import Driver, Plan, all_turns
+from benchmarks.machine import this_machine
+from benchmarks.pace import Pace
+from benchmarks.page import write_section
+from benchmarks.places import ROOT, Places
+from benchmarks.report import markdown
+from benchmarks.results import Goal, Results
+from benchmarks.rows import chosen
+
+PAGE = ROOT / "docs" / "performance.md"
+TITLES = {"bench-cpu": "On a CPU, against what was promised", "bench-peers": "On a CPU, beside other engines"}
+QUICK_CLIENTS = (1, 8)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, and write page and JSON. Returns the exit status: 1 where nothing could be measured."""
+    given = _parsed(arguments)
+    began_s = time.monotonic()
+    plan = Plan(
+        rows=chosen(given.only, goals_only=given.which == "bench-cpu"),
+        shapes=tuple(given.shapes),
+        clients=tuple(given.clients),
+        rounds=given.rounds,
+    )
+    if given.quick:
+        plan = replace(plan, shapes=plan.shapes[:1], clients=QUICK_CLIENTS, rounds=1)
+    places = Places(given.cache.expanduser().resolve())
+    driver = Driver(plan, places, _say)
+    driver.prepare()
+    pace = Pace(all_turns(plan))
+    others: list[Goal] = []
+    for shape in plan.shapes:
+        driver.measure(shape, pace)
+        if given.goals:
+            _say(f"{shape}: prefill, shared prefix and load")
+            others += goals.measured(shape, places, plan.rounds)
+    results = Results(
+        machine=this_machine(),
+        date=f"{date.today():%Y-%m-%d}",
+        command=f"python -m benchmarks {' '.join(arguments)}",
+        minutes=(time.monotonic() - began_s) / 60,
+        cells=driver.measured.cells,
+        failures=tuple(driver.measured.failures),
+        goals=tuple(others),
+        versions=driver.measured.versions,
+    )
+    text = markdown(results, TITLES[given.which])
+    print(text)
+    if given.write:
+        write_section(PAGE, given.which, text)
+        results.write(PAGE.with_name(f"{given.which}.json"))
+    return 0 if results.cells else 1
+
+
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("which", choices=TITLES, help="the rows that goals speak of, or all there are")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="keys of rows, as in benchmarks/rows.py")
+    parser.add_argument("--shapes", nargs="+", default=["135m", "0.5b"])
+    parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="the first shape, 1 and 8 clients, one round")
+    parser.add_argument("--no-goals", dest="goals", action="store_false", help="leave out prefill, prefix and load")
+    parser.add_argument("--no-write", dest="write", action="store_false", help="print, and leave the docs as they are")
+    parser.add_argument("--cache", type=Path, default=platformdirs.user_cache_path("ericllm") / "bench")
+    given = parser.parse_args(arguments)
+    try:
+        chosen(given.only, goals_only=False)
+    except ValueError as error:
+        parser.error(str(error))
+    return given
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""What the numbers were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import msgspec
+import psutil
+
+_TELLING = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8")
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """flags: those that engines choose their kernels by.  cores: those that this process may run on."""
+
+    cpu: str
+    flags: tuple[str, ...]
+    cores: int
+    memory_bytes: int
+    system: str
+    python: str
+
+    @property
+    def line(self) -> str:
+        """In one sentence's worth of words."""
+        flags = ", ".join(self.flags) or "none that matters"
+        return (
+            f"{self.cpu}, {self.cores} cores ({flags}), {self.memory_bytes / 2**30:.1f} GiB, {self.system}, "
+            f"Python {self.python}"
+        )
+
+
+def this_machine() -> Machine:
+    """What /proc/cpuinfo says where there is one."""
+    cpu, flags = _cpu(Path("/proc/cpuinfo"))
+    return Machine(
+        cpu=cpu or platform.processor() or platform.machine(),
+        flags=flags,
+        cores=usable_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+    )
+
+
+def usable_cores() -> int:
+    """As many threads as every engine gets."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu(file: Path) -> tuple[str, tuple[str, ...]]:
+    if not file.is_file():
+        return "", ()
+    fields: dict[str, str] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    flags = set(fields.get("flags", "").split())
+    name = f"{fields.get('model name', '')} (family {fields.get('cpu family')}, model {fields.get('model')})"
+    return name, tuple(flag for flag in _TELLING if flag in flags)

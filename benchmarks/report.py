@@ -1,0 +1,125 @@
+"""Results as Markdown: rates, their ratios against what was promised, and what ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from benchmarks.results import Goal, Results, Spread
+from benchmarks.rows import RATIOS, ROWS, Ratio, Row
+
+TIE = 0.1
+"""Rates that differ by less are the same on a machine that others use too."""
+
+
+def markdown(results: Results, title: str) -> str:
+    """The whole section."""
+    shapes = list(dict.fromkeys([cell.shape for cell in results.cells] + [f.shape for f in results.failures]))
+    clients = sorted({cell.clients for cell in results.cells})
+    parts = [f"## {title}", _introduction(results)]
+    for shape in shapes:
+        parts += [f"### {shape}", rates_table(results, shape, clients), ratios_table(results, shape, clients)]
+        parts += [goals_table([goal for goal in results.goals if goal.shape == shape])]
+    parts += [behind(results), failures(results), _versions(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def rates_table(results: Results, shape: str, clients: Sequence[int]) -> str:
+    """Generated tokens per second: median (least to most)."""
+    lines = [
+        [row.engine, row.weights, *(_rate(results, shape, row, count) for count in clients)]
+        for row in ROWS
+        if results.failure(shape, row.key) or any(results.cell(shape, row.key, count) for count in clients)
+    ]
+    return _table(["generated tok/s", "weights", *(f"c={count}" for count in clients)], lines)
+
+
+def ratios_table(results: Results, shape: str, clients: Sequence[int]) -> str:
+    """Each ratio of medians, and its goal."""
+    lines = []
+    for ratio in RATIOS:
+        cells = [_ratio(results, ratio, shape, count) for count in clients]
+        if any(cells):
+            lines.append([ratio.title, *cells])
+    return _table(["ratio of medians (goal)", *(f"c={count}" for count in clients)], lines) if lines else ""
+
+
+def goals_table(goals: Iterable[Goal]) -> str:
+    """The other promises."""
+    lines = [
+        [goal.title, _percent(goal.spread), f"{'at most' if goal.at_most else 'at least'} {goal.bound:.0%}"]
+        for goal in goals
+    ]
+    return _table(["other goals", "measured", "goal"], lines) if lines else ""
+
+
+def behind(results: Results) -> str:
+    """Where this engine is slower than another with weights of as many bits, or a goal is missed; "" where nowhere."""
+    missed = []
+    for ratio in RATIOS:
+        for (shape, clients), least in ratio.least.items():
+            value = ratio_of(results, ratio, shape, clients)
+            if value is not None and value < least:
+                missed.append(f"* {shape}, c={clients}: {ratio.title} is {value:.2f}; the goal is {least:.2f}.")
+    missed += [
+        f"* {goal.shape}: {goal.title} is {goal.spread.median:.0%}; the goal is {goal.bound:.0%}."
+        for goal in results.goals
+        if not goal.met
+    ]
+    return "Goals that are missed:\n\n" + "\n".join(missed) if missed else ""
+
+
+def failures(results: Results) -> str:
+    """What engines said that have no numbers."""
+    named = {row.key: f"{row.engine}, {row.weights}" for row in ROWS}
+    lines = [f"* {failure.shape}, {named[failure.row]}: {failure.said}" for failure in results.failures]
+    return "Not measured:\n\n" + "\n".join(lines) if lines else ""
+
+
+def ratio_of(results: Results, ratio: Ratio, shape: str, clients: int) -> float | None:
+    """None where one of the two was not measured."""
+    above, below = (results.cell(shape, key, clients) for key in (ratio.row, ratio.over))
+    return above.spread.median / below.spread.median if above and below else None
+
+
+def _introduction(results: Results) -> str:
+    rounds = max((len(cell.rates) for cell in results.cells), default=0)
+    return (
+        f"{results.machine.line}; {results.date}; `{results.command}`, {results.minutes:.0f} min.\n\nClosed loop, c "
+        f"clients, c requests a round, about 128 prompt tokens in (the same ids for all) and exactly 128 out, greedy; "
+        f"synthetic Llama shapes in bfloat16. Median of {rounds} interleaved rounds (least to most); "
+        f"{results.machine.cores} threads each, and only one engine's processes run at a time. Differences under "
+        f"{TIE:.0%} are ties."
+    )
+
+
+def _rate(results: Results, shape: str, row: Row, clients: int) -> str:
+    cell = results.cell(shape, row.key, clients)
+    if cell is not None:
+        return f"{_number(cell.spread.median)} ({_number(cell.spread.least)} to {_number(cell.spread.most)})"
+    return "failed" if results.failure(shape, row.key) else ""
+
+
+def _ratio(results: Results, ratio: Ratio, shape: str, clients: int) -> str:
+    value = ratio_of(results, ratio, shape, clients)
+    least = ratio.least.get((shape, clients))
+    if value is None:
+        return ""
+    return f"{value:.2f}" if least is None else f"{value:.2f} ({least:.2f})"
+
+
+def _versions(results: Results) -> str:
+    packages = {name: number for versions in results.versions.values() for name, number in versions.items()}
+    return "Versions: " + ", ".join(f"{name} {number}" for name, number in sorted(packages.items())) if packages else ""
+
+
+def _number(rate: float) -> str:
+    return f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
+
+
+def _percent(spread: Spread) -> str:
+    return f"{spread.median:.0%} ({spread.least:.0%} to {spread.most:.0%})"
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---"] * len(header)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))

@@ -1,0 +1,39 @@
+"""CTranslate2's Generator over batches. The model is CTranslate2's own format; `mode` is its compute type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ctranslate2
+
+from benchmarks.protocol import Generate, Given, Work, serve
+
+
+@contextmanager
+def loaded(given: Given) -> Iterator[Generate]:
+    """Load the model."""
+    words: list[str] = json.loads((given.model / "vocabulary.json").read_text(encoding="utf-8"))
+    generator = ctranslate2.Generator(
+        str(given.model), device="cpu", compute_type=given.mode, inter_threads=1, intra_threads=given.threads
+    )
+
+    def generate(work: Work) -> int:
+        tokens = 0
+        for prompts in work.batches():
+            answers = generator.generate_batch(
+                [[words[number] for number in prompt] for prompt in prompts],
+                max_length=work.output_tokens,
+                min_length=work.output_tokens,
+                sampling_topk=1,
+                include_prompt_in_result=False,
+            )
+            tokens += sum(len(answer.sequences_ids[0]) for answer in answers)
+        return tokens
+
+    yield generate
+
+
+if __name__ == "__main__":
+    serve(loaded, ["ctranslate2"])

@@ -1,0 +1,92 @@
+"""Engines of the benchmark run in processes of their own, one at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.engine_process import EngineFailed, EngineProcess
+from benchmarks.places import NotPrepared, Places, last_words
+from benchmarks.protocol import Given
+from benchmarks.rows import Row
+from benchmarks.work import work_of
+
+RUNNER = """
+from contextlib import contextmanager
+from benchmarks.protocol import serve
+
+@contextmanager
+def loaded(given):
+    if given.mode == "broken":
+        raise RuntimeError("no such instruction")
+    def generate(work):
+        print("engines chat on standard output")
+        if given.mode == "dies":
+            raise SystemExit(3)
+        return len(work.prompts) * work.output_tokens - (given.mode == "short")
+    yield generate
+
+serve(loaded, ["msgspec"])
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[object]:
+    runner = tmp_path / "runner.py"
+    runner.write_text(RUNNER)
+    engines: list[EngineProcess] = []
+
+    def start(mode: str = "") -> EngineProcess:
+        command = [sys.executable, str(runner), *Given(tmp_path, 2, 300, 1, mode).arguments()]
+        engines.append(EngineProcess(command, {}, tmp_path / "log"))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def test_an_engine_says_what_it_is_and_works_until_it_is_closed(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    engine = started()
+    assert list(engine.about) == ["msgspec"]
+    for round_ in range(2):
+        done = engine.do(work_of(2, round_))
+        assert (done.tokens, done.seconds > 0) == (256, True)
+    assert (tmp_path / "log").read_text() in ("", "engines chat on standard output\n" * 2)
+
+
+def test_an_engine_stands_still_between_its_turns(started) -> None:  # type: ignore[no-untyped-def]
+    engine = started()
+    engine.pause()
+    states = {child.status() for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+    assert psutil.STATUS_STOPPED in states
+    assert engine.do(work_of(1, 0)).tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [("short", "generated 255 tokens of 256"), ("dies", "ended with 3"), ("broken", "no such instruction")],
+)
+def test_an_engine_that_fails_is_quoted(started, mode: str, said: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(EngineFailed, match=said):
+        started(mode).do(work_of(2, 0))
+
+
+def test_what_an_installer_said_last_about_an_error_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("Collecting\nERROR: no matching distribution\n\nnote: see above\n")
+    assert last_words(log) == "ERROR: no matching distribution"
+    log.write_text("")
+    assert last_words(log) == "it said nothing"
+
+
+def test_a_conversion_that_fails_names_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.places.make_synthetic", lambda shape, folder: folder)
+    row = Row("x", "X", "int8", convert="int8")
+    with pytest.raises(NotPrepared, match=r"benchmarks\.convert\.ours"):
+        Places(tmp_path).model("135m", row)
+    assert not (tmp_path / "converted").exists()
