@@ -21,6 +21,7 @@ from console.links.insight import InsightLink
 from console.links.models import LoadSettings, ModelsLink
 from console.links.requests import RequestsLink
 from console.links.settings import SettingsLink
+from console.links.tuning import TuningLink, TuningReport
 from engine.config import SamplingParams
 
 ENGINE = "engine"
@@ -32,6 +33,7 @@ GROUPS: Mapping[str, type] = {
     "models": ModelsLink,
     "requests": RequestsLink,
     "settings": SettingsLink,
+    "tuning": TuningLink,
 }
 
 Scope = Literal["watch", "admin"]
@@ -151,6 +153,10 @@ _TABLE = (
     _call("settings.rows", "watch", blank=lambda **_: ()),
     _call("settings.path", "watch", blank=lambda **_: ""),
     _call("settings.save", "admin", name="setting"),
+    _call("tuning.report", "watch", blank=lambda **_: TuningReport()),
+    _call("tuning.start", "admin"),
+    _call("tuning.cancel", "admin"),
+    _call("tuning.use_best", "admin"),
 )
 CALLS: Mapping[str, Call] = {call.name: call for call in _TABLE}
 

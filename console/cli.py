@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
 from console.config_file import sample
-from console.settings import APP_NAME, Flag, Settings, config_path, fields
+from console.settings import APP_NAME, TUNED_FILE, Flag, Settings, config_path, fields, state_dir
 from console.sources import Sources, load_settings
 from engine.errors import EngineError, InvalidRequest
 
@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _bench(argv[1:])
         if argv[:1] == ["estimate"]:
             return _estimate(argv[1:])
+        if argv[:1] == ["autotune"]:
+            return _autotune(argv[1:])
         if argv[:1] == ["api-keys"]:
             return _api_keys(argv[1:])
         if argv[:1] and argv[0] in _ELSEWHERE:
@@ -132,6 +134,19 @@ def _estimate(argv: Sequence[str]) -> int:
     return 0 if found.can_load else FAILURE
 
 
+def _autotune(argv: Sequence[str]) -> int:
+    """Find the settings for a model on this machine; 0 where some keep the SLO, else 1."""
+    from console.autotune.command import DESCRIPTION, add_arguments, autotune
+
+    parser = _parser(f"{APP_NAME} autotune", DESCRIPTION)
+    add_arguments(parser)
+    given = argparse.Namespace(**_parse(argv, parser))
+    flags = {name: value for name, value in vars(given).items() if name in Settings.model_fields}
+    if given.name is not None:
+        flags["model"] = given.name
+    return autotune(load_settings(flags), given)
+
+
 def _bench(argv: Sequence[str]) -> int:
     from console.bench import bench
 
@@ -145,6 +160,11 @@ def _elsewhere(command: str, argv: Sequence[str]) -> int:
 
 def _run(sources: Sources) -> int:
     settings = sources.settings()
+    if (state_dir() / TUNED_FILE).exists():
+        from console.tuned import with_tuned
+
+        sources = with_tuned(sources, settings, state_dir())
+        settings = sources.settings()
     from console.loading import choose_model
 
     choice = choose_model(settings)
@@ -199,6 +219,7 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
         "'ericllm keys' prints every key of the console; 'ericllm api-keys' makes and revokes keys of the API; "
         "'ericllm doctor' says what this machine has and lacks; 'ericllm estimate' what a model would take; "
         "'ericllm quantize' makes a smaller EXL2 model; 'ericllm bench' measures what the engine costs; "
+        "'ericllm autotune' finds the best settings for a model here; "
         "'ericllm attach URL' opens the console on a running instance, 'ericllm top' says in a line how one is; "
         "'ericllm record FILE' and 'ericllm replay FILE' keep what happened, and show it again.",
         allow_abbrev=False,

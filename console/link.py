@@ -17,6 +17,7 @@ from console.links.insight import InsightLink
 from console.links.models import ModelsLink
 from console.links.requests import RequestsLink
 from console.links.settings import SettingsLink
+from console.links.tuning import TuningLink
 from engine.config import SamplingParams
 from engine.doctor.report import Report
 from engine.errors import ErrorInfo
@@ -82,6 +83,10 @@ class EngineLink(Protocol):
     @property
     def requests(self) -> RequestsLink:
         """Requests that ended, all about one, and cancelling what waits."""
+
+    @property
+    def tuning(self) -> TuningLink:
+        """Finding the best settings of a model by trying them."""
 
     def snapshot(self) -> Snapshot:
         """The latest snapshot, at once."""

@@ -16,6 +16,7 @@ from console.local_insight import LocalInsight
 from console.local_models import LocalModels
 from console.local_requests import LocalRequests
 from console.local_settings import LocalSettings
+from console.local_tuning import LocalTuning
 from console.runtime import LoopThread, Runtime
 from engine.config import SamplingParams
 from engine.doctor.report import Report
@@ -38,6 +39,7 @@ class LocalLink:
         self.insight = LocalInsight(runtime, loop)
         self.models = LocalModels(runtime, loop)
         self.requests = LocalRequests(runtime, loop)
+        self.tuning = LocalTuning(runtime, loop)
 
     def snapshot(self) -> Snapshot:
         """The latest snapshot; a download under way shows as a loading model."""

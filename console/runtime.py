@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from console.api.server import ApiServer
+from console.autotune.tuning import Tuning
 from console.doctor import diagnose
 from console.estimate import estimate_for
 from console.link import ApiStatus, EngineLink
@@ -26,6 +27,7 @@ from console.saving import RunningSettings
 from console.serving import api_settings
 from console.settings import Settings
 from console.sources import Sources, changed
+from console.tuned import settings_for
 from engine.backends.base import LoadProgress
 from engine.config import AdapterSpec, ModelSpec
 from engine.devices import parse_devices
@@ -71,6 +73,7 @@ class Runtime:
         )
         self.engine.publish_for(settings.refresh_hz)
         self.api = ApiServer(self.engine, api_settings(settings, state_dir), RuntimeOperator(self), self.own_link)
+        self.tuning = Tuning(self)
         self._api_error: ErrorInfo | None = None
         self._link: EngineLink | None = None
         self._finding: _Finding | None = None
@@ -109,15 +112,16 @@ class Runtime:
         renames: a name that is taken gets a number, for who cannot give it another.
         changes: settings of this model, by their names, for this load alone.
         """
-        settings = changed(self.settings, changes or {})
         if isinstance(choice, ModelChoice) and choice.spec is not None and not changes:
-            await self._load(choice.spec, settings, (), beside)
+            await self._load(choice.spec, self.settings, (), beside)
             return
         name = choice.name if isinstance(choice, ModelChoice) else choice
+        fitting, tuned = await asyncio.to_thread(settings_for, self.saved.sources, self.settings, self.state_dir, name)
+        settings = changed(fitting, changes or {})
         spec = await self._find(name, partial(find_model, settings, name))
         own = self._free_name(spec.name) if beside and renames else spec.name
         spec = msgspec.structs.replace(spec, name=called or own)
-        await self._load(spec, settings, changes or (), beside)
+        await self._load(spec, settings, tuned.union(changes or ()), beside)
 
     async def _find(self, name: str, find: Callable[[Callable[[LoadProgress], None], Callable[[], bool]], T]) -> T:
         """What `find` finds for a name, downloaded where it must be (in a thread); one at a time."""
@@ -151,6 +155,8 @@ class Runtime:
             workers=settings.num_workers if "num_workers" in changes else None,
             max_prompts=settings.max_prompts if "max_prompts" in changes else None,
             idle_unload_s=settings.idle_unload if "idle_unload" in changes else None,
+            step_tokens=settings.step_tokens if "step_tokens" in changes else None,
+            threads=settings.threads if "threads" in changes else None,
         )
 
     async def cancel_load(self) -> None:
@@ -245,6 +251,7 @@ class Runtime:
         """Refuse new requests, give running ones `drain_s` to end, stop everything; workers that have not ended
         `patience_s` later are killed. Where it is cancelled, another call with less time finishes the work."""
         self.engine.refuse_new()
+        await self.tuning.cancel()
         if self._finding is not None:
             self._finding.cancelled.set()
         clock = asyncio.get_running_loop().time

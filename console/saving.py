@@ -48,6 +48,11 @@ class RunningSettings:
         """The config.toml that is read and written."""
         return str(self._sources.file)
 
+    @property
+    def sources(self) -> Sources:
+        """Where they came from, as it is now."""
+        return self._sources
+
     def rows(self) -> Sequence[SettingRow]:
         """Every setting, in the order of the schema; a file that somebody else changed is read again."""
         if self._file.changed():

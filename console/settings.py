@@ -33,6 +33,8 @@ __all__ = ["Flag", "Group", "Settings", "When"]
 
 APP_NAME = "ericllm"
 ENV_PREFIX = "ERICLLM_"
+TUNED_FILE = "tuned.json"
+"""In the state folder: what autotune found."""
 MAX_TOKENS = 10**9
 
 

@@ -20,20 +20,28 @@ _NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_BACKEND_FACTORY", "ERICLLM_NATIVE"}
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What set a value, and where that stands: "--port", "ERICLLM_PORT", a path; "" for a default."""
+    """What set a value, and where that stands: "--port", "ERICLLM_PORT", a path; "" for a default.
 
-    source: Literal["flag", "variable", "file", "default"]
+    tuned: autotune found it for the model on this hardware, and was told to apply it.
+    """
+
+    source: Literal["flag", "variable", "file", "tuned", "default"]
     where: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What each source says, by the settings' names. file: the config.toml that was read, or where it would be."""
+    """What each source says, by the settings' names. file: the config.toml that was read, or where it would be.
+
+    tuned: what is used before a default, where `tuned_in` says.
+    """
 
     flags: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, Any] = field(default_factory=dict)
     saved: Mapping[str, Any] = field(default_factory=dict)
     file: Path = field(default_factory=config_path)
+    tuned: Mapping[str, Any] = field(default_factory=dict)
+    tuned_in: str = ""
 
     @classmethod
     def read(
@@ -47,7 +55,7 @@ class Sources:
 
     def settings(self) -> Settings:
         """All of them merged. Raises InvalidRequest with one sentence that names the value and where it stands."""
-        merged = {**self.saved, **self.variables, **self.flags}
+        merged = {**self.tuned, **self.saved, **self.variables, **self.flags}
         try:
             settings = Settings(**merged)
         except ValidationError as error:
@@ -60,7 +68,14 @@ class Sources:
             return Origin("flag", f"--{name}")
         if name in self.variables:
             return Origin("variable", ENV_PREFIX + name.upper())
-        return Origin("file", str(self.file)) if name in self.saved else Origin("default", "")
+        if name in self.saved:
+            return Origin("file", str(self.file))
+        return Origin("tuned", self.tuned_in) if name in self.tuned else Origin("default", "")
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The settings that somebody set."""
+        return frozenset(self.saved) | frozenset(self.variables) | frozenset(self.flags)
 
     def saving(self, saved: Mapping[str, Any]) -> Sources:
         """The same with another content of the file."""

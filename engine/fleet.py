@@ -36,7 +36,9 @@ from engine.worker.hosts import BackendFactory
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that answers now. key: its deployment; adapter: what a name meant that is an adapter's, else "".
+    """A model that answers now. key: its deployment; config: the engine's settings with its own knobs.
+
+    adapter: what a name meant that is an adapter's, else "".
 
     adapters: the names of all that a request may use.
     """
@@ -48,6 +50,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Tokenizer
     adapter: str = ""
     adapters: tuple[str, ...] = ()
+    config: EngineConfig = EngineConfig()
 
 
 class Fleet:
@@ -247,4 +250,5 @@ def _serving(deployment: Deployment, adapter: str) -> Serving:
         tokenizer=tokenizer,
         adapter=adapter,
         adapters=tuple(each.name for each in deployment.adapters.specs()),
+        config=deployment.config,
     )

@@ -10,6 +10,8 @@ from typing import Literal
 import msgspec
 
 KnobName = Literal["workers", "max_prompts", "step_tokens", "threads", "cache_bits", "draft_tokens"]
+LEAST_CACHE_BITS = 8
+"""Fewer change answers visibly, so that they are only tried where they are asked for."""
 COARSE_LEVELS = 3
 """Values of a knob that the coarse grid has, at most."""
 COUPLED: frozenset[frozenset[KnobName]] = frozenset(

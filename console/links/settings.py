@@ -7,8 +7,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
-Source = Literal["flag", "variable", "file", "default", "console"]
-"""Who set the value in use. console: somebody turned it while the program ran, and nothing saved it."""
+Source = Literal["flag", "variable", "file", "tuned", "default", "console"]
+"""Who set the value in use. tuned: autotune found it, and was told to apply it.  console: somebody turned it while the
+program ran, and nothing saved it."""
 
 When = Literal["now", "load", "start"]
 """When a saved value is used: at once, by the next model that is loaded, or when the program starts again."""

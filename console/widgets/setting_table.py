@@ -49,10 +49,10 @@ class SettingTable(Table):
 
 
 def origin(row: SettingRow) -> str:
-    """Where the value came from: "--port", "ERICLLM_PORT", "config.toml", "default"."""
+    """Where the value came from: "--port", "ERICLLM_PORT", "config.toml", "autotune", "default"."""
     if row.source == "file":
         return PurePath(row.where).name
-    return {"default": "default", "console": "turned here"}.get(row.source, row.where)
+    return {"default": "default", "console": "turned here", "tuned": "autotune"}.get(row.source, row.where)
 
 
 def note(row: SettingRow) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from console.deltas import plain
 from console.frames import Frame, FrameEvent
 from console.links.conversation import ChatMessage
 from console.links.models import LoadSettings
+from console.links.tuning import TuneOrder
 from console.loops import LoopThread
 from console.readonly import ReadOnly, ReadOnlyLink
 from console.remote.address import address_of
@@ -57,6 +58,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "api.revoke_key": {"name": "grafana"},
     "api.switch_dialect": {"name": "generate", "on": False},
     "settings.save": {"name": "theme", "value": "ericllm-light"},
+    "tuning.start": {"order": TuneOrder(minutes=2, slo_itl_s=0.05)},
 }
 """What a call is made with; nothing where it is not here."""
 

@@ -35,6 +35,7 @@ from tests.fakes.link_insight import FakeInsight
 from tests.fakes.link_models import FakeModels
 from tests.fakes.link_requests import FakeRequests
 from tests.fakes.link_settings import FakeSettings
+from tests.fakes.link_tuning import FakeTuning
 
 MODELS = (
     ModelEntry(
@@ -105,6 +106,7 @@ class FakeLink:
         self.insight = FakeInsight(self)
         self.models = FakeModels(self)
         self.requests = FakeRequests(self)
+        self.tuning = FakeTuning(self)
         self.report = examine(machines.H100_WITH_EVERYTHING, "exllamav2")
         self.commands: list[tuple[str, dict[str, Any]]] = []
         self.failures: dict[str, EngineError] = {}

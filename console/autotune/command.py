@@ -1,0 +1,159 @@
+"""`ericllm autotune MODEL`: find the settings for a model on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from console.autotune.knobs import KNOBS, Wishes
+from console.autotune.live import Live
+from console.autotune.mix import Mix, asked_mix
+from console.autotune.space import LEAST_CACHE_BITS, KnobName
+from console.autotune.table import heading_of, table_of
+from console.links.tuning import MAX_MINUTES, TuneOrder, TuningReport
+from console.logs import logging_to
+from console.runtime import Runtime
+from console.settings import Settings, log_dir, state_dir
+from console.sources import changed
+
+DESCRIPTION = (
+    "Try settings of a model on this machine under load, and find the one with the most output tokens per second that "
+    "keeps --slo-ttft and --slo-itl. Ends early when nothing more is to be learnt; Ctrl+C prints what was found so far."
+)
+MAX_QUEUE = 1_000_000
+_LOOK_S = 0.2
+
+
+class Watcher(Protocol):
+    """Who is told how it goes."""
+
+    def say(self, text: str) -> None:
+        """What is done before."""
+
+    def show(self, report: TuningReport) -> None:
+        """How it stands."""
+
+    def end(self) -> None:
+        """It is over."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What it takes besides settings."""
+    add = parser.add_argument_group("Autotune").add_argument
+    parser.add_argument("name", metavar="MODEL", nargs="?", help="the model, as --model takes it")
+    add("--minutes", type=_minutes, default=10.0, metavar="N", help="time it may take (default 10)")
+    add("--percentile", type=_percentile, default=95.0, metavar="P", help="of latencies that must keep it (default 95)")
+    add("--prompt", metavar="TOKENS", help="length of prompts: 128, or any from 64-256 (default)")
+    add("--output", metavar="TOKENS", help="length of answers, likewise (default 32-128)")
+    add("--users", type=_count, metavar="N", help="clients at once (default: as many as find a place)")
+    add("--knobs", type=_knobs, default=(), metavar="NAME,NAME", help=f"turn only these of {', '.join(KNOBS)}")
+    add(
+        "--least-cache-bits",
+        type=int,
+        choices=(4, 6, 8, 16),
+        default=LEAST_CACHE_BITS,
+        help=f"fewest bits of the KV cache that are tried (default {LEAST_CACHE_BITS}; fewer tell in answers)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and the search (default 0)")
+    add("--apply", action="store_true", help="from now on, start this model on this hardware with what was found")
+    add("--json", action="store_true", dest="as_json", help="print what was found for programs")
+
+
+def autotune(settings: Settings, given: argparse.Namespace) -> int:
+    """Run it; returns 0, or 1 where no setting keeps the SLO. Raises EngineError."""
+    order = TuneOrder(
+        minutes=given.minutes,
+        slo_ttft_s=settings.slo_ttft,
+        slo_itl_s=settings.slo_itl,
+        percentile=given.percentile,
+        users=given.users,
+        knobs=given.knobs,
+        least_cache_bits=given.least_cache_bits,
+        apply=given.apply,
+        seed=given.seed,
+    )
+    mix = asked_mix(given.prompt, given.output, given.seed)
+    reports: list[TuningReport] = []
+    try:
+        asyncio.run(tune(settings, order, mix, Live(sys.stderr), reports))
+    finally:
+        if reports and reports[-1].tried:
+            sys.stdout.write(f"{as_json(reports[-1]) if given.as_json else as_text(reports[-1])}\n")
+    last = reports[-1]
+    if not last.tried:
+        sys.stderr.write(f"{last.said}\n")
+    return 0 if last.state == "done" and last.best is not None and last.best.verdict != "broken" else 1
+
+
+async def tune(
+    settings: Settings, order: TuneOrder, mix: Mix | None, watcher: Watcher, reports: list[TuningReport]
+) -> None:
+    """Load the model into an engine of this process and tune that; the last report is put into `reports`, also where it
+    is cancelled. Raises EngineError."""
+    quiet = changed(settings, {"api": False, "timeout": 0, "max_queue": MAX_QUEUE})
+    runtime = await Runtime.open(quiet, log_dir=log_dir(), state_dir=state_dir())
+    with logging_to(runtime.engine.log, log_dir(), verbose=settings.verbose, stderr=False):
+        try:
+            await runtime.start()
+            watcher.say(f"loading {settings.model}")
+            await runtime.load(settings.model)
+            await runtime.tuning.start(order, mix)
+            await _watch(runtime, watcher)
+        finally:
+            await asyncio.shield(runtime.tuning.cancel())
+            reports.append(runtime.tuning.report())
+            watcher.end()
+            await asyncio.shield(runtime.close(drain_s=0))
+
+
+async def _watch(runtime: Runtime, watcher: Watcher) -> None:
+    while (report := runtime.tuning.report()).under_way:
+        watcher.show(report)
+        await asyncio.sleep(_LOOK_S)
+
+
+def as_text(report: TuningReport) -> str:
+    """What was found, for a person."""
+    return "\n".join((heading_of(report), "", table_of(report), "", report.said))
+
+
+def as_json(report: TuningReport) -> str:
+    """All of it, for programs."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
+
+
+def _knobs(text: str) -> Sequence[KnobName]:
+    names = tuple(name.strip().replace("-", "_") for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in KNOBS:
+            raise argparse.ArgumentTypeError(f"{name} is no knob; there are {', '.join(KNOBS)}")
+    return Wishes(knobs=names).validate().knobs  # type: ignore[arg-type]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 to 10,000")
+    return int(text)
+
+
+def _minutes(text: str) -> float:
+    return _number(text, 0.05, MAX_MINUTES)
+
+
+def _percentile(text: str) -> float:
+    return _number(text, 1, 99.9)
+
+
+def _number(text: str, least: float, most: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text} is no number from {least:g} to {most:g}")
+    return value

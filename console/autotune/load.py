@@ -1,0 +1,156 @@
+"""Clients that ask one request after the other while settings are tried, and what they see of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from console.autotune.mix import Mix
+from console.autotune.record import Sample, Slice, Slo
+from engine.config import SamplingParams
+from engine.engine import Engine, GenerateRequest
+from engine.errors import EngineError, ErrorInfo, WorkerFailed, from_info
+from engine.stream import RequestStream
+
+SOURCE = "autotune"
+BEHIND_OTHERS = -100
+"""The priority of our requests: whoever else asks goes first."""
+SLICES = 4
+FEWEST_FIRST_TOKENS = 8
+LONGEST = 4.0
+"""Times its length that a window may take to see that many."""
+_WAIT_S = 0.2
+
+
+@dataclass(slots=True)
+class Meter:
+    """What came in a slice. since: when the setting was in use; of requests before that, first tokens do not count."""
+
+    slo: Slo
+    since: float
+    began: float
+    tokens: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)
+    judged: int = 0
+    kept: int = 0
+
+    def cut(self, now: float) -> Slice:
+        """The slice that ends now; another begins."""
+        found = Slice(
+            seconds=now - self.began,
+            tokens=self.tokens,
+            ttft_s=self.ttft_s,
+            itl_s=self.itl_s,
+            judged=self.judged,
+            kept=self.kept,
+        )
+        self.began, self.tokens, self.judged, self.kept = now, 0, 0, 0
+        self.ttft_s, self.itl_s = [], []
+        return found
+
+    def came(self, asked: float, last: float | None, now: float, tokens: int) -> None:
+        """Tokens of a request that was sent at `asked` and last had some at `last`."""
+        self.tokens += tokens
+        if last is None:
+            if asked >= self.since:
+                self.ttft_s.append(now - asked)
+        elif last >= self.since:
+            self.itl_s.append((now - last) / tokens)
+
+    def ended(self, asked: float, first: float, last: float, tokens: int) -> None:
+        """A whole answer: does it keep the SLO?"""
+        if asked < self.since:
+            return
+        itl_s = (last - first) / (tokens - 1) if tokens > 1 else 0.0
+        in_time = self.slo.ttft_s is None or first - asked <= self.slo.ttft_s
+        self.judged += 1
+        self.kept += in_time and (self.slo.itl_s is None or itl_s <= self.slo.itl_s)
+
+
+class Load:
+    """Clients on the engine's loop. model: whom they ask.  ids: what prompts are made of."""
+
+    def __init__(self, engine: Engine, model: str, mix: Mix, slo: Slo, ids: Sequence[int], *, seed: int = 0) -> None:
+        self._engine = engine
+        self._model = model
+        self._mix = mix
+        self._ids = ids
+        self._draw = random.Random(seed)
+        self._number = 0
+        self._clients: list[asyncio.Task[None]] = []
+        self._error: ErrorInfo | None = None
+        self._meter = Meter(slo, time.perf_counter(), time.perf_counter())
+
+    async def set_clients(self, count: int) -> None:
+        """From now on so many; those that are too many leave, and take back what they asked."""
+        leaving, self._clients = self._clients[count:], self._clients[:count]
+        for client in leaving:
+            client.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        self._clients += [asyncio.create_task(self._ask_on()) for _ in range(count - len(self._clients))]
+
+    async def measure(self, seconds: float, settle_s: float) -> Sample:
+        """A window of the setting that is in use: after `settle_s`, for `seconds`, longer where answers begin seldom.
+
+        Raises WorkerFailed where nothing is answered.
+        """
+        meter = self._meter
+        meter.since = time.perf_counter()
+        self._error = None
+        await self._wait(settle_s)
+        meter.cut(time.perf_counter())
+        slices: list[Slice] = []
+        while len(slices) < SLICES or (_few(slices) and len(slices) < SLICES * LONGEST):
+            await self._wait(seconds / SLICES)
+            slices.append(meter.cut(time.perf_counter()))
+        if not any(each.tokens for each in slices):
+            raise from_info(self._error) if self._error else WorkerFailed("no request was answered within the window")
+        return Sample(slices=tuple(slices))
+
+    async def _wait(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def _ask_on(self) -> None:
+        """One client: asks again once it is answered, and a little later after an error."""
+        while True:
+            try:
+                await self._engine.serving(self._model)
+                async with self._engine.submit(self._request()) as stream:
+                    await self._read(stream)
+            except EngineError as error:
+                self._error = error.info
+                await asyncio.sleep(_WAIT_S)
+
+    async def _read(self, stream: RequestStream) -> None:
+        asked, first, last, tokens = time.perf_counter(), None, None, 0
+        async for delta in stream:
+            now = time.perf_counter()
+            if delta.token_ids:
+                self._meter.came(asked, last, now, len(delta.token_ids))
+                first, last, tokens = first or now, now, tokens + len(delta.token_ids)
+            if delta.error is not None:
+                raise from_info(delta.error)
+        if first is not None and last is not None:
+            self._meter.ended(asked, first, last, tokens)
+
+    def _request(self) -> GenerateRequest:
+        """The next one, with a prompt that no other begins like."""
+        prompt_tokens, output_tokens = self._mix.of(self._number)
+        self._number += 1
+        return GenerateRequest(
+            prompt_ids=self._draw.choices(self._ids, k=prompt_tokens),
+            params=SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, seed=0),
+            source=SOURCE,
+            client=SOURCE,
+            priority=BEHIND_OTHERS,
+            timeout_s=0,
+            model=self._model,
+        )
+
+
+def _few(slices: Sequence[Slice]) -> bool:
+    return sum(len(each.ttft_s) for each in slices) < FEWEST_FIRST_TOKENS

@@ -1,0 +1,158 @@
+"""Tuning on a running engine: knobs are turned as it serves, users lose nothing, and everything is put back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from console.autotune.load import SOURCE, Load, Meter
+from console.autotune.mix import Mix
+from console.autotune.record import Slo
+from console.autotune.rig import LiveRig, setting_of
+from console.autotune.space import Setting
+from console.links.tuning import TuneOrder
+from console.runtime import Runtime
+from console.settings import Settings
+from console.tuned import TunedFile, hardware_of
+from engine.engine import Engine
+from engine.errors import EngineBusy, InvalidRequest, WorkerFailed
+from engine.models.resolve import resolve_local
+from tests.fakes.backend import FakeBackend, Gate, expected_text
+from tests.fakes.engines import Backends, ask, read, serving, until
+
+SHORT = Mix(said="", lengths=((8, 6), (4, 5)))
+WINDOW_S, SETTLE_S = 0.04, 0.01
+
+
+def name_of(engine: Engine) -> str:
+    return engine.snapshot().models[0].name
+
+
+async def rig_of(engine: Engine, *, users: int | None = None) -> LiveRig:
+    now = await engine.serving()
+    load = Load(engine, now.name, SHORT, Slo(ttft_s=9.0), range(65, 90))
+    return LiveRig(engine, now.name, load, setting_of(now.spec, now.config), users=users)
+
+
+async def at(engine: Engine) -> Setting:
+    now = await engine.serving()
+    return setting_of(now.spec, now.config)
+
+
+async def test_knobs_are_turned_while_it_serves_and_a_window_sees_what_is_answered(tmp_path: Path) -> None:
+    async with serving(tmp_path) as engine:
+        rig = await rig_of(engine)
+        wanted = msgspec.structs.replace(await at(engine), workers=2, max_prompts=3, step_tokens=64)
+        await rig.use(wanted)
+        sample = await rig.measure(WINDOW_S, SETTLE_S)
+        assert await at(engine) == wanted
+        assert len(engine.snapshot().workers) == 2
+        assert sum(each.tokens for each in sample.slices) > 0
+        assert sum(len(each.ttft_s) for each in sample.slices) >= 8
+        assert sum(each.kept for each in sample.slices) == sum(each.judged for each in sample.slices) > 0
+        await rig.rest()
+        await until(lambda: not engine.snapshot().running and not engine.snapshot().queued)
+
+
+async def test_it_asks_with_as_many_clients_as_there_are_places_or_as_it_was_told(tmp_path: Path) -> None:
+    for users, expected in ((None, 3), (2, 2)):
+        gate = Gate()
+        async with serving(tmp_path, Backends(FakeBackend(gate=gate)), max_prompts=3) as engine:
+            rig = await rig_of(engine, users=users)
+            measuring = asyncio.ensure_future(rig.measure(WINDOW_S, SETTLE_S))
+            await until(lambda: len(engine.snapshot().requests) == expected)  # noqa: B023
+            assert {row.source for row in engine.snapshot().requests} == {SOURCE}
+            gate.open()
+            await measuring
+            await rig.rest()
+
+
+async def test_a_users_request_outlives_the_change_of_cache_bits(tmp_path: Path) -> None:
+    gate = Gate()
+    async with serving(tmp_path, Backends(FakeBackend(gate=gate))) as engine:
+        rig = await rig_of(engine)
+        answer = asyncio.ensure_future(read(engine.submit(ask("user", max_tokens=12))))
+        await until(lambda: engine.snapshot().running)
+        turning = asyncio.ensure_future(rig.use(msgspec.structs.replace(await at(engine), cache_bits=8)))
+        await asyncio.sleep(0)
+        gate.open()
+        await turning
+        assert (await answer).text == expected_text(b"user", 12)
+        assert (await engine.serving()).spec.cache_bits == 8
+
+
+async def test_where_nothing_is_answered_the_reason_is_told(tmp_path: Path) -> None:
+    async with serving(tmp_path, Backends(FakeBackend(fail_at_steps=range(1, 10_000)))) as engine:
+        rig = await rig_of(engine)
+        with pytest.raises(WorkerFailed):
+            await rig.measure(WINDOW_S, SETTLE_S)
+        await rig.rest()
+
+
+def test_first_tokens_of_requests_from_before_the_turn_are_not_counted() -> None:
+    meter = Meter(Slo(ttft_s=0.5, itl_s=0.1), since=10.0, began=10.0)
+    meter.came(9.5, None, 11.0, 1)
+    meter.came(9.5, 9.9, 11.0, 1)
+    meter.ended(9.5, 11.0, 12.0, 2)
+    meter.came(10.5, None, 10.9, 1)
+    meter.came(10.5, 10.9, 11.3, 4)
+    meter.ended(10.5, 10.9, 11.3, 5)
+    found = meter.cut(12.0)
+    assert (found.tokens, found.judged, found.kept, found.seconds) == (7, 1, 0, 2.0)
+    assert found.ttft_s == pytest.approx([0.4])
+    assert found.itl_s == pytest.approx([0.1])
+    assert meter.cut(13.0).tokens == 0
+
+
+# -- on a real one ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_the_demo_is_tuned_put_back_kept_and_used_when_it_is_asked_for(tmp_path: Path) -> None:
+    runtime = Runtime(Settings(api=False, worker_host="thread"), state_dir=tmp_path)
+    await runtime.start()
+    try:
+        with pytest.raises(InvalidRequest, match="nothing was found yet"):
+            await runtime.tuning.use_best()
+        await runtime.load("demo")
+        before = await at(runtime.engine)
+        order = TuneOrder(minutes=0.25, slo_ttft_s=60.0, knobs=("max_prompts",))
+        await runtime.tuning.start(order, Mix(said="short", lengths=((16, 8),)))
+        with pytest.raises(EngineBusy, match="being tried already"):
+            await runtime.tuning.start(order)
+        await runtime.tuning.finished()
+        report = runtime.tuning.report()
+        assert (report.state, report.mix, report.knobs) == ("done", "short", ("max_prompts",)), report.said
+        assert report.best is not None and report.best.verdict != "broken"
+        assert await at(runtime.engine) == before
+        key, hardware = str(resolve_local("demo", ())), hardware_of(runtime.engine.snapshot().devices)
+        kept = TunedFile(tmp_path).of(key, hardware)
+        assert kept is not None and not kept.applied
+        assert kept.settings == {"max_prompts": report.best.setting.max_prompts}
+        await runtime.tuning.use_best()
+        assert (await at(runtime.engine)).max_prompts == report.best.setting.max_prompts
+        kept = TunedFile(tmp_path).of(key, hardware)
+        assert kept is not None and kept.applied
+    finally:
+        await runtime.close(drain_s=0)
+
+
+@pytest.mark.slow
+async def test_cancelled_everything_is_as_it_was_and_nothing_is_kept(tmp_path: Path) -> None:
+    runtime = Runtime(Settings(api=False, worker_host="thread"), state_dir=tmp_path)
+    await runtime.start()
+    try:
+        await runtime.load("demo")
+        before = await at(runtime.engine)
+        await runtime.tuning.start(TuneOrder(knobs=("max_prompts", "step_tokens"), apply=True))
+        await until(lambda: runtime.engine.snapshot().running)
+        await runtime.tuning.cancel()
+        assert runtime.tuning.report().state == "cancelled"
+        assert await at(runtime.engine) == before
+        assert not runtime.engine.snapshot().running
+        assert not (tmp_path / "tuned.json").exists()
+    finally:
+        await runtime.close(drain_s=0)

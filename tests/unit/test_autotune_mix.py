@@ -1,0 +1,140 @@
+"""What requests are like while settings are tried; which knobs there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from console.autotune.knobs import Wishes, space_of
+from console.autotune.mix import DRAWN, asked_mix, mix_of_history, usual_mix
+from console.autotune.rig import setting_of
+from console.autotune.space import Setting
+from engine.backends.base import LoadedModel
+from engine.config import EngineConfig, ModelSpec
+from engine.errors import InvalidRequest
+from engine.insight_values import Insight, Lengths, Spread
+from engine.models.resolve import resolve_local
+
+
+def history(count: int) -> Insight:
+    prompts = Lengths(spread=Spread(count=count, longest=900), bounds=(64, 256), counts=(0, count, 0))
+    outputs = Lengths(spread=Spread(count=count, longest=40), bounds=(16, 64), counts=(0, 0, count))
+    return Insight(prompts=prompts, outputs=outputs)
+
+
+def test_lengths_are_as_they_were_written() -> None:
+    mix = asked_mix("128", "8-16", seed=1)
+    assert mix is not None
+    assert {prompt for prompt, _ in mix.lengths} == {128}
+    assert {output for _, output in mix.lengths} == set(range(8, 17))
+    assert mix.said == "prompts of 128 tokens, answers of 8 to 16"
+
+
+@pytest.mark.parametrize("text", ["0", "8-4", "x", "", "-3", "1-", "9999999"])
+def test_what_is_no_length_is_refused_with_what_is_one(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{text} is no length; it is a number of tokens like 128"):
+        asked_mix(text, None, seed=1)
+
+
+def test_without_lengths_of_an_operators_own_none_is_made_up_for_them() -> None:
+    assert asked_mix(None, None, seed=1) is None
+
+
+def test_lengths_come_from_the_columns_of_the_history() -> None:
+    mix = mix_of_history(history(100), seed=1)
+    assert mix is not None and len(mix.lengths) == DRAWN
+    assert all(65 <= prompt <= 256 for prompt, _ in mix.lengths)
+    assert all(output >= 65 for _, output in mix.lengths)
+    assert "last 100 requests" in mix.said
+
+
+def test_too_short_a_history_says_nothing() -> None:
+    assert mix_of_history(history(49), seed=1) is None
+    assert mix_of_history(Insight(), seed=1) is None
+
+
+def test_every_request_fits_the_context() -> None:
+    mix = usual_mix(seed=1).within(100)
+    assert all(prompt <= 75 and prompt + output < 100 and output >= 1 for prompt, output in mix.lengths)
+
+
+def test_the_same_seed_draws_the_same_lengths() -> None:
+    assert usual_mix(3) == usual_mix(3) != usual_mix(4)
+
+
+# -- knobs ------------------------------------------------------------------------------------------------------------
+
+
+def demo() -> ModelSpec:
+    path = resolve_local("demo", ())
+    assert path is not None
+    return ModelSpec(path=path, name="demo")
+
+
+def loaded(backend: str = "torch", device: str = "cpu") -> LoadedModel:
+    return LoadedModel(
+        backend=backend,
+        architecture="LlamaForCausalLM",
+        dtype="bfloat16",
+        devices=(device,),
+        vocab_size=4096,
+        max_model_len=1024,
+        kv_tokens=16384,
+        page_tokens=16,
+        weights_bytes=1,
+        kv_bytes=1,
+        parameters=1,
+    )
+
+
+def knobs_of(
+    model: LoadedModel, *, cores: int = 2, spec: ModelSpec | None = None, wishes: Wishes | None = None
+) -> dict[str, tuple[int, ...]]:
+    space = space_of(model, spec or demo(), Setting(), cores=cores, load_s=None, wishes=wishes or Wishes())
+    return {knob.name: knob.values for knob in space.knobs}
+
+
+def test_two_cores_have_no_threads_to_try_and_no_more_workers_than_cores() -> None:
+    found = knobs_of(loaded())
+    assert found["workers"] == (1, 2)
+    assert "threads" not in found
+
+
+def test_on_many_cores_threads_are_tried_from_those_in_use() -> None:
+    space = space_of(loaded(), demo(), Setting(), cores=6, load_s=None, wishes=Wishes())
+    assert space.start.threads == 6
+    assert next(knob for knob in space.knobs if knob.name == "threads").values == (1, 2, 4, 6)
+
+
+def test_a_gpu_has_no_threads_and_the_library_cuts_prompts_itself() -> None:
+    found = knobs_of(loaded("exllamav2", "cuda:0"), cores=16)
+    assert not {"threads", "step_tokens"} & found.keys()
+    assert found["cache_bits"] == (8, 16)
+
+
+def test_fewer_cache_bits_are_tried_where_they_are_asked_for() -> None:
+    assert knobs_of(loaded(), wishes=Wishes(least_cache_bits=4))["cache_bits"] == (4, 8, 16)
+
+
+def test_a_draft_model_leaves_no_other_guesses_to_be_tried() -> None:
+    spec = msgspec.structs.replace(demo(), draft_model=Path("/models/draft"))
+    assert "draft_tokens" not in knobs_of(loaded("exllamav2", "cuda:0"), spec=spec)
+
+
+def test_only_knobs_that_are_wished_for_are_turned() -> None:
+    assert set(knobs_of(loaded(), wishes=Wishes(knobs=("max_prompts",)))) == {"max_prompts"}
+
+
+def test_where_nothing_can_be_turned_one_sentence_says_so() -> None:
+    with pytest.raises(InvalidRequest, match="nothing to be turned"):
+        knobs_of(loaded("exllamav2", "cuda:0"), wishes=Wishes(knobs=("threads",)))
+
+
+def test_the_setting_in_use_is_read_off_the_model_and_its_knobs() -> None:
+    spec = msgspec.structs.replace(demo(), cache_bits=8, ngram_draft=True, draft_tokens=4)
+    config = EngineConfig(num_workers=2, max_prompts=5, step_tokens=256, threads=3)
+    assert setting_of(spec, config) == Setting(
+        workers=2, max_prompts=5, step_tokens=256, threads=3, cache_bits=8, draft_tokens=4
+    )
