@@ -21,7 +21,7 @@ from console.sources import changed
 from engine.backends.base import LoadedModel
 from engine.config import ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
-from engine.errors import NoModelLoaded
+from engine.errors import InvalidRequest, NoModelLoaded
 from engine.models.headers import weight_files
 from engine.models.resolve import is_synthetic, resolve_local
 
@@ -39,7 +39,6 @@ class EngineTarget:
     def __init__(self, engine: Engine, reload: Reload | None = None) -> None:
         self._engine = engine
         self._reload = reload
-        self._guessing = 0
 
     @property
     def info(self) -> TargetInfo:
@@ -99,18 +98,18 @@ class EngineTarget:
 
     async def guess(self, tokens: int) -> None:
         """EngineHere: where it guesses so already, nothing is done."""
-        if tokens == self._guessing:
+        spec = self._spec
+        if tokens == (spec.draft_tokens if spec.ngram_draft else 0):
             return
         await self._load({"ngram_draft": True, "draft_tokens": tokens} if tokens else {"ngram_draft": False})
-        self._guessing = tokens
 
     async def load_s(self) -> float:
         """EngineHere: until every worker is ready."""
-        workers, _ = self.knobs
+        reload = self._may_reload()
         await self._engine.unload(drain_s=0)
         began_s = time.perf_counter()
-        await self._load({})
-        await all_ready(self._engine, workers)
+        await reload({})
+        await all_ready(self._engine, self.knobs[0])
         return time.perf_counter() - began_s
 
     def weight_files(self) -> list[str]:
@@ -118,10 +117,13 @@ class EngineTarget:
         return [str(file) for file in weight_files(self._spec.path)]
 
     async def _load(self, changes: Mapping[str, object]) -> None:
-        if self._reload is None:
-            raise TargetFailed("the model that is being served is not loaded anew for a bench")
-        await self._reload(changes)
+        await self._may_reload()(changes)
         await all_ready(self._engine, self.knobs[0])
+
+    def _may_reload(self) -> Reload:
+        if self._reload is None:
+            raise InvalidRequest("the model that is being served is not loaded anew for a bench", param="model")
+        return self._reload
 
     @property
     def _model(self) -> LoadedModel:

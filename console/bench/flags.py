@@ -34,7 +34,7 @@ def add_flags(parser: argparse._ArgumentGroup, plan: type[Plan]) -> None:
 
 def plan_of(plan: type[Plan], given: dict[str, Any], *, quick: bool) -> Plan:
     """The plan with the flags given; quick: with fewer and shorter requests, but for what was given."""
-    changes = dict(plan.quick) if quick else {}
+    changes = {**(plan.quick if quick else {}), **plan.implied(given)}
     return plan(**changes | {name: given[name] for name in plan.__struct_fields__ if name in given})
 
 
@@ -110,4 +110,6 @@ def _metavar(kind: Any) -> str:
         return "TOKENS"
     if get_origin(kind) is tuple:
         return "N,..."
+    if type(None) in get_args(kind):
+        return "TIME"
     return "FILE" if kind is str else "N"

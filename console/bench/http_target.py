@@ -88,7 +88,7 @@ class HttpTarget:
         try:
             async for chunk in self._send(item):
                 yield chunk
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, msgspec.DecodeError) as error:
             raise TargetFailed(f"{self._url}{self._dialect.path}: {str(error) or type(error).__name__}") from error
 
     async def _send(self, item: Item) -> AsyncGenerator[Chunk, None]:

@@ -76,7 +76,7 @@ class Length(msgspec.Struct, frozen=True):
 
 def _parsed(text: str) -> Length | None:
     if text == "trace":
-        return Length("trace", 1)
+        return TRACE
     if _FIXED.fullmatch(text):
         return Length("fixed", int(text))
     if uniform := _UNIFORM.fullmatch(text):
@@ -84,6 +84,10 @@ def _parsed(text: str) -> Length | None:
     if normal := _NORMAL.fullmatch(text):
         return Length("normal", int(normal[1]), int(normal[2]))
     return None
+
+
+TRACE = Length("trace", 1)
+"""As a trace has them."""
 
 
 def fixed(tokens: int) -> Length:

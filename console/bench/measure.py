@@ -148,9 +148,9 @@ class Crowd:
             clients = asyncio.ensure_future(_together([client(own) for own in streams]))
             watching = asyncio.ensure_future(watch())
             try:
-                await asyncio.wait({clients, watching}, return_when=asyncio.FIRST_COMPLETED)
-                if clients.done():
-                    await clients
+                done, _ = await asyncio.wait({clients, watching}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
             finally:
                 for task in (clients, watching):
                     task.cancel()

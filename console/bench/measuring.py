@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TextIO
 
+from console.bench.csv_file import csv_text
 from console.bench.dialects import DIALECTS
 from console.bench.engine_target import engine_target
 from console.bench.flags import add_flags, plan_of
@@ -21,12 +22,14 @@ from console.bench.kinds import PLANS, Plan
 from console.bench.progress import Progress
 from console.bench.result import BenchResult, write_result
 from console.bench.run import BenchProgress, run_bench
+from console.bench.svg import plot
 from console.bench.target import Target
 from console.bench.text import progress_text, result_text, row_text
 from console.cli import sources_of
 from console.pauses import collect_rarely
 from console.settings import APP_NAME, Settings, state_dir
-from engine.errors import EngineError
+from engine.errors import EngineError, InvalidRequest
+from engine.files import replace_file
 from engine.models.resolve import resolve
 from engine.text.tokenizer import Tokenizer
 
@@ -48,6 +51,9 @@ def measure(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     sys.stdout.write(f"{result_text(result)}\n")
     if given.json is not None:
         write_result(given.json, result)
+    for file, text in ((given.csv, csv_text), (given.svg, plot)):
+        if file is not None:
+            _write(file, text(result))
     if given.history:
         _remember(result)
     return 0 if result.complete else INTERRUPTED
@@ -106,6 +112,13 @@ class _Shown:
             self._progress.show(progress_text(news))
 
 
+def _write(file: Path, text: str) -> None:
+    try:
+        replace_file(file, text.encode())
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be written: {error.strerror or error}", param=file.suffix) from error
+
+
 def _remember(result: BenchResult) -> None:
     """Keep it in the history; where that cannot be, the numbers are there all the same."""
     try:
@@ -137,7 +150,9 @@ def _parse(
         help="with --url: a model here with its vocabulary, for exact prompts",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result for programs, every repeat of it")
-    parser.add_argument("--samples", action="store_true", help="the file has every request too")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each row and repeat")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the first number of the table")
+    parser.add_argument("--samples", action="store_true", help="the result has every request too")
     parser.add_argument("--quick", action="store_true", help="a short look: fewer rows and requests, shorter answers")
     parser.add_argument(
         "--history", action=argparse.BooleanOptionalAction, default=True, help="remember the result (default)"

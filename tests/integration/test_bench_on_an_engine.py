@@ -59,7 +59,7 @@ async def test_users_serve_and_prefix_run_on_an_engine(engine: Engine) -> None:
     for plan, rows in (
         (Users(users=(1, 2), requests=2, **SHORT), 2),
         (Serve(rates=(500.0,), requests=5, **SHORT), 1),
-        (Prefix(requests=6, prefix_tokens=16, **SHORT), 2),
+        (Prefix(requests=6, concurrent=2, prefix_tokens=16, **SHORT), 2),
     ):
         result = await run_bench(plan, target)
         assert (len(result.rows), result.complete) == (rows, True)
@@ -99,8 +99,15 @@ async def test_a_model_that_others_use_is_not_loaded_anew(engine: Engine) -> Non
     assert "not loaded anew" in result.notes[0]
 
 
+async def test_load_leaves_a_model_that_others_use(engine: Engine) -> None:
+    save_file({"unused": torch.zeros(8)}, engine.snapshot().status.spec.path / "model.safetensors")  # type: ignore[union-attr]
+    with pytest.raises(InvalidRequest, match="not loaded anew"):
+        await run_bench(Load(), EngineTarget(engine))
+    assert engine.status.state == "ready"
+
+
 async def test_long_makes_room_for_the_long_prompt_and_tells_the_gaps(engine: Engine) -> None:
-    plan = Long(streams=20, long_tokens=10_000, stream_tokens=64)
+    plan = Long(streams=20, long_tokens=10_000, stream_tokens=3000)
     result = await run_bench(plan, EngineTarget(engine))
     [row] = result.rows
     assert row.keys["streams"] == 20

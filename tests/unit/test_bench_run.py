@@ -14,7 +14,7 @@ from console.bench.kinds.long import gaps
 from console.bench.kinds.prefix import Prefix
 from console.bench.kinds.serve import Serve
 from console.bench.kinds.users import Users
-from console.bench.lengths import Length, fixed
+from console.bench.lengths import TRACE, Length, fixed
 from console.bench.measure import Record
 from console.bench.run import BenchProgress, run_bench
 from console.bench.target import TargetFailed
@@ -126,7 +126,22 @@ async def test_requests_that_do_not_fit_the_model_are_refused_with_numbers() -> 
 
 async def test_the_lengths_of_a_trace_need_one() -> None:
     with pytest.raises(InvalidRequest, match="--trace"):
-        await run_bench(Serve(prompt_tokens=Length.parse("trace")), FakeTarget())
+        await run_bench(Serve(prompt_tokens=TRACE), FakeTarget())
+    with pytest.raises(InvalidRequest, match="none is 'trace'"):
+        await run_bench(Serve(trace="file.json"), FakeTarget())
+
+
+def test_a_trace_gives_the_lengths_that_were_not_given() -> None:
+    plan = plan_of(Serve, {"trace": "file.json", "output_tokens": SMALL}, quick=True)
+    assert isinstance(plan, Serve)
+    assert (plan.prompt_tokens, plan.output_tokens) == (TRACE, SMALL)
+
+
+@pytest.mark.parametrize(("name", "field"), [("threads", "clients"), ("prefix", "concurrent")])
+async def test_clients_without_a_request_are_refused(name: str, field: str) -> None:
+    plan = PLANS[name](requests=4, **{field: (8,) if field == "clients" else 8})  # type: ignore[call-arg]
+    with pytest.raises(InvalidRequest, match="8 clients that ask at once need as many requests, and there are 4"):
+        await run_bench(plan, FakeTarget())
 
 
 async def test_a_server_is_measured_without_guessing_since_it_cannot_be_told() -> None:

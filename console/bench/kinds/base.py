@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -69,6 +69,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def mix(self, lab: Lab) -> Mix:
         """What requests are like."""
         raise NotImplementedError
+
+    @classmethod
+    def implied(cls, given: Collection[str]) -> Mapping[str, Any]:
+        """Fields that have other defaults where others were given."""
+        return {}
 
     def settings(self) -> dict[str, Setting]:
         """The plan as a result tells it."""
@@ -153,6 +158,14 @@ class Lab:
     def engine(self) -> EngineHere:
         """The target, where it is an engine in this process. Raises InvalidRequest."""
         return engine_here(self.target)
+
+
+def enough(requests: int, clients: int) -> None:
+    """Raise InvalidRequest where some of the clients would have nothing to send."""
+    if requests < clients:
+        raise InvalidRequest(
+            f"{clients} clients that ask at once need as many requests, and there are {requests}", param="requests"
+        )
 
 
 def engine_here(target: Target) -> EngineHere:

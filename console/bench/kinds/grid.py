@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan, SkipPart, engine_here
+from console.bench.kinds.base import Lab, Part, Plan, SkipPart, engine_here, enough
 from console.bench.lengths import Length, fixed
 from console.bench.result import Column, Key, Published
 from console.bench.summary import Values, columns, summarised
@@ -56,6 +56,7 @@ class Grid(Plan, frozen=True, kw_only=True):
     def parts(self, target: Target) -> list[Part]:
         """Plan."""
         engine_here(target)
+        enough(self.requests, self.concurrent)
         return [
             Part(keys={"workers": workers, "max_prompts": max_prompts}, requests=self.requests)
             for workers in self.workers
@@ -72,4 +73,4 @@ class Grid(Plan, frozen=True, kw_only=True):
         first = lab.items(self.mix(lab), workers, also="warm")
         await lab.closed([iter([item]) for item in first])
         sent = iter(lab.items(self.mix(lab), self.requests))
-        return summarised(await lab.closed([sent] * min(self.concurrent, self.requests)))
+        return summarised(await lab.closed([sent] * self.concurrent))

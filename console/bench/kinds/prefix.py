@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan
+from console.bench.kinds.base import Lab, Part, Plan, enough
 from console.bench.lengths import Length, fixed
 from console.bench.measure import Run
 from console.bench.result import Column
@@ -50,6 +50,7 @@ class Prefix(Plan, frozen=True, kw_only=True):
 
     def parts(self, target: Target) -> list[Part]:
         """Plan."""
+        enough(self.requests, self.concurrent)
         return [Part(keys={"prefix": kind}, requests=self.requests) for kind in (_OWN, _SHARED)]
 
     async def measure(self, part: Part, lab: Lab) -> Values:
@@ -57,7 +58,7 @@ class Prefix(Plan, frozen=True, kw_only=True):
         own = part.keys["prefix"] == _OWN
         sent = lab.items(self._mix(_NO_TWO_ALIKE if own else self.prefix_groups), self.requests)
         queue = iter(sent)
-        run = await lab.closed([queue] * min(self.concurrent, self.requests))
+        run = await lab.closed([queue] * self.concurrent)
         tokens = sum(item.prompt.tokens for item in sent)
         groups = [item.group for item in sent if item.group is not None]
         again = (len(groups) - len(set(groups))) * self.prefix_tokens

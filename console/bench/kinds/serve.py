@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
 from console.bench.kinds.base import Lab, Part, Plan
-from console.bench.lengths import Length, fixed
+from console.bench.lengths import TRACE, Length, fixed
 from console.bench.result import Column
 from console.bench.summary import Slo, Values, columns, summarised
 from console.bench.target import Target
@@ -55,6 +56,11 @@ class Serve(Plan, frozen=True, kw_only=True):
     slo_tpot: Annotated[float | None, Meta(description="most seconds per further token (also 50ms)")] = None
     slo_response: Annotated[float | None, Meta(description="most seconds to the last token")] = None
 
+    @classmethod
+    def implied(cls, given: Collection[str]) -> Mapping[str, Any]:
+        """Plan: a trace is there to be taken."""
+        return {"prompt_tokens": TRACE, "output_tokens": TRACE} if "trace" in given else {}
+
     def mix(self, lab: Lab) -> Mix:
         """Plan."""
         prefix = PrefixMix(tokens=self.prefix_tokens, groups=self.prefix_groups, share=self.prefix_share)
@@ -67,8 +73,10 @@ class Serve(Plan, frozen=True, kw_only=True):
 
     def parts(self, target: Target) -> list[Part]:
         """Plan."""
-        if not self.trace and "trace" in (self.prompt_tokens.kind, self.output_tokens.kind):
-            raise InvalidRequest("lengths of a trace need --trace FILE", param="trace")
+        takes = "trace" in (self.prompt_tokens.kind, self.output_tokens.kind)
+        if takes != bool(self.trace):
+            said = "lengths of a trace need --trace FILE" if takes else "--trace is for lengths, and none is 'trace'"
+            raise InvalidRequest(said, param="trace")
         if any(rate <= 0 for rate in self.rates):
             raise InvalidRequest("a rate is more than 0 requests a second, or inf", param="rates")
         return [

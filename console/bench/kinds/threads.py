@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan, SkipPart
+from console.bench.kinds.base import Lab, Part, Plan, SkipPart, enough
 from console.bench.lengths import Length, fixed
 from console.bench.result import Column, Published
 from console.bench.summary import Values, columns, summarised
@@ -55,6 +55,7 @@ class Threads(Plan, frozen=True, kw_only=True):
 
     def parts(self, target: Target) -> list[Part]:
         """Plan: those of a server, which cannot be told to guess, without guessing."""
+        enough(self.requests, max(self.clients))
         guessed = self.guessed if isinstance(target, EngineHere) else (0,)
         return [
             Part(keys={"guessed": tokens, "clients": clients}, requests=self.requests)
@@ -72,7 +73,7 @@ class Threads(Plan, frozen=True, kw_only=True):
             await _guess(here, tokens)
         before = here.counters() if here else None
         sent = iter(lab.items(self.mix(lab), self.requests))
-        run = await lab.closed([sent] * min(clients, self.requests))
+        run = await lab.closed([sent] * clients)
         acceptance = None
         if here and before:
             after = here.counters()
