@@ -16,7 +16,7 @@ BackendName = Literal["auto", "torch", "exllamav2"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 WorkerHostName = Literal["process", "thread"]
 CacheBits = Literal[16, 8, 6, 4]
-AttentionName = Literal["auto", "flash", "triton", "varlen", "gathered"]
+AttentionName = Literal["auto", "native", "flash", "triton", "varlen", "gathered"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
 MAX_LOGPROBS = 20

@@ -9,11 +9,13 @@ from typing import Literal
 from engine.config import AttentionName, CacheBits
 from engine.errors import InvalidRequest
 
-ImplementationName = Literal["flash", "triton", "varlen", "gathered"]
+ImplementationName = Literal["flash", "triton", "varlen", "gathered", "native"]
 Version = tuple[int, ...]
 
+NO_CPU = "the native kernels attend on a CPU alone"
+
 ORDER: tuple[ImplementationName, ...] = ("flash", "triton", "varlen", "gathered")
-"""From the best on. See `choose`."""
+"""From the best on, on CUDA. See `choose`."""
 
 _FLASH_SINCE: Version = (2, 5, 7)
 _FLASH_SOFTCAP_SINCE: Version = (2, 6)
@@ -33,6 +35,7 @@ class AttentionFacts:
     torch, triton, flash: versions; None where it is not installed or does not import, `flash_problem` saying why.
     dtype: as torch names it, such as "float16".
     cache_bits: of keys and values in the pages; below 16 they are codes, which this backend alone can read.
+    native_problem: why the torch backend's native kernels cannot attend here, as a clause; "" where they can.
     failed: implementations that were tried on the device and did not work, and how.
     """
 
@@ -47,6 +50,7 @@ class AttentionFacts:
     softcap: float = 0.0
     window: int | None = None
     cache_bits: CacheBits = 16
+    native_problem: str = NO_CPU
     failed: Mapping[ImplementationName, str] = field(default_factory=dict)
 
 
@@ -61,7 +65,7 @@ class Choice:
 def choose(wanted: AttentionName, facts: AttentionFacts) -> Choice:
     """What `--attention wanted` comes to. Raises InvalidRequest, with the reason, where `wanted` cannot be.
 
-    "auto" takes the first that fits of:
+    Without CUDA, "auto" takes native where it fits and gathered where it does not; else the first that fits of:
     flash: hand-tuned for what it takes, appends and splits long contexts in one launch.
     triton: does the same in two or three launches, for any page size and soft-cap. Not taken unasked on a Turing
         card: Triton supports 8.0 and newer. For 7.5 it compiles without tensor cores, and some versions' compiler
@@ -76,7 +80,10 @@ def choose(wanted: AttentionName, facts: AttentionFacts) -> Choice:
             raise InvalidRequest(f"--attention {wanted} cannot be honoured: {problem}", param="attention", value=wanted)
         return Choice(wanted, "as asked for")
     if facts.capability is None:
-        return Choice("gathered", "there is no CUDA device")
+        problem = obstacle("native", facts)
+        if not problem:
+            return Choice("native", "there is no CUDA device, and the native kernels fit")
+        return Choice("gathered", f"there is no CUDA device, and {problem}")
     passed: list[str] = []
     for name in ORDER:
         problem = obstacle(name, facts) or _unasked(name, facts)
@@ -88,11 +95,21 @@ def choose(wanted: AttentionName, facts: AttentionFacts) -> Choice:
 
 def obstacle(name: ImplementationName, facts: AttentionFacts) -> str:
     """Why `name` cannot be used here, as a clause; "" where it can."""
+    if name == "native":
+        return _native(facts)
     if facts.capability is None and name != "gathered":
         return f"{name} attention needs a CUDA device"
     if facts.cache_bits != 16 and name != "gathered":
         return f"{name} attention reads plain keys and values, and these are kept in {facts.cache_bits} bits"
     return facts.failed.get(name, "") or _OBSTACLES[name](facts)
+
+
+def _native(facts: AttentionFacts) -> str:
+    if facts.capability is not None:
+        return NO_CPU
+    if facts.cache_bits != 16:
+        return f"native attention reads plain keys and values, and these are kept in {facts.cache_bits} bits"
+    return facts.native_problem
 
 
 def _unasked(name: ImplementationName, facts: AttentionFacts) -> str:

@@ -91,7 +91,12 @@ class CallShape:
 
 
 def implementation(name: ImplementationName) -> PagedAttention:
-    """The function of that name. Imports what it needs, which `choose` has found to be there."""
+    """The function of that name. Imports what it needs, which `choose` has found to be there.
+
+    Raises ValueError for native attention, which has another face: it lays pages out in its own way.
+    """
+    if name == "native":
+        raise ValueError("native attention is not called over pages of tensors")
     if name == "flash":
         from engine.backends.paged_attention import flash
 

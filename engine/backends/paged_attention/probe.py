@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.paged_attention.choose import (
+    NO_CPU,
     AttentionFacts,
     Choice,
     ImplementationName,
@@ -35,6 +36,7 @@ def probe(
     softcap: float = 0.0,
     window: int | None = None,
     cache_bits: CacheBits = 16,
+    native_problem: str = NO_CPU,
 ) -> AttentionFacts:
     """Facts about `devices` (all that the model lies on) and about what is installed.
 
@@ -54,6 +56,7 @@ def probe(
         softcap=softcap,
         window=window,
         cache_bits=cache_bits,
+        native_problem=native_problem,
     )
 
 
@@ -76,7 +79,7 @@ def failure(name: ImplementationName, facts: AttentionFacts, device: torch.devic
     One decode and one chunk of two short sequences: what a missing host compiler, too little shared memory or a
     kernel built for other cards would break.
     """
-    if name == "gathered":
+    if name in ("gathered", "native"):  # whoever says that native attention fits has tried it
         return ""
     try:
         for q_len in (1, 33):

@@ -22,6 +22,8 @@ class KvPool:
     Gathers on a device share one scratch buffer, which grows to the largest: on long contexts, faulting in fresh
     memory would take longer than the gather itself.
 
+    Where native attention computes, pages are as many bytes, which it alone reads and writes; see native/attention.h.
+
     codec: how heads become codes; a page then holds their bytes instead, [..., head_bytes]. None where heads are plain.
     """
 

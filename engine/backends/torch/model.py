@@ -84,7 +84,7 @@ class Decoder:
             hidden = hidden * torch.tensor(traits.embedding_scale, dtype=hidden.dtype)
         for stage in self.stages:
             plan, hidden = plan.on(stage.device), hidden.to(stage.device)
-            angles = stage.angles(plan.positions, hidden.dtype)
+            angles = stage.angles(plan.positions, hidden.dtype if plan.native is None else torch.float32)
             for layer, block in enumerate(stage.blocks, stage.first_layer):
                 hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary])
         return hidden
@@ -127,8 +127,10 @@ class Decoder:
         heads, kv_heads, size = self.config.heads, self.config.kv_heads, self.config.head_dim
         qkv = qkv.view(-1, heads + 2 * kv_heads, size)
         turned = qkv[:, : heads + kv_heads]
-        if block.qk_norm is not None:
+        if block.qk_norm is not None and not (plan.native and plan.native.attention.norms(layer)):
             turned.copy_(block.qk_norm(turned))
+        if plan.native is not None:
+            return plan.native.attend(layer, qkv, angles)
         if angles is not None:
             rotate_(turned, *angles)
         kv.write(layer, plan.slots, qkv[:, heads:])

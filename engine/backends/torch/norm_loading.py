@@ -87,7 +87,8 @@ class NormLoader:
                 weight = torch.stack([self._weight(f"{name}.norms.{head}") for name, head in heads])
             case None:
                 return None
-        return HeadNorm(unweighted(config.traits.norm, config.head_dim, config.norm_eps), weight)
+        norm = unweighted(config.traits.norm, config.head_dim, config.norm_eps)
+        return HeadNorm(norm, weight, None if config.traits.norm == "layer" else config.norm_eps)
 
     def _weight(self, name: str) -> Tensor:
         made = _plus_one if self.config.traits.norm == "rms_plus_one" else unchanged

@@ -69,10 +69,14 @@ def unweighted(kind: NormKind, width: int, eps: float) -> Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorm:
-    """Each head of [T, heads, head_dim] by itself: `norm` without a weight, then the head's own, [heads, head_dim]."""
+    """Each head of [T, heads, head_dim] by itself: `norm` without a weight, then the head's own, [heads, head_dim].
+
+    rms_epsilon: that of an RMS norm; None where it is of another kind.
+    """
 
     norm: Norm
     weight: Tensor
+    rms_epsilon: float | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return (self.norm(x) * self.weight).to(x.dtype)

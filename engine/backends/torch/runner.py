@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
-from engine.backends.paged_attention.choose import Choice
+from engine.backends.paged_attention.choose import NO_CPU, Choice
 from engine.backends.paged_attention.face import PagedAttention, implementation
 from engine.backends.paged_attention.probe import engage, probe
 from engine.backends.torch import memory
@@ -29,7 +29,9 @@ from engine.backends.torch.lora_loading import AdapterLoader, merged
 from engine.backends.torch.lora_names import AttachedAdapters
 from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
-from engine.backends.torch.native.kernels import native_library
+from engine.backends.torch.native.attention import NativeAttention
+from engine.backends.torch.native.attention_fit import native_obstacle, turned_heads
+from engine.backends.torch.native.kernels import attention_library, native_library
 from engine.backends.torch.prompts import FinalStates, Tell
 from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.shared_weights import weight_store
@@ -184,6 +186,7 @@ class ModelRunner:
             dtype=self._dtype,
             device=self._layout.first.device,
             paged=paged,
+            native=self._native_attention(kv) if self.attention.name == "native" else None,
             masks=bool(self.config.traits.score_cap),
             adapters=self.adapters.by_key,
         )
@@ -204,9 +207,10 @@ class ModelRunner:
             softcap=self.config.traits.score_cap,
             cache_bits=self._heads.bits,
             window=next((window for window in self.config.traits.windows if window is not None), None),
+            native_problem=NO_CPU if self._wanted_attention == "gathered" else self._native_problem(page_tokens),
         )
         choice = engage(self._wanted_attention, facts, devices)
-        return choice, None if choice.name == "gathered" else implementation(choice.name)
+        return choice, None if choice.name in ("gathered", "native") else implementation(choice.name)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None) -> Tensor:
@@ -234,6 +238,23 @@ class ModelRunner:
         for each in self._layout.memories:
             each.weights_bytes = each.kv_bytes = 0
             memory.give_back(each.device)
+
+    def _native_problem(self, page_tokens: int) -> str:
+        if self._decoder is None or self._heads.coded:
+            return NO_CPU
+        return native_obstacle(
+            attention_library(self._layout.first.device, lambda: False),
+            turned_heads(self._decoder),
+            dtype=self._dtype,
+            devices=[each.device for each in self._layout.memories],
+            page_tokens=page_tokens,
+        )
+
+    def _native_attention(self, kv: KvPool) -> NativeAttention:
+        library = attention_library(self._layout.first.device, lambda: False)
+        if self._decoder is None or library is None:
+            raise RuntimeError("native attention was chosen without a model or its library")
+        return NativeAttention(library, [each.heads for each in turned_heads(self._decoder)], kv.layers)
 
     def _begin_step(self, sizes: StepSizes) -> None:
         for span in self._layout.spans:

@@ -12,6 +12,9 @@ from engine.config import MAX_STRETCH, ModelSpec
 from engine.errors import InvalidRequest
 
 
+_ON_CPU = "attends natively or gathers the pages on a CPU"
+
+
 def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:
     """`config` with the context length and RoPE settings of `spec`. Raises InvalidRequest naming the setting.
 
@@ -67,7 +70,7 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
         ("gpu_split", bool(spec.gpu_split_gb) and one_device, "runs on the CPU here, where there is nothing to split"),
         ("gpu_split", bool(spec.gpu_split_gb) and not spec.shares, "splits a model as it was placed, and it was not"),
         ("tensor_parallel", spec.tensor_parallel, "splits a model between its layers, never within them"),
-        ("attention", on_cpu and spec.attention not in ("auto", "gathered"), "gathers the pages on a CPU"),
+        ("attention", on_cpu and spec.attention not in ("auto", "native", "gathered"), _ON_CPU),
         ("draft_tokens", spec.draft_tokens is not None and not guesses, "guesses only with draft_model or ngram_draft"),
         ("gpu_balance", spec.gpu_balance and one_device, "runs on the CPU here, where there is nothing to balance"),
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.backends.paged_attention.face import PagedAttention
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.lora import AdaptedRows, LoraAdapter, adapted_rows
+from engine.backends.torch.native.attention import NativeAttention, NativeStep
 from engine.backends.torch.paged_plan import PagedGroup, PagedPlan, paged_groups
 from engine.backends.torch.step_memory import SLACK_PAIRS, StepSizes
 
@@ -69,7 +70,8 @@ class StepPlan:
     """One step as tensors on the model's device; rows are ordered so that each group's are adjacent.
 
     ids, positions, slots: [T].  sampled_rows: rows whose logits are wanted, in the order of the chunks.
-    groups: how rows attend over gathered pages; empty where `paged` says how they attend over pages as they lie.
+    groups: how rows attend over gathered pages; empty where `paged` says how they attend over pages as they lie, or
+    `native`, which needs no `slots` either.
     adapted: the rows that compute with LoRA adapters.
     told: by number of the chunk, the rows whose final states are wanted besides.
     """
@@ -82,6 +84,7 @@ class StepPlan:
     paged: PagedPlan | None = None
     adapted: tuple[AdaptedRows, ...] = ()
     told: Mapping[int, range] = field(default_factory=dict)
+    native: NativeStep | None = None
 
     def on(self, device: torch.device) -> StepPlan:
         """The same step on `device`; itself where it is there."""
@@ -107,7 +110,7 @@ class StepPlan:
 class StepPlanner:
     """Plans steps for one model. windows: the distinct windows of its layers.  shared: query heads per key head.
 
-    paged: what attends over the pages as they lie; None gathers them.  masks: whether what attends takes a mask even
+    paged, native: what attends over the pages as they lie; None of either gathers them.  masks: whether what attends takes a mask even
     for a plain triangle.  adapters: by the keys that chunks name.
     """
 
@@ -120,16 +123,19 @@ class StepPlanner:
         dtype: torch.dtype,
         device: torch.device,
         paged: PagedAttention | None = None,
+        native: NativeAttention | None = None,
         masks: bool = False,
         adapters: Mapping[str, LoraAdapter] = _NONE,
     ) -> None:
         self._windows, self._shared, self._page_tokens = windows, shared, page_tokens
         self._dtype, self._device, self._paged, self._masks = dtype, device, paged, masks
-        self._adapters = adapters
+        self._adapters, self._native = adapters, native
 
     def plan(self, chunks: Sequence[ChunkInput]) -> StepPlan:
         """Order `chunks` by length and group them, those of one adapter adjacent in each group where that can be, and
         build what the layers need."""
+        if self._native is not None:
+            return self._natively(chunks, self._native)
         order = sorted(range(len(chunks)), key=lambda index: (len(chunks[index].token_ids), chunks[index].end))
         runs = _grouped(order, chunks) if self._paged is None else _equally_long(order, chunks)
         if any(chunk.adapter for chunk in chunks):
@@ -149,17 +155,31 @@ class StepPlanner:
             ids=self._tensor([token for chunk in ordered for token in chunk.token_ids]),
             positions=self._tensor([position for chunk in ordered for position in range(chunk.start, chunk.end)]),
             slots=self._tensor([slot for chunk in ordered for slot in _slots(chunk, self._page_tokens)]),
-            sampled_rows=self._tensor(
-                [
-                    last_row[index] - back
-                    for index, chunk in enumerate(chunks)
-                    for back in range(chunk.sampled - 1, -1, -1)
-                ]
-            ),
+            sampled_rows=self._tensor(_sampled_rows(chunks, last_row)),
             groups=tuple(groups),
             paged=paged,
             adapted=adapted_rows(ordered, self._adapters, self._device),
             told=_told_rows(chunks, last_row),
+        )
+
+    def _natively(self, chunks: Sequence[ChunkInput], attention: NativeAttention) -> StepPlan:
+        """The same where any chunks attend in one call: in their order, but for adapters."""
+        order = list(range(len(chunks)))
+        if any(chunk.adapter for chunk in chunks):
+            order.sort(key=lambda index: chunks[index].adapter)
+        ordered = [chunks[index] for index in order]
+        step = attention.step(ordered)
+        last_row = dict(zip(order, (step.chunks[:, 0] + step.chunks[:, 1] - 1).tolist(), strict=True))
+        positions = step.positions()
+        return StepPlan(
+            ids=self._tensor(list(itertools.chain.from_iterable(chunk.token_ids for chunk in ordered))),
+            positions=positions,
+            slots=positions[:0],
+            sampled_rows=self._tensor(_sampled_rows(chunks, last_row)),
+            groups=(),
+            adapted=adapted_rows(ordered, self._adapters, self._device),
+            told=_told_rows(chunks, last_row),
+            native=step,
         )
 
     def _group(self, members: Sequence[ChunkInput], first_row: int) -> QueryGroup:
@@ -251,6 +271,13 @@ def _slots(chunk: ChunkInput, page_tokens: int) -> list[int]:
     return [
         chunk.pages[position // page_tokens] * page_tokens + position % page_tokens
         for position in range(chunk.start, chunk.end)
+    ]
+
+
+def _sampled_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> list[int]:
+    """The rows whose logits are wanted, in the order of the chunks."""
+    return [
+        last_row[index] - back for index, chunk in enumerate(chunks) for back in range(chunk.sampled - 1, -1, -1)
     ]
 
 

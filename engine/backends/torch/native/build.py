@@ -19,8 +19,8 @@ import platformdirs
 InstructionSet = Literal["avx512-bf16", "avx2"]
 
 _FOLDER = Path(__file__).parent
-SOURCES = tuple(_FOLDER / name for name in ("linear.cpp", "float32.cpp"))
-HEADERS = tuple(_FOLDER / name for name in ("common.h", "vector.h", "functions.h", "linear.h"))
+SOURCES = tuple(_FOLDER / name for name in ("linear.cpp", "float32.cpp", "attention.cpp"))
+HEADERS = tuple(_FOLDER / name for name in ("common.h", "vector.h", "functions.h", "linear.h", "attention.h", "attention_tile.h"))
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 60.0
 
@@ -32,7 +32,7 @@ ISA_FLAGS: Mapping[InstructionSet, tuple[str, ...]] = {
     "avx2": ("-mavx2", "-mfma"),
 }
 
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-ffp-contract=off")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 

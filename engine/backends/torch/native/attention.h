@@ -1,0 +1,152 @@
+// What attention over pages is made of: how keys and values lie in a page, and the arithmetic of a tile of queries.
+//
+// A page has the keys of all heads, then the values of all heads, both in "units" of 32 bits: a pair of bfloat16 or one
+// float. Sixteen tokens are a tile. Keys lie as [head][tile][unit of the head][token], so that a vector has one unit of
+// sixteen keys; values as [head][tile][unit of tokens][element], a vector having sixteen elements of one or two tokens.
+// Both are multiplied as they lie.
+
+#pragma once
+
+#include "common.h"
+#include "vector.h"
+
+namespace ericllm::attention {
+
+constexpr int64_t kTile = 16;     // tokens side by side
+constexpr int64_t kBlock = 128;   // keys that one softmax is taken over, at absolute positions
+constexpr int64_t kTiles = kBlock / kTile;
+constexpr float kNone = -INFINITY;  // the score of a key that is not seen
+constexpr float kLog2E = 1.44269504088896341f;
+
+static_assert(kTile == kLanes, "a vector has one unit of each token of a tile");
+
+// How sums of products of units are made. Value: what queries, keys and values are.  kPerUnit: how many make a unit.
+struct Single {
+    using Value = float;
+    using Wide = Floats;
+    using One = Floats;
+    static constexpr int64_t kPerUnit = 1;
+    static Wide wide(const uint32_t* units) { return load(reinterpret_cast<const float*>(units)); }
+    static One one(const uint32_t* unit) {
+        float value;
+        std::memcpy(&value, unit, sizeof value);
+        return all(value);
+    }
+    static Floats add(Floats sum, Wide a, One b) { return fused(a, b, sum); }
+};
+
+#if defined(__AVX512BF16__)
+
+constexpr int64_t kMaxRows = 12;
+constexpr int64_t columns_for(int64_t rows) { return rows <= 6 ? 4 : 2; }
+
+struct Pair {
+    using Value = Bfloat16;
+    using Wide = __m512bh;
+    using One = __m512bh;
+    static constexpr int64_t kPerUnit = 2;
+    static Wide wide(const uint32_t* units) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(units)); }
+    static One one(const uint32_t* unit) {
+        return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(*unit)));
+    }
+    static Floats add(Floats sum, Wide a, One b) { return {_mm512_dpbf16_ps(sum.v, a, b)}; }
+};
+
+#else
+
+constexpr int64_t kMaxRows = 4;
+constexpr int64_t columns_for(int64_t) { return 1; }
+
+struct Pair {
+    struct Halves {
+        Floats first, second;
+    };
+    using Value = Bfloat16;
+    using Wide = Halves;
+    using One = Halves;
+    static constexpr int64_t kPerUnit = 2;
+    static Halves halves(__m256i low, __m256i high) {
+        const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+        return {{_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))},
+                {_mm256_castsi256_ps(_mm256_and_si256(low, mask)), _mm256_castsi256_ps(_mm256_and_si256(high, mask))}};
+    }
+    static Wide wide(const uint32_t* units) {
+        const auto* from = reinterpret_cast<const __m256i*>(units);
+        return halves(_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1));
+    }
+    static One one(const uint32_t* unit) {
+        const __m256i both = _mm256_set1_epi32(static_cast<int>(*unit));
+        return halves(both, both);
+    }
+    static Floats add(Floats sum, Wide a, One b) { return fused(a.second, b.second, fused(a.first, b.first, sum)); }
+};
+
+#endif
+
+// `x` where low <= at <= high, else `other`.
+inline Floats where_within(Floats at, Floats low, Floats high, Floats x, Floats other) {
+#if defined(__AVX512F__)
+    const __mmask16 within = _mm512_cmp_ps_mask(low.v, at.v, _CMP_LE_OQ) & _mm512_cmp_ps_mask(at.v, high.v, _CMP_LE_OQ);
+    return {_mm512_mask_blend_ps(within, other.v, x.v)};
+#else
+    const auto pick = [](__m256 at, __m256 low, __m256 high, __m256 x, __m256 other) {
+        const __m256 within = _mm256_and_ps(_mm256_cmp_ps(low, at, _CMP_LE_OQ), _mm256_cmp_ps(at, high, _CMP_LE_OQ));
+        return _mm256_blendv_ps(other, x, within);
+    };
+    return {pick(at.low, low.low, high.low, x.low, other.low), pick(at.high, low.high, high.high, x.high, other.high)};
+#endif
+}
+
+// first, first + 1, ...
+inline Floats counted_from(float first) {
+    alignas(64) static constexpr float kCounted[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load(kCounted) + all(first);
+}
+
+inline float highest(Floats x) {
+    float lanes[kLanes];
+    store(lanes, x);
+    for (int64_t width = kLanes / 2; width > 0; width /= 2)
+        for (int64_t n = 0; n < width; ++n) lanes[n] = std::max(lanes[n], lanes[n + width]);
+    return lanes[0];
+}
+
+// 2^x for x <= 0, to 1e-7 of itself: exactly 1 at 0, and 0 below 2^-126. The polynomial is that of Chebyshev for
+// (2^f - 1) / f between -1/2 and 1/2.
+inline Floats power_of_two_to(Floats x) {
+    constexpr float kLeast = -126.0f;
+    const Floats bounded = most(x, all(kLeast)), whole = rounded(bounded), f = bounded - whole;
+    Floats y = fused(f, all(1.5453162942e-04f), all(1.3390863364e-03f));
+    y = fused(f, y, all(9.6180825573e-03f));
+    y = fused(f, y, all(5.5503571142e-02f));
+    y = fused(f, y, all(2.4022650761e-01f));
+    y = fused(f, y, all(6.9314718803e-01f));
+    y = scaled(fused(f, y, all(1.0f)), whole);
+    return where_within(x, all(kLeast), all(INFINITY), y, all(0.0f));
+}
+
+// tanh(x), to 2e-7 of itself. Near 0 by the polynomial of Chebyshev for (tanh(x) / x - 1) / x^2 over x^2.
+inline Floats hyperbolic_tangent(Floats x) {
+    constexpr float kSmall = 0.625f;
+    const Floats size = magnitude(x), square = x * x;
+    Floats near = fused(square, all(-6.0967082e-03f), all(2.09971737e-02f));
+    near = fused(square, near, all(-5.3850908e-02f));
+    near = fused(square, near, all(1.333276972e-01f));
+    near = fused(square, near, all(-3.333332894e-01f));
+    near = fused(size * square, near, size);
+    const Floats e = power_of_two_to(size * all(-2.0f * kLog2E));  // e^(-2|x|)
+    const Floats far = (all(1.0f) - e) / (all(1.0f) + e);
+    return with_sign_of(where_within(size, all(0.0f), all(kSmall), near, far), x);
+}
+
+// Sixteen probabilities as `to` [16 / kPerUnit units] has them, and rounded as they are there.
+inline Floats keep(Floats x, Single, uint32_t* to) {
+    store(reinterpret_cast<float*>(to), x);
+    return x;
+}
+inline Floats keep(Floats x, Pair, uint32_t* to) {
+    store(reinterpret_cast<Bfloat16*>(to), x);
+    return load(reinterpret_cast<const Bfloat16*>(to));
+}
+
+}  // namespace ericllm::attention

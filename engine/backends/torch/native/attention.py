@@ -1,0 +1,173 @@
+"""Attention over pages by our own kernel: told of the layers once, of a step once, and called once per layer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.native.library import NativeLibrary
+
+TILE_TOKENS: Final = 16
+"""Pages hold a multiple of so many tokens."""
+
+DTYPES: Final = frozenset({torch.bfloat16, torch.float32})
+"""What queries, keys and values may be."""
+
+_ADDRESS, _SIZE, _FLAG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """The heads of a layer.
+
+    window: tokens that a query sees at most.  scale, cap: see `capped.Scores`.
+    norm: float32 [heads + kv_heads, head_dim], the weights of an RMS norm of every query and key head; None where there
+    is none, or one that is done before.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    scale: float
+    cap: float = 0.0
+    norm: Tensor | None = None
+    epsilon: float = 0.0
+
+
+class Layer(ctypes.Structure):
+    """`Layer` of attention.cpp, which says what each is."""
+
+    _fields_ = (
+        ("pages", _ADDRESS),
+        ("norm", _ADDRESS),
+        ("heads", _SIZE),
+        ("kv_heads", _SIZE),
+        ("head_dim", _SIZE),
+        ("page_tokens", _SIZE),
+        ("window", _SIZE),
+        ("epsilon", _FLOAT),
+        ("scale", _FLOAT),
+        ("cap", _FLOAT),
+    )
+
+
+class Step(ctypes.Structure):
+    """`Step` of attention.cpp."""
+
+    _fields_ = (("chunks", _ADDRESS), ("count", _SIZE), ("pages", _ADDRESS))
+
+
+class NativeAttention:
+    """Attention of all layers of a model over their pages, which it alone reads and writes: keys and values lie there
+    as the kernel multiplies them, not as tensors are indexed.
+
+    What a query attends depends on itself and the keys before it alone, whatever the rest of the batch, the chunks in
+    which its sequence came, and the threads.
+    """
+
+    def __init__(self, library: NativeLibrary, layers: Sequence[Heads], pages: Sequence[Tensor]) -> None:
+        """pages: of each layer, [pages, page_tokens, 2 * kv_heads, head_dim], of which the bytes alone count; either
+        all of bfloat16 or all of float32. Raises AttributeError where the library has no such kernel."""
+        self._library, self._layers, self._pages = library, layers, pages  # whose addresses the kernel is given
+        self._dtype, self._page_tokens = pages[0].dtype, pages[0].shape[1]
+        self._floats = self._dtype is torch.float32
+        self._described = (Layer * len(layers))(
+            *(_described(heads, kept) for heads, kept in zip(layers, pages, strict=True))
+        )
+        first = ctypes.addressof(self._described)
+        self._addresses = [first + index * ctypes.sizeof(Layer) for index in range(len(layers))]
+        self._attend = library.functions["ericllm_attention"]
+        self._attend.restype = None
+        self._attend.argtypes = (
+            *(_ADDRESS, _FLAG, _ADDRESS, _ADDRESS),
+            *(_ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _FLAG),
+        )
+
+    def norms(self, layer: int) -> bool:
+        """Whether it norms the layer's query and key heads itself."""
+        return self._layers[layer].norm is not None
+
+    def step(self, chunks: Sequence[ChunkInput]) -> NativeStep:
+        """What is the same for every layer of a step with these chunks, one after another."""
+        return NativeStep(self, chunks, self._page_tokens)
+
+    def attend(self, layer: int, qkv: Tensor, step: NativeStep, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Attention outputs [T, heads * head_dim] of rows `qkv` [T, heads + 2 * kv_heads, head_dim], whose keys and
+        values it writes to the pages. angles: float32, as `RotaryEmbedding.angles` gives them."""
+        if qkv.dtype is not self._dtype or not qkv[0].is_contiguous():
+            raise ValueError(f"attention of {self._dtype} got rows of {qkv.dtype} with strides {qkv.stride()}")
+        heads = self._layers[layer]
+        out = torch.empty((qkv.shape[0], heads.heads * heads.head_dim), dtype=self._dtype)
+        cosines, sines = angles or (None, None)
+        self._attend(
+            self._library.threads,
+            torch.get_num_threads(),
+            self._addresses[layer],
+            step.address,
+            qkv.data_ptr(),
+            qkv.stride(0),
+            None if cosines is None else cosines.data_ptr(),
+            None if sines is None else sines.data_ptr(),
+            0 if cosines is None else cosines.shape[-1],
+            out.data_ptr(),
+            self._floats,
+        )
+        return out
+
+
+class NativeStep:
+    """Which rows of a step belong to which sequence, and where its pages are.
+
+    chunks: int32 [chunks, 4]: first row, rows, position of the first, and where its pages begin in `pages`, int32.
+    """
+
+    __slots__ = ("_step", "address", "attention", "chunks", "pages")
+
+    def __init__(self, attention: NativeAttention, chunks: Sequence[ChunkInput], page_tokens: int) -> None:
+        rows = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, len(chunks))
+        starts = np.fromiter((chunk.start for chunk in chunks), np.int32, len(chunks))
+        counts = -(-(starts + rows) // page_tokens)
+        self.attention = attention
+        self.chunks = np.stack((_before(rows), rows, starts, _before(counts)), axis=1)
+        used = (chunk.pages[:count] for chunk, count in zip(chunks, counts.tolist(), strict=True))
+        self.pages = np.fromiter(chain.from_iterable(used), np.int32, int(counts.sum()))
+        self._step = Step(self.chunks.ctypes.data, len(chunks), self.pages.ctypes.data)
+        self.address = ctypes.addressof(self._step)
+
+    def positions(self) -> Tensor:
+        """Of every row, int64 [T]."""
+        first, rows, starts, _ = self.chunks.T
+        return torch.from_numpy(np.arange(rows.sum()) + np.repeat(starts - first, rows))
+
+    def attend(self, layer: int, qkv: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        """See `NativeAttention.attend`."""
+        return self.attention.attend(layer, qkv, self, angles)
+
+
+def _before(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """What all before each add up to."""
+    return np.cumsum(counts, dtype=np.int32) - counts
+
+
+def _described(heads: Heads, pages: Tensor) -> Layer:
+    return Layer(
+        pages=pages.data_ptr(),
+        norm=None if heads.norm is None else heads.norm.data_ptr(),
+        heads=heads.heads,
+        kv_heads=heads.kv_heads,
+        head_dim=heads.head_dim,
+        page_tokens=pages.shape[1],
+        window=heads.window or 0,
+        epsilon=heads.epsilon,
+        scale=heads.scale,
+        cap=heads.cap,
+    )

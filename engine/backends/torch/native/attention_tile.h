@@ -1,0 +1,186 @@
+// A tile of queries over a block of keys: scores, probabilities, and the values that they weigh.
+
+#pragma once
+
+#include "attention.h"
+
+namespace ericllm::attention {
+
+// The tiles of a block where they lie; beyond the last one that is needed, that one once more.
+struct View {
+    const uint32_t* keys[kTiles];
+    const uint32_t* values[kTiles];
+};
+
+// What some queries have attended so far; a vector of the first two has those of a tile, row by row.
+struct State {
+    float* highest;  // [tiles][kLanes]: score, as a power of 2
+    float* sums;     // [tiles][kLanes]: of the probabilities
+    float* out;      // [tiles][kMaxRows][head_dim]: values, weighed by these
+};
+
+// What scores become before the softmax, and which keys a row sees: [low, high] of the block's.
+struct Shape {
+    float scale;
+    float cap;
+    int64_t begin, end;   // keys of the block that any row sees
+    float low[kMaxRows];
+    float high[kMaxRows];
+    bool all_seen;
+};
+
+template <class Kind>
+constexpr int64_t kKeptUnits = kBlock / Kind::kPerUnit;
+
+inline void fetch(const uint32_t* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0); }
+
+// Products of R queries [units][kMaxRows] and C tiles of keys.
+template <class Kind, int64_t R, int64_t C>
+void multiply_keys(const uint32_t* queries, int64_t units, const uint32_t* const* keys, const uint32_t* const* ahead,
+                   float* scores) {
+    Floats sums[R][C];
+    for (int64_t r = 0; r < R; ++r)
+        for (int64_t c = 0; c < C; ++c) sums[r][c] = all(0.0f);
+    for (int64_t u = 0; u < units; ++u) {
+        typename Kind::Wide wide[C];
+        for (int64_t c = 0; c < C; ++c) {
+            wide[c] = Kind::wide(keys[c] + u * kTile);
+            fetch(ahead[c] + u * kTile);
+        }
+        for (int64_t r = 0; r < R; ++r) {
+            const typename Kind::One one = Kind::one(queries + u * kMaxRows + r);
+            for (int64_t c = 0; c < C; ++c) sums[r][c] = Kind::add(sums[r][c], wide[c], one);
+        }
+    }
+    for (int64_t r = 0; r < R; ++r)
+        for (int64_t c = 0; c < C; ++c) store(scores + r * kBlock + c * kTile, sums[r][c]);
+}
+
+template <class Kind, int64_t R>
+void score_rows(const uint32_t* queries, int64_t units, int64_t begin, int64_t end, const View& view, const View& ahead,
+                float* scores) {
+    constexpr int64_t kColumns = columns_for(R);
+    for (int64_t t = begin / kTile / kColumns * kColumns; t * kTile < end; t += kColumns)
+        multiply_keys<Kind, R, kColumns>(queries, units, view.keys + t, ahead.keys + t, scores + t * kTile);
+}
+
+// Sums of values, of C * kLanes elements from `column` on, weighed by R rows of probabilities: merged into `out`.
+template <class Kind, int64_t R, int64_t C>
+void multiply_values(const uint32_t* kept, int64_t begin, int64_t end, int64_t size, int64_t column, const View& view,
+                     const View& ahead, const float* old_share, const float* new_share, float* out) {
+    constexpr int64_t kSteps = kTile / Kind::kPerUnit;
+    Floats sums[R][C];
+    for (int64_t r = 0; r < R; ++r)
+        for (int64_t c = 0; c < C; ++c) sums[r][c] = all(0.0f);
+    const int64_t last = divide_up(end, Kind::kPerUnit);
+    for (int64_t t = begin / kTile; t * kSteps < last; ++t) {
+        const uint32_t* values = view.values[t] + column;
+        const uint32_t* next = ahead.values[t] + column;
+        const uint32_t* weights = kept + t * kSteps;
+        const int64_t steps = std::min(kSteps, last - t * kSteps);
+        for (int64_t s = 0; s < steps; ++s) {
+            typename Kind::Wide wide[C];
+            for (int64_t c = 0; c < C; ++c) {
+                wide[c] = Kind::wide(values + s * size + c * kLanes);
+                fetch(next + s * size + c * kLanes);
+            }
+            for (int64_t r = 0; r < R; ++r) {
+                const typename Kind::One one = Kind::one(weights + r * kKeptUnits<Kind> + s);
+                for (int64_t c = 0; c < C; ++c) sums[r][c] = Kind::add(sums[r][c], wide[c], one);
+            }
+        }
+    }
+    for (int64_t r = 0; r < R; ++r) {
+        const Floats before = all(old_share[r]), now = all(new_share[r]);
+        for (int64_t c = 0; c < C; ++c) {
+            float* to = out + r * size + column + c * kLanes;
+            store(to, fused(load(to), before, sums[r][c] * now));
+        }
+    }
+}
+
+template <class Kind, int64_t R>
+void weigh_rows(const uint32_t* kept, int64_t begin, int64_t end, int64_t size, const View& view, const View& ahead,
+                const float* old_share, const float* new_share, float* out) {
+    constexpr int64_t kColumns = columns_for(R);
+    int64_t column = 0;
+    for (; column + kColumns * kLanes <= size; column += kColumns * kLanes)
+        multiply_values<Kind, R, kColumns>(kept, begin, end, size, column, view, ahead, old_share, new_share, out);
+    for (; column < size; column += kLanes)
+        multiply_values<Kind, R, 1>(kept, begin, end, size, column, view, ahead, old_share, new_share, out);
+}
+
+// Call work(the least number of rows that there is code for and that is not less than `rows`).
+template <class Work>
+void for_rows(int64_t rows, const Work& work) {
+    if (rows <= 1) return work(std::integral_constant<int64_t, 1>());
+    if (rows <= 2) return work(std::integral_constant<int64_t, 2>());
+    if (rows <= 3) return work(std::integral_constant<int64_t, 3>());
+    if constexpr (kMaxRows == 4) return work(std::integral_constant<int64_t, 4>());
+    if (rows <= 4) return work(std::integral_constant<int64_t, 4>());
+    if (rows <= 6) return work(std::integral_constant<int64_t, 6>());
+    if (rows <= 8) return work(std::integral_constant<int64_t, 8>());
+    return work(std::integral_constant<int64_t, kMaxRows>());
+}
+
+// Scores as powers of 2 and capped; those of keys that a row does not see are kNone. Returns the highest.
+inline float shape_row(const Shape& shape, int64_t row, float* scores) {
+    const Floats low = all(shape.low[row]), high = all(shape.high[row]), none = all(kNone);
+    const Floats scale = all(shape.cap != 0.0f ? shape.scale / shape.cap : shape.scale * kLog2E);
+    const Floats cap = all(shape.cap * kLog2E);
+    Floats most_of_all = none;
+    for (int64_t key = shape.begin; key < shape.end; key += kTile) {
+        Floats x = load(scores + key) * scale;
+        if (shape.cap != 0.0f) x = hyperbolic_tangent(x) * cap;
+        if (!shape.all_seen) x = where_within(counted_from(static_cast<float>(key)), low, high, x, none);
+        store(scores + key, x);
+        most_of_all = most(most_of_all, x);
+    }
+    return highest(most_of_all);
+}
+
+// Probabilities of a row, relative to the one that `top` would have, as they are multiplied. Returns their sum.
+template <class Kind>
+float soften_row(const Shape& shape, float top, const float* scores, uint32_t* kept) {
+    const Floats zero = all(top == kNone ? 0.0f : top);
+    Floats total = all(0.0f);
+    for (int64_t key = shape.begin; key < shape.end; key += kTile)
+        total = total + keep(power_of_two_to(load(scores + key) - zero), Kind(), kept + key / Kind::kPerUnit);
+    return sum(total);
+}
+
+// Bring [kLanes] states up to those of further keys; what the old and the new values then count for.
+inline void share(float* highest, float* sums, const float* new_highest, const float* new_sums, float* old_share,
+                  float* new_share) {
+    const Floats before = load(highest), now = load(new_highest), top = most(before, now);
+    const Floats zero = where_within(top, all(kNone), all(kNone), all(0.0f), top);
+    const Floats old = power_of_two_to(before - zero), fresh = power_of_two_to(now - zero);
+    store(highest, top);
+    store(sums, fused(load(sums), old, load(new_sums) * fresh));
+    store(old_share, old);
+    store(new_share, fresh);
+}
+
+// A block of keys for a tile of `rows` queries [units][kMaxRows] of `size` elements, merged into its state.
+template <class Kind>
+void attend_block(const uint32_t* queries, int64_t rows, int64_t size, const Shape& shape, const View& view,
+                  const View& ahead, const State& state) {
+    alignas(64) float scores[kMaxRows * kBlock];
+    alignas(64) uint32_t kept[kMaxRows * kKeptUnits<Kind>];
+    alignas(64) float highest[kLanes], sums[kLanes], old_share[kLanes], new_share[kLanes];
+    std::fill_n(highest, kLanes, kNone);
+    std::fill_n(sums, kLanes, 0.0f);
+    for_rows(rows, [&](auto count) {
+        score_rows<Kind, count()>(queries, size / Kind::kPerUnit, shape.begin, shape.end, view, ahead, scores);
+    });
+    for (int64_t row = 0; row < rows; ++row) {
+        highest[row] = shape_row(shape, row, scores + row * kBlock);
+        sums[row] = soften_row<Kind>(shape, highest[row], scores + row * kBlock, kept + row * kKeptUnits<Kind>);
+    }
+    share(state.highest, state.sums, highest, sums, old_share, new_share);
+    for_rows(rows, [&](auto count) {
+        weigh_rows<Kind, count()>(kept, shape.begin, shape.end, size, view, ahead, old_share, new_share, state.out);
+    });
+}
+
+}  // namespace ericllm::attention
