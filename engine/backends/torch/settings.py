@@ -11,7 +11,6 @@ from engine.backends.torch.model_config import ModelConfig
 from engine.config import MAX_STRETCH, ModelSpec
 from engine.errors import InvalidRequest
 
-
 _ON_CPU = "attends natively or gathers the pages on a CPU"
 
 

@@ -110,8 +110,8 @@ class StepPlan:
 class StepPlanner:
     """Plans steps for one model. windows: the distinct windows of its layers.  shared: query heads per key head.
 
-    paged, native: what attends over the pages as they lie; None of either gathers them.  masks: whether what attends takes a mask even
-    for a plain triangle.  adapters: by the keys that chunks name.
+    paged, native: what attends over the pages as they lie; with neither they are gathered.  masks: whether what attends
+    takes a mask even for a plain triangle.  adapters: by the keys that chunks name.
     """
 
     def __init__(
@@ -276,9 +276,7 @@ def _slots(chunk: ChunkInput, page_tokens: int) -> list[int]:
 
 def _sampled_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> list[int]:
     """The rows whose logits are wanted, in the order of the chunks."""
-    return [
-        last_row[index] - back for index, chunk in enumerate(chunks) for back in range(chunk.sampled - 1, -1, -1)
-    ]
+    return [last_row[index] - back for index, chunk in enumerate(chunks) for back in range(chunk.sampled - 1, -1, -1)]
 
 
 def _told_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> dict[int, range]:

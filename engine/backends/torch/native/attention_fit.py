@@ -132,4 +132,5 @@ def _plain(heads: Heads, rows: Tensor, angles: tuple[Tensor, Tensor] | None, dty
     if heads.window is not None:
         hidden |= position <= position[:, None] - heads.window
     weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
-    return (weights @ values).transpose(0, 1).flatten(1)
+    attended: Tensor = weights @ values
+    return attended.transpose(0, 1).flatten(1)

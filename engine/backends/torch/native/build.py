@@ -20,7 +20,9 @@ InstructionSet = Literal["avx512-bf16", "avx2"]
 
 _FOLDER = Path(__file__).parent
 SOURCES = tuple(_FOLDER / name for name in ("linear.cpp", "float32.cpp", "attention.cpp"))
-HEADERS = tuple(_FOLDER / name for name in ("common.h", "vector.h", "functions.h", "linear.h", "attention.h", "attention_tile.h"))
+HEADERS = tuple(
+    _FOLDER / name for name in ("common.h", "vector.h", "functions.h", "linear.h", "attention.h", "attention_tile.h")
+)
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 60.0
 
