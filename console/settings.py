@@ -216,7 +216,9 @@ class Settings(ServedSettings):
     attention: Annotated[
         AttentionName,
         Flag("Engine", when="load"),
-        Field(description="Paged attention on CUDA; auto takes the best that fits the GPU"),
+        Field(
+            description="Attention over KV pages: flash, triton, varlen on CUDA, native on a CPU; auto: what fits best"
+        ),
     ] = "auto"
     show_prompts: Annotated[
         bool,

@@ -25,6 +25,7 @@ from engine.devices import cpu_name, usable_cores
 from engine.doctor.child import ProbeFailed, ask
 from engine.doctor.facts import Attention, Cpu, Exllama, Facts, Native, Package, Torch
 from engine.doctor.gpus import read_gpus
+from engine.doctor.native import native_attention_problem
 from engine.doctor.toolchain import package_manager, read_toolchain
 from engine.doctor.wheels import numbers
 from engine.errors import InvalidRequest
@@ -72,7 +73,9 @@ def _gathered(pool: Executor, asking: Asking, attention: AttentionName) -> Facts
     flash_attn = pool.submit(asked, Package, "flash_attn", "package", "flash_attn")
     triton = pool.submit(asked, Package, "triton", "package", "triton")
     exllama = pool.submit(_exllama, asked)
-    tried = pool.submit(_attention, attention, torch, asking)
+    cpu, native = read_cpu(), read_native()
+    problem = native_attention_problem(platform.machine(), cpu, native)
+    tried = pool.submit(_attention, attention, problem, torch, asking)
     driver, gpus = read_gpus()
     return Facts(
         python=sys.version_info[:3],
@@ -80,11 +83,11 @@ def _gathered(pool: Executor, asking: Asking, attention: AttentionName) -> Facts
         site_packages=sysconfig.get_path("platlib"),
         kernel_cache=str(platformdirs.user_cache_path("ericllm") / "kernels"),
         package_manager=package_manager(),
-        cpu=read_cpu(),
+        cpu=cpu,
         driver=driver,
         gpus=gpus,
         toolchain=read_toolchain(),
-        native=read_native(),
+        native=native,
         ray=Package(installed=is_installed("ray"), version=version_of("ray")),
         torch=torch.result(),
         exllama=exllama.result(),
@@ -150,12 +153,13 @@ def _exllama(asked: Callable[..., Exllama]) -> Exllama:
     return msgspec.structs.replace(asked(Exllama, "exllamav2", "exllama"), missing_modules=missing)
 
 
-def _attention(wanted: AttentionName, torch: Future[Torch], asking: Asking) -> Attention:
+def _attention(wanted: AttentionName, native_problem: str, torch: Future[Torch], asking: Asking) -> Attention:
     """Decided here where torch sees no GPU, tried on each of them where it does."""
     try:
         if torch.result().gpus:
             return asking(Attention, "attention", wanted)
-        choice = choose(wanted, AttentionFacts(capability=None, torch=numbers(torch.result().version)))
+        version = numbers(torch.result().version)
+        choice = choose(wanted, AttentionFacts(capability=None, torch=version, native_problem=native_problem))
     except ProbeFailed as failure:
         return Attention(error=f"trying it on the GPUs: {failure}")
     except InvalidRequest as refusal:

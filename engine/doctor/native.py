@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.doctor.facts import Facts
+from engine.doctor.facts import Cpu, Facts, Native
 from engine.doctor.install import system_command
 from engine.doctor.report import Finding
 
@@ -11,7 +11,7 @@ _AREA, _NAME = "torch", "linear layers"
 
 def native_finding(facts: Facts) -> Finding:
     """The kernels that a model in bfloat16 would use on this CPU, and what they lack; to lack them is no fault."""
-    native, kernels = facts.native, _instruction_set(facts)
+    native, kernels = facts.native, instruction_set(facts.machine, facts.cpu)
     if "amx_tile" in facts.cpu.flags:
         return Finding(_AREA, _NAME, "ok", "oneDNN, with AMX tiles")
     if not kernels:
@@ -28,8 +28,21 @@ def native_finding(facts: Facts) -> Finding:
     return Finding(_AREA, _NAME, "note", "torch's own kernels: there is no C++ compiler to make ours with", advice)
 
 
-def _instruction_set(facts: Facts) -> str:
-    flags = facts.cpu.flags
-    if facts.machine != "x86_64" or not flags >= {"avx2", "fma"}:
+def native_attention_problem(machine: str, cpu: Cpu, native: Native) -> str:
+    """Why native attention would not compute on this CPU, as a clause; "" where it would."""
+    kernels = instruction_set(machine, cpu)
+    if not kernels:
+        return "the native kernels need AVX2 on x86-64 Linux"
+    if native.off:
+        return "ERICLLM_NATIVE keeps the native kernels off"
+    if kernels in native.kept or native.compiler:
+        return ""
+    return "there is no C++ compiler to make the native kernels with"
+
+
+def instruction_set(machine: str, cpu: Cpu) -> str:
+    """What the kernels would be compiled for, "" where they would not."""
+    flags = cpu.flags
+    if machine != "x86_64" or not flags >= {"avx2", "fma"}:
         return ""
     return "avx512-bf16" if flags >= {"avx512_bf16", "avx512vl", "avx512bw"} else "avx2"

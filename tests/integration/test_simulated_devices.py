@@ -11,7 +11,7 @@ import pytest
 
 from engine.backends.base import BackendRequest, BackendStats, LoadedModel
 from engine.backends.torch.backend import TorchBackend
-from engine.config import DeviceShare, ModelSpec, SamplingParams
+from engine.config import AttentionName, DeviceShare, ModelSpec, SamplingParams
 from engine.costs import Workload
 from engine.devices import simulated_readings
 from engine.facts import read_facts
@@ -55,8 +55,10 @@ async def start_worker() -> AsyncIterator[StartWorker]:
         await host.stop(10.0)
 
 
-def load(folder: Path, *shares: DeviceShare) -> Load:
-    spec = ModelSpec(path=folder, name="tiny", dtype="float32", kv_cache_tokens=4096, shares=shares)
+def load(folder: Path, *shares: DeviceShare, attention: AttentionName = "auto") -> Load:
+    spec = ModelSpec(
+        path=folder, name="tiny", dtype="float32", kv_cache_tokens=4096, shares=shares, attention=attention
+    )
     return Load(spec=spec, max_prompts=PROMPTS, step_tokens=64, page_tokens=16, threads=1)
 
 
@@ -66,8 +68,8 @@ def plenty(*layers: int) -> tuple[DeviceShare, ...]:
     )
 
 
-async def loaded(worker: Probe, folder: Path, *shares: DeviceShare) -> LoadedModel:
-    worker.send(load(folder, *shares))
+async def loaded(worker: Probe, folder: Path, *shares: DeviceShare, attention: AttentionName = "auto") -> LoadedModel:
+    worker.send(load(folder, *shares, attention=attention))
     return (await worker.wait_for(Loaded)).model
 
 
@@ -143,8 +145,9 @@ async def test_whatever_exceeds_a_cards_budget_fails_the_load_with_the_numbers(
 async def test_a_budget_exceeded_in_a_step_makes_the_batch_smaller_and_everything_is_answered(
     folder: Path, start_worker: StartWorker
 ) -> None:
+    """With attention that copies pages, and so takes more the longer answers become."""
     roomy = await start_worker()
-    model = await loaded(roomy, folder, *plenty(1, 3))
+    model = await loaded(roomy, folder, *plenty(1, 3), attention="gathered")
     expected = await answers(roomy, 400)
     assert stats(roomy).prompts_limit == 0
 
@@ -153,6 +156,7 @@ async def test_a_budget_exceeded_in_a_step_makes_the_batch_smaller_and_everythin
         tight,
         folder,
         *(msgspec.structs.replace(share, working_bytes=share.working_bytes * 5 // 4) for share in model.shares),
+        attention="gathered",
     )
     assert await answers(tight, 400) == expected
     warnings = [event.message for event in tight.events if isinstance(event, LogLine)]

@@ -10,6 +10,7 @@ from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.paged_attention.face import PagedAttention
 from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.native.build import SWITCH
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
@@ -82,13 +83,16 @@ def test_a_load_tells_which_attention_computes_and_why(tmp_path: Path, monkeypat
     loaded = promises.load_spec(TorchBackend(), spec)
     assert (loaded.attention, loaded.attention_reason) == (CHOICE.name, CHOICE.reason)
     monkeypatch.undo()
+    monkeypatch.setenv(SWITCH, "0")
     loaded = promises.load_spec(TorchBackend(), spec)
-    assert (loaded.attention, loaded.attention_reason) == ("gathered", "there is no CUDA device")
+    assert loaded.attention == "gathered"
+    assert loaded.attention_reason == "there is no CUDA device, and the native kernels cannot be used"
 
 
 @pytest.mark.parametrize("attention", ["flash", "triton", "varlen"])
 def test_an_attention_that_takes_cuda_is_refused_on_a_cpu(attention: str, tmp_path: Path) -> None:
     with pytest.raises(
-        InvalidRequest, match="attention cannot be honoured: the torch backend gathers the pages on a CPU"
+        InvalidRequest,
+        match="attention cannot be honoured: the torch backend attends natively or gathers the pages on a CPU",
     ):
         load_runner(tmp_path / "nowhere", attention=attention)

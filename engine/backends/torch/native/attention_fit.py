@@ -56,12 +56,12 @@ def native_obstacle(
         return "the native kernels attend on a CPU alone"
     if dtype not in DTYPES:
         return f"the native kernels attend to bfloat16 or float32, and this is {dtype}".replace("torch.", "")
+    if library is None:
+        return "the native kernels cannot be used"
     if page_tokens % TILE_TOKENS:
         return f"the native kernels take pages of a multiple of {TILE_TOKENS} tokens, and these have {page_tokens}"
     if head_dim % TILE_TOKENS:
         return f"the native kernels take head sizes that {TILE_TOKENS} divides, and this is {head_dim}"
-    if library is None:
-        return "the native kernels cannot be used"
     problem = _misfit(library, layers, dtype, page_tokens)
     if problem:
         _logger.warning("attention stays on torch's kernels: %s", problem)

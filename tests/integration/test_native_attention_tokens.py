@@ -1,0 +1,112 @@
+"""Models that attend natively compute what transformers computes, and what they compute over gathered pages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.backends.torch.native import attention_fit
+from engine.backends.torch.native.kernels import attention_library
+from engine.backends.torch.runner import ModelRunner
+from engine.errors import InvalidRequest
+from tests.fakes.oracle import (
+    NUM_PAGES,
+    Driver,
+    ignore_progress,
+    load_runner,
+    never,
+    reference_greedy,
+    reference_logits,
+)
+from tests.fakes.tiny_models import make_tiny_model
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen2 with windows in some layers": {
+        "architecture": "Qwen2ForCausalLM",
+        "use_sliding_window": True,
+        "sliding_window": 10,
+        "max_window_layers": 1,
+    },
+    "qwen3, whose heads are normed": {"architecture": "Qwen3ForCausalLM", "head_dim": 32},
+    "mistral with a window": {"architecture": "MistralForCausalLM", "sliding_window": 12},
+}
+PROMPT = [7 * position % 300 + 3 for position in range(45)]
+STEPS = 16
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    if attention_library(torch.device("cpu"), never) is None:
+        pytest.skip("the native kernels do not run here")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def native_runner(folder: Path, **spec: Any) -> ModelRunner:
+    """With pages of a size that the kernel takes."""
+    runner = load_runner(folder, **spec)
+    runner.allocate_kv(NUM_PAGES, 16, report=ignore_progress)
+    return runner
+
+
+def choice(runner: ModelRunner) -> str:
+    assert runner.attention is not None
+    return runner.attention.name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_native_attention_computes_what_transformers_computes(name: str, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, **MODELS[name])
+    runner = native_runner(folder)
+    assert choice(runner) == "native"
+    driver = Driver(runner)
+    expected = reference_logits(folder, PROMPT)
+    probe, beside = driver.add(PROMPT), driver.add(PROMPT[::-1])
+    driver.feed((probe, 17), (beside, 3))
+    torch.testing.assert_close(driver.feed((beside, 1), (probe, None))[1], expected[-1], atol=2e-4, rtol=1e-4)
+    running = driver.add(PROMPT)
+    driver.greedy([running, beside], STEPS)
+    assert running.tokens == reference_greedy(folder, PROMPT, STEPS)
+
+
+def test_a_page_or_a_head_that_does_not_fit_is_gathered_and_the_reason_told(tmp_path: Path) -> None:
+    runner = load_runner(make_tiny_model(tmp_path))
+    assert runner.attention is not None
+    assert runner.attention.name == "gathered"
+    assert "pages of a multiple of 16 tokens, and these have 8" in runner.attention.reason
+    runner = native_runner(make_tiny_model(tmp_path / "other", head_dim=24))
+    assert runner.attention is not None
+    assert (runner.attention.name, "16 divides, and this is 24" in runner.attention.reason) == ("gathered", True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [({"cache_bits": 8}, "kept in 8 bits"), ({"dtype": "float16"}, "bfloat16 or float32, and this is float16")],
+)
+def test_native_attention_that_cannot_be_is_refused_with_the_reason(
+    spec: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"--attention native cannot be honoured: .*{words}"):
+        load_runner(make_tiny_model(tmp_path), attention="native", **spec)
+
+
+def test_gathered_pages_can_be_asked_for(tmp_path: Path) -> None:
+    assert choice(native_runner(make_tiny_model(tmp_path), attention="gathered")) == "gathered"
+
+
+def test_a_kernel_that_gives_something_else_is_passed_over_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = attention_fit._plain
+    monkeypatch.setattr(attention_fit, "_plain", lambda *args: plain(*args) + 0.5)
+    with caplog.at_level(logging.WARNING):
+        assert choice(native_runner(make_tiny_model(tmp_path))) == "gathered"
+    assert "attention stays on torch's kernels: the native kernel was tried and is off by 0.5" in caplog.text
