@@ -7,8 +7,6 @@ using namespace ericllm;
 
 namespace {
 
-constexpr int64_t kPrefetch = 1024;  // floats
-
 #if defined(__AVX512F__)
 constexpr int64_t kTileRows = 12;  // x 2 blocks: 24 of 32 registers accumulate
 constexpr int64_t blocks_for(int64_t rows) { return rows <= 6 ? 4 : 2; }
@@ -17,18 +15,20 @@ constexpr int64_t kTileRows = 6;  // x 2 registers of one block: 12 of 16
 constexpr int64_t blocks_for(int64_t rows) { return rows <= 3 ? 2 : 1; }
 #endif
 
-// R rows times C blocks from `weight` on.
+// R rows times C blocks from `weight` on, each `stride` behind the one before it.
 template <int R, int C>
-void tile(const char* x, int64_t x_stride, const float* weight, int64_t inputs, float* sums) {
+void tile(const char* x, int64_t x_stride, const float* weight, int64_t stride, int64_t inputs,
+          const Ahead& ahead, float* sums) {
+    constexpr int64_t kRow = kMaxStep * kBlock;
     Floats sum[R][C];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) sum[r][c] = all(0.0f);
-    for (int64_t k = 0; k < inputs; ++k) {
+    const char* next = reinterpret_cast<const char*>(weight) + ahead.bytes;
+    for (int64_t k = 0; k < inputs; ++k, next += ahead.step) {
         Floats w[C];
         for (int c = 0; c < C; ++c) {
-            const float* from = weight + (c * inputs + k) * kBlock;
-            _mm_prefetch(reinterpret_cast<const char*>(from + kPrefetch), _MM_HINT_T0);
-            w[c] = load(from);
+            _mm_prefetch(next + c * stride * 4, R <= 8 ? _MM_HINT_T1 : _MM_HINT_T0);
+            w[c] = load(weight + c * stride + k * kBlock);
         }
         for (int r = 0; r < R; ++r) {
             const Floats a = all(reinterpret_cast<const float*>(x + r * x_stride)[k]);
@@ -36,20 +36,23 @@ void tile(const char* x, int64_t x_stride, const float* weight, int64_t inputs, 
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) store(sums + r * kMaxStep * kBlock + c * kBlock, sum[r][c]);
+        for (int c = 0; c < C; ++c) store(sums + r * kRow + c * kBlock, sum[r][c]);
 }
 
 template <int C, int R = kTileRows>
-void tile_of(int64_t rows, const char* x, int64_t x_stride, const float* weight, int64_t inputs, float* sums) {
+void tile_of(int64_t rows, const char* x, int64_t x_stride, const float* weight, int64_t stride, int64_t inputs,
+          const Ahead& ahead,
+             float* sums) {
     if constexpr (C <= blocks_for(R)) {
-        if (rows == R) return tile<R, C>(x, x_stride, weight, inputs, sums);
+        if (rows == R) return tile<R, C>(x, x_stride, weight, stride, inputs, ahead, sums);
     }
-    if constexpr (R > 1) tile_of<C, R - 1>(rows, x, x_stride, weight, inputs, sums);
+    if constexpr (R > 1) tile_of<C, R - 1>(rows, x, x_stride, weight, stride, inputs, ahead, sums);
 }
 
 struct Float32Kernel {
     using Value = float;
     static constexpr int64_t kRows = kTileRows;
+    static constexpr int64_t kInputBytes = kBlock * 4;
 
     static int64_t step(int64_t rows) { return std::max<int64_t>(2, blocks_for(rows)); }
     static int64_t panel_stride(const Layer& l) { return (round_up(l.inputs, 16) + 16) * 4; }  // spreads over the cache
@@ -59,18 +62,20 @@ struct Float32Kernel {
     }
 
     static void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
-                         float* sums) {
-        const float* weight = static_cast<const float*>(l.weight) + block * l.inputs * kBlock;
+                         const Ahead& ahead, float* sums) {
+        const int64_t stride = l.inputs * kBlock;
+        const float* weight = static_cast<const float*>(l.weight) + block * stride;
         const int64_t wide = blocks_for(rows);
         for (int64_t b = 0; b < blocks;) {
             const int64_t c = blocks - b >= wide ? wide : blocks - b >= 2 && wide > 2 ? 2 : 1;
-            const float* from = weight + b * l.inputs * kBlock;
+            const float* from = weight + b * stride;
+            float* to = sums + b * kBlock;
             if (c == 4)
-                tile_of<4>(rows, x, x_stride, from, l.inputs, sums + b * kBlock);
+                tile_of<4>(rows, x, x_stride, from, stride, l.inputs, ahead, to);
             else if (c == 2)
-                tile_of<2>(rows, x, x_stride, from, l.inputs, sums + b * kBlock);
+                tile_of<2>(rows, x, x_stride, from, stride, l.inputs, ahead, to);
             else
-                tile_of<1>(rows, x, x_stride, from, l.inputs, sums + b * kBlock);
+                tile_of<1>(rows, x, x_stride, from, stride, l.inputs, ahead, to);
             b += c;
         }
     }

@@ -8,13 +8,7 @@ using namespace ericllm;
 
 namespace {
 
-constexpr int64_t kPrefetchBytes = 4096;
-
 int64_t block_stride(int64_t inputs) { return round_up(inputs, kPadInputs) / 2 * kBlock; }  // in pairs
-
-inline void prefetch(const uint32_t* from) {
-    _mm_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes, _MM_HINT_T0);
-}
 
 #if defined(ERICLLM_AVX512_BF16)
 
@@ -27,17 +21,20 @@ inline uint32_t pair_at(const char* x, int64_t p) {
 constexpr int64_t kTileRows = 12;  // x 2 blocks: 24 of 32 registers accumulate
 constexpr int64_t blocks_for(int64_t rows) { return rows <= 6 ? 4 : 2; }
 
-// R rows times C blocks from `weight` on.
+// R rows times C blocks from `weight` on, each `stride` behind the one before it.
 template <int R, int C>
-void tile(const char* x, int64_t x_stride, const uint32_t* weight, int64_t stride, int64_t pairs, float* sums) {
+void tile(const char* x, int64_t x_stride, const uint32_t* weight, int64_t stride, int64_t pairs,
+          const Ahead& ahead, float* sums) {
+    constexpr int64_t kRow = kMaxStep * kBlock;
     __m512 sum[R][C];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) sum[r][c] = _mm512_setzero_ps();
-    for (int64_t p = 0; p < pairs; ++p) {
+    const char* next = reinterpret_cast<const char*>(weight) + ahead.bytes;
+    for (int64_t p = 0; p < pairs; ++p, next += ahead.step) {
         __m512bh w[C];
         for (int c = 0; c < C; ++c) {
             const uint32_t* from = weight + c * stride + p * kBlock;
-            prefetch(from);
+            _mm_prefetch(next + c * stride * 4, R <= 8 ? _MM_HINT_T1 : _MM_HINT_T0);
             w[c] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(from));
         }
         for (int r = 0; r < R; ++r) {
@@ -46,7 +43,7 @@ void tile(const char* x, int64_t x_stride, const uint32_t* weight, int64_t strid
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) _mm512_store_ps(sums + r * kMaxStep * kBlock + c * kBlock, sum[r][c]);
+        for (int c = 0; c < C; ++c) _mm512_store_ps(sums + r * kRow + c * kBlock, sum[r][c]);
 }
 
 #else  // AVX2 and FMA: rows lie in the panel as floats
@@ -63,13 +60,14 @@ inline Floats second_of(const __m256i (&pairs)[2]) {
 }
 
 template <int R, int C>
-void tile(const char* x, int64_t x_stride, const uint32_t* weight, int64_t, int64_t pairs, float* sums) {
+void tile(const char* x, int64_t x_stride, const uint32_t* weight, int64_t, int64_t pairs, const Ahead& ahead, float* sums) {
     static_assert(C == 1, "two registers a block: more blocks would leave too few");
     Floats sum[R];
     for (int r = 0; r < R; ++r) sum[r] = all(0.0f);
-    for (int64_t p = 0; p < pairs; ++p) {
+    const char* next = reinterpret_cast<const char*>(weight) + ahead.bytes;
+    for (int64_t p = 0; p < pairs; ++p, next += ahead.step) {
         const auto* from = reinterpret_cast<const __m256i*>(weight + p * kBlock);
-        prefetch(weight + p * kBlock);
+        _mm_prefetch(next, _MM_HINT_T1);
         const __m256i both[2] = {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
         const Floats first = first_of(both), second = second_of(both);
         for (int r = 0; r < R; ++r) {
@@ -84,16 +82,18 @@ void tile(const char* x, int64_t x_stride, const uint32_t* weight, int64_t, int6
 
 template <int C, int R = kTileRows>
 void tile_of(int64_t rows, const char* x, int64_t x_stride, const uint32_t* weight, int64_t stride, int64_t pairs,
+          const Ahead& ahead,
              float* sums) {
     if constexpr (C <= blocks_for(R)) {
-        if (rows == R) return tile<R, C>(x, x_stride, weight, stride, pairs, sums);
+        if (rows == R) return tile<R, C>(x, x_stride, weight, stride, pairs, ahead, sums);
     }
-    if constexpr (R > 1) tile_of<C, R - 1>(rows, x, x_stride, weight, stride, pairs, sums);
+    if constexpr (R > 1) tile_of<C, R - 1>(rows, x, x_stride, weight, stride, pairs, ahead, sums);
 }
 
 struct Bfloat16Kernel {
     using Value = Bfloat16;
     static constexpr int64_t kRows = kTileRows;
+    static constexpr int64_t kInputBytes = kBlock * 2;
 
     static int64_t step(int64_t rows) { return std::max<int64_t>(2, blocks_for(rows)); }
 #if defined(ERICLLM_AVX512_BF16)
@@ -120,7 +120,7 @@ struct Bfloat16Kernel {
 #endif
 
     static void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
-                         float* sums) {
+                         const Ahead& ahead, float* sums) {
         const int64_t stride = block_stride(l.inputs), pairs = divide_up(l.inputs, 2);
         const uint32_t* weight = static_cast<const uint32_t*>(l.weight) + block * stride;
         const int64_t wide = blocks_for(rows);
@@ -129,11 +129,11 @@ struct Bfloat16Kernel {
             const uint32_t* from = weight + b * stride;
             float* to = sums + b * kBlock;
             if (c == 4)
-                tile_of<4>(rows, x, x_stride, from, stride, pairs, to);
+                tile_of<4>(rows, x, x_stride, from, stride, pairs, ahead, to);
             else if (c == 2)
-                tile_of<2>(rows, x, x_stride, from, stride, pairs, to);
+                tile_of<2>(rows, x, x_stride, from, stride, pairs, ahead, to);
             else
-                tile_of<1>(rows, x, x_stride, from, stride, pairs, to);
+                tile_of<1>(rows, x, x_stride, from, stride, pairs, ahead, to);
             b += c;
         }
     }

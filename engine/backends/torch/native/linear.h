@@ -140,12 +140,31 @@ class Epilogue {
     Out* out_;
 };
 
+// Where the weights lie that are used next, so that they are fetched meanwhile: for a line of a block, `bytes` behind it,
+// and for each next line of that block `step` more.
+struct Ahead {
+    int64_t bytes;
+    int64_t step;
+};
+
+constexpr int64_t kFarthest = 256 << 10;  // bytes that are fetched ahead at most: what the second level surely keeps
+constexpr int64_t kLineBytes = 64;
+
+// Whether a kernel fetches weights ahead: one that says how many bytes each input of a block has.
+template <class Kernel, class = void>
+struct Fetches : std::false_type {};
+template <class Kernel>
+struct Fetches<Kernel, std::void_t<decltype(Kernel::kInputBytes)>> : std::true_type {};
+
 // One call, whose threads share it. A kernel is a type with
 //   Value: that of x, bias, residual and, if not float, out
 //   kRows: rows of a tile at most;  step(rows): blocks of a tile of so many rows, 2 or 4
 //   panel_stride(layer): bytes from one row of a panel to the next, a multiple of 64
 //   reads(call): whether x can be read where it lies;  lay(layer, row, to): put a row into a panel
 //   multiply(layer, x, x_stride in bytes, rows, block, blocks, sums): put the products into sums [rows][kMaxStep * 16]
+// or, to have weights fetched ahead, with
+//   kInputBytes: of an input in a block of the weight
+//   multiply(layer, x, x_stride in bytes, rows, block, blocks, ahead, sums)
 template <class Kernel>
 class Product {
   public:
@@ -208,13 +227,24 @@ class Product {
             const int64_t blocks = std::min(step, end - block);
             for (int64_t g = 0; g < groups; ++g) {
                 const int64_t from = rows * g / groups, size = rows * (g + 1) / groups - from;
-                Kernel::multiply(l, x + from * stride_, stride_, size, block, blocks, sums);
+                const char* part = x + from * stride_;
+                if constexpr (Fetches<Kernel>::value)
+                    Kernel::multiply(l, part, stride_, size, block, blocks, ahead(blocks, g, groups), sums);
+                else
+                    Kernel::multiply(l, part, stride_, size, block, blocks, sums);
                 if (l.out_is_float)
                     Epilogue<Value, float>{call_}(sums, row + from, size, block, blocks);
                 else
                     Epilogue<Value, Value>{call_}(sums, row + from, size, block, blocks);
             }
         }
+    }
+
+    // Each group of rows that uses some blocks fetches its share of the blocks after them.
+    Ahead ahead(int64_t blocks, int64_t group, int64_t groups) const {
+        const int64_t block_bytes = round_up(call_.layer.inputs, kPadInputs) * Kernel::kInputBytes;
+        if (blocks * block_bytes > kFarthest) return {kFarthest, kLineBytes};
+        return {blocks * block_bytes + block_bytes * group / groups, kLineBytes / groups};
     }
 
     const Call& call_;
