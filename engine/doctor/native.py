@@ -12,8 +12,6 @@ _AREA, _NAME = "torch", "linear layers"
 def native_finding(facts: Facts) -> Finding:
     """The kernels that a model in bfloat16 would use on this CPU, and what they lack; to lack them is no fault."""
     native, kernels = facts.native, instruction_set(facts.machine, facts.cpu)
-    if "amx_tile" in facts.cpu.flags:
-        return Finding(_AREA, _NAME, "ok", "oneDNN, with AMX tiles")
     if not kernels:
         return Finding(_AREA, _NAME, "ok", "torch's own kernels: ours need AVX2 on x86-64 Linux")
     if native.off:
@@ -45,4 +43,6 @@ def instruction_set(machine: str, cpu: Cpu) -> str:
     flags = cpu.flags
     if machine != "x86_64" or not flags >= {"avx2", "fma"}:
         return ""
-    return "avx512-bf16" if flags >= {"avx512_bf16", "avx512vl", "avx512bw"} else "avx2"
+    if not flags >= {"avx512_bf16", "avx512vl", "avx512bw"}:
+        return "avx2"
+    return "amx-bf16" if flags >= {"amx_tile", "amx_bf16"} else "avx512-bf16"

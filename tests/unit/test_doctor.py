@@ -177,7 +177,12 @@ def test_a_processor_without_avx2_is_told_that_it_is_slow() -> None:
 @pytest.mark.parametrize(
     ("flags", "native", "state", "value"),
     [
-        ({"avx2", "fma", "amx_tile"}, {}, "ok", "oneDNN, with AMX tiles"),
+        (
+            {*AVX512_BF16, "amx_tile", "amx_bf16"},
+            {"kept": ("amx-bf16",)},
+            "ok",
+            "native amx-bf16 kernels for bfloat16, compiled",
+        ),
         ({"sse4_2"}, {}, "ok", "torch's own kernels: ours need AVX2 on x86-64 Linux"),
         (AVX512_BF16, {"kept": ("avx512-bf16",)}, "ok", "native avx512-bf16 kernels for bfloat16, compiled"),
         (

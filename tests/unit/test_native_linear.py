@@ -26,27 +26,19 @@ from engine.backends.torch.native.build import (
 from engine.backends.torch.native.kernels import Kernels, native_isa, native_library
 from engine.backends.torch.native.layer import NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
+from tests.fakes.native_libraries import LIBRARIES, native_or_skip
 
 CPU = torch.device("cpu")
-SETS: tuple[InstructionSet, ...] = ("avx512-bf16", "avx2")
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 31, 48, 64, 70, 200, 401)
 SHAPES = ((64, 64), (48, 96), (1, 1), (17, 33), (100, 71), (35, 1024), (576, 130), (80, 2050))
-
-
-def cpu_runs(isa: InstructionSet) -> bool:
-    flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
-    return flags >= ({"avx512_bf16", "avx512vl", "avx512bw"} if isa == "avx512-bf16" else {"avx2", "fma"})
 
 
 needs_compiler = pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
 
 
-@pytest.fixture(scope="module", params=SETS)
+@pytest.fixture(scope="module", params=LIBRARIES)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    isa: InstructionSet = request.param
-    if not find_compiler() or not cpu_runs(isa):
-        pytest.skip(f"no compiler, or a CPU without {isa}")
-    return NativeLibrary(isa, build_library(isa, cache_folder()))
+    return native_or_skip(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -224,10 +216,17 @@ def test_other_dtypes_and_devices_stay_with_torch() -> None:
     assert native_library(torch.bfloat16, torch.device("cuda", 0), lambda: False) is None
 
 
-def test_the_switch_and_amx_keep_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert native_isa() is None
-    monkeypatch.undo()
+@pytest.mark.parametrize(("tiles", "isa"), [(True, "amx-bf16"), (False, "avx512-bf16")])
+def test_tiles_are_used_where_the_cpu_has_them(
+    monkeypatch: pytest.MonkeyPatch, tiles: bool, isa: InstructionSet
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    assert native_isa() == isa
+
+
+def test_the_switch_keeps_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
     assert native_isa() is None
 

@@ -16,12 +16,22 @@ from typing import Literal
 
 import platformdirs
 
-InstructionSet = Literal["avx512-bf16", "avx2"]
+InstructionSet = Literal["amx-bf16", "avx512-bf16", "avx2"]
 
 _FOLDER = Path(__file__).parent
 SOURCES = tuple(_FOLDER / name for name in ("linear.cpp", "float32.cpp", "attention.cpp"))
 HEADERS = tuple(
-    _FOLDER / name for name in ("common.h", "vector.h", "functions.h", "linear.h", "attention.h", "attention_tile.h")
+    _FOLDER / name
+    for name in (
+        "common.h",
+        "vector.h",
+        "functions.h",
+        "linear.h",
+        "bfloat16.h",
+        "amx.h",
+        "attention.h",
+        "attention_tile.h",
+    )
 )
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 60.0
@@ -29,8 +39,11 @@ TIMEOUT_S = 60.0
 SWITCH = "ERICLLM_NATIVE"
 """The environment variable that keeps the kernels off with "0"."""
 
+_AVX512_BF16 = ("-DERICLLM_AVX512_BF16", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16")
+
 ISA_FLAGS: Mapping[InstructionSet, tuple[str, ...]] = {
-    "avx512-bf16": ("-DERICLLM_AVX512_BF16", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16"),
+    "amx-bf16": (*_AVX512_BF16, "-DERICLLM_AMX", "-mamx-tile", "-mamx-bf16"),
+    "avx512-bf16": _AVX512_BF16,
     "avx2": ("-mavx2", "-mfma"),
 }
 

@@ -74,26 +74,18 @@ def native_library(dtype: torch.dtype, device: torch.device, cancelled: Callable
 
 def attention_library(device: torch.device, cancelled: Callable[[], bool]) -> NativeLibrary | None:
     """What attends on `device`; None where torch does."""
-    isa = runnable_isa()
+    isa = native_isa()
     return None if isa is None or device.type != "cpu" else _kernels(isa).wait(cancelled)
 
 
 def native_isa() -> InstructionSet | None:
-    """The instruction set that linear layers would use in this process; None where torch's own are better or ours do
-    not run."""
-    if torch.cpu._is_amx_tile_supported():  # oneDNN's tiles are several times faster at many rows
-        return None
-    return runnable_isa()
-
-
-def runnable_isa() -> InstructionSet | None:
     """The instruction set that the kernels would use in this process; None where they do not run. ATEN_CPU_CAPABILITY,
     which bounds torch's, bounds it too."""
     if os.environ.get(SWITCH) == "0" or sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return None
     match torch.backends.cpu.get_cpu_capability():
         case "AVX512" if torch.cpu._is_avx512_bf16_supported():
-            return "avx512-bf16"
+            return "amx-bf16" if torch.cpu._is_amx_tile_supported() else "avx512-bf16"
         case "AVX512" | "AVX2":
             return "avx2"
         case _:

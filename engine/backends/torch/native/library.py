@@ -70,8 +70,11 @@ class NativeLibrary:
             self._packs = {dtype: self.functions[f"ericllm_pack_{name}"] for dtype, name in DTYPES.items()}
             for name in DTYPES.values():
                 self.product(name)
+            permitted = bool(self.functions.ericllm_permit())
         except (OSError, AttributeError) as error:
             raise CannotBuild(f"the compiled library cannot be loaded: {error}") from error
+        if not permitted:
+            raise CannotBuild(f"the system keeps {isa} from this process")
         for pack in self._packs.values():
             pack.argtypes, pack.restype = (_ADDRESS, _SIZE, _SIZE, _SIZE, _FLAG, _ADDRESS), None
         self._threads = _torch_threads()

@@ -1,16 +1,28 @@
-// Weights of bfloat16, in pairs of inputs: [outputs/16][inputs/2][16][2], padded with zeros to 16 outputs and 32 inputs.
-// A tile reads them once and in order, 64 bytes at a time; an output is one accumulator to which its inputs are added in
-// their order.
+// Products with weights of bfloat16. An output is one accumulator to which its inputs are added in their order.
 
-#include "linear.h"
+#include "bfloat16.h"
+
+#if defined(ERICLLM_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "amx.h"
+#endif
 
 using namespace ericllm;
 
 namespace {
 
-int64_t block_stride(int64_t inputs) { return round_up(inputs, kPadInputs) / 2 * kBlock; }  // in pairs
+#if defined(ERICLLM_AMX)
+
+using Bfloat16Kernel = AmxKernel;
+
+#else
 
 #if defined(ERICLLM_AVX512_BF16)
+
+using Panel = PairPanel;
+constexpr bool reads_rows(const Call& call) { return call.layer.inputs % 2 == 0 && !PairPanel::crowds(call); }
 
 inline uint32_t pair_at(const char* x, int64_t p) {
     uint32_t pair;
@@ -46,7 +58,10 @@ void tile(const char* x, int64_t x_stride, const uint32_t* weight, int64_t strid
         for (int c = 0; c < C; ++c) _mm512_store_ps(sums + r * kRow + c * kBlock, sum[r][c]);
 }
 
-#else  // AVX2 and FMA: rows lie in the panel as floats
+#else  // AVX2 and FMA
+
+using Panel = FloatPanel;
+constexpr bool reads_rows(const Call&) { return false; }
 
 constexpr int64_t kTileRows = 4;  // x 2 registers of one block: 8 of 16
 constexpr int64_t blocks_for(int64_t) { return 1; }
@@ -90,38 +105,17 @@ void tile_of(int64_t rows, const char* x, int64_t x_stride, const uint32_t* weig
     if constexpr (R > 1) tile_of<C, R - 1>(rows, x, x_stride, weight, stride, pairs, ahead, sums);
 }
 
-struct Bfloat16Kernel {
+struct Bfloat16Kernel : Panel {
     using Value = Bfloat16;
     static constexpr int64_t kRows = kTileRows;
     static constexpr int64_t kInputBytes = kBlock * 2;
 
     static int64_t step(int64_t rows) { return std::max<int64_t>(2, blocks_for(rows)); }
-#if defined(ERICLLM_AVX512_BF16)
-    static int64_t panel_stride(const Layer& l) { return (round_up(l.inputs, 32) + 32) * 2; }  // spreads over the cache
-
-    static bool reads(const Call& call) {
-        return call.layer.inputs % 2 == 0 && (call.rows <= 4 || call.x_stride * 2 % kCrowdingBytes);
-    }
-
-    static void lay(const Layer& l, const Bfloat16* row, char* to) {
-        std::memcpy(to, row, static_cast<size_t>(l.inputs) * sizeof *row);
-        std::memset(to + l.inputs * 2, 0, static_cast<size_t>(round_up(l.inputs, kPadInputs) - l.inputs) * sizeof *row);
-    }
-#else
-    static int64_t panel_stride(const Layer& l) { return (round_up(l.inputs, 16) + 16) * 4; }
-
-    static bool reads(const Call&) { return false; }
-
-    static void lay(const Layer& l, const Bfloat16* row, char* to) {
-        auto* floats = reinterpret_cast<float*>(to);
-        for (int64_t k = 0; k < l.inputs; k += kLanes)
-            store(floats + k, load_some(row + k, std::min(kLanes, l.inputs - k)));
-    }
-#endif
+    static bool reads(const Call& call) { return reads_rows(call); }
 
     static void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
                          const Ahead& ahead, float* sums) {
-        const int64_t stride = block_stride(l.inputs), pairs = divide_up(l.inputs, 2);
+        const int64_t stride = block_pairs(l.inputs), pairs = divide_up(l.inputs, 2);
         const uint32_t* weight = static_cast<const uint32_t*>(l.weight) + block * stride;
         const int64_t wide = blocks_for(rows);
         for (int64_t b = 0; b < blocks;) {
@@ -139,6 +133,8 @@ struct Bfloat16Kernel {
     }
 };
 
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -147,14 +143,24 @@ extern "C" {
 void ericllm_pack_bfloat16(const uint16_t* weight, int64_t stride, int64_t outputs, int64_t inputs, int32_t interleaved,
                            uint16_t* packed) {
     const Layer l = shape(outputs, inputs, interleaved);
-    std::memset(packed, 0, static_cast<size_t>(l.blocks() * block_stride(inputs) * 2) * sizeof *packed);
+    std::memset(packed, 0, static_cast<size_t>(l.blocks() * block_pairs(inputs) * 2) * sizeof *packed);
     for (int64_t block = 0; block < l.blocks(); ++block) {
-        uint16_t* to = packed + block * block_stride(inputs) * 2;
+        uint16_t* to = packed + block * block_pairs(inputs) * 2;
         for (int64_t n = 0; n < l.count(block); ++n) {
             const uint16_t* from = weight + (l.first(block) + n) * stride;
             for (int64_t k = 0; k < inputs; ++k) to[(k / 2 * kBlock + n) * 2 + k % 2] = from[k];
         }
     }
+}
+
+// Have the system let this process use what the kernels need; whether it does.
+int32_t ericllm_permit() {
+#if defined(ERICLLM_AMX) && !defined(ERICLLM_TILES)
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+    return 1;
+#endif
 }
 
 // The product, on at most `threads` threads.

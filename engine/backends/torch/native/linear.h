@@ -156,7 +156,11 @@ struct Fetches : std::false_type {};
 template <class Kernel>
 struct Fetches<Kernel, std::void_t<decltype(Kernel::kInputBytes)>> : std::true_type {};
 
-// One call, whose threads share it. A kernel is a type with
+// Rows that a kernel's tile takes as fast as fewer, where that is more than one.
+template <class Kernel>
+inline constexpr int64_t kTogether = 1;
+
+// One call, whose threads share it. A kernel, of which each thread makes one for the call, is a type with
 //   Value: that of x, bias, residual and, if not float, out
 //   kRows: rows of a tile at most;  step(rows): blocks of a tile of so many rows, 2 or 4
 //   panel_stride(layer): bytes from one row of a panel to the next, a multiple of 64
@@ -182,6 +186,7 @@ class Product {
     void run(const Threads& by, int threads) const {
         const int64_t tasks = divide_up(call_.rows, panel_rows_) * panel_tasks_;
         on_threads(by, threads, tasks, [this](const auto& next) {
+            Kernel kernel;
             int64_t prepared = -1;
             const char* x = nullptr;
             for (int64_t task; (task = next()) >= 0;) {
@@ -189,7 +194,7 @@ class Product {
                 const int64_t rows = std::min(panel_rows_, call_.rows - row);
                 if (panel != prepared) x = prepare(row, rows);
                 prepared = panel;
-                multiply(x, row, rows, task % panel_tasks_ * kTaskBlocks);
+                multiply(kernel, x, row, rows, task % panel_tasks_ * kTaskBlocks);
             }
         });
     }
@@ -218,7 +223,7 @@ class Product {
         return panel;
     }
 
-    void multiply(const char* x, int64_t row, int64_t rows, int64_t block) const {
+    void multiply(Kernel& kernel, const char* x, int64_t row, int64_t rows, int64_t block) const {
         const Layer& l = call_.layer;
         const int64_t end = std::min(l.blocks(), block + kTaskBlocks), groups = divide_up(rows, Kernel::kRows);
         const int64_t step = Kernel::step(divide_up(rows, groups));
@@ -226,18 +231,22 @@ class Product {
         for (; block < end; block += step) {
             const int64_t blocks = std::min(step, end - block);
             for (int64_t g = 0; g < groups; ++g) {
-                const int64_t from = rows * g / groups, size = rows * (g + 1) / groups - from;
+                const int64_t from = first_row(rows, g, groups), size = first_row(rows, g + 1, groups) - from;
                 const char* part = x + from * stride_;
                 if constexpr (Fetches<Kernel>::value)
-                    Kernel::multiply(l, part, stride_, size, block, blocks, ahead(blocks, g, groups), sums);
+                    kernel.multiply(l, part, stride_, size, block, blocks, ahead(blocks, g, groups), sums);
                 else
-                    Kernel::multiply(l, part, stride_, size, block, blocks, sums);
+                    kernel.multiply(l, part, stride_, size, block, blocks, sums);
                 if (l.out_is_float)
                     Epilogue<Value, float>{call_}(sums, row + from, size, block, blocks);
                 else
                     Epilogue<Value, Value>{call_}(sums, row + from, size, block, blocks);
             }
         }
+    }
+
+    static int64_t first_row(int64_t rows, int64_t group, int64_t groups) {
+        return std::min(rows, round_up(rows * group / groups, kTogether<Kernel>));
     }
 
     // Each group of rows that uses some blocks fetches its share of the blocks after them.

@@ -1,0 +1,96 @@
+// The tile registers of AMX in memory, as Intel's manual describes the instructions, for CPUs that have none.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+namespace tiles {
+
+struct Config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+
+struct Registers {
+    bool configured = false;
+    Config config;
+    uint8_t bytes[8][16][64];
+};
+
+inline Registers& registers() {
+    static thread_local Registers all;
+    return all;
+}
+
+inline void load_config(const void* from) {
+    Registers& all = registers();
+    std::memcpy(&all.config, from, sizeof all.config);
+    if (all.config.palette != 1 || all.config.start_row != 0) std::abort();
+    for (int t = 0; t < 8; ++t)
+        if (all.config.rows[t] < 1 || all.config.rows[t] > 16 || all.config.row_bytes[t] != 64) std::abort();
+    all.configured = true;
+    std::memset(all.bytes, 0, sizeof all.bytes);
+}
+
+inline void release() { registers().configured = false; }
+
+inline Registers& configured() {
+    if (!registers().configured) std::abort();
+    return registers();
+}
+
+inline void zero(int t) { std::memset(configured().bytes[t], 0, sizeof registers().bytes[t]); }
+
+inline void load(int t, const void* from, int64_t stride) {
+    Registers& all = configured();
+    for (int r = 0; r < all.config.rows[t]; ++r)
+        std::memcpy(all.bytes[t][r], static_cast<const char*>(from) + r * stride, 64);
+}
+
+inline void store(int t, void* to, int64_t stride) {
+    Registers& all = configured();
+    for (int r = 0; r < all.config.rows[t]; ++r) std::memcpy(static_cast<char*>(to) + r * stride, all.bytes[t][r], 64);
+}
+
+inline float wide(const uint8_t* at) {
+    uint16_t half;
+    std::memcpy(&half, at, sizeof half);
+    const uint32_t bits = static_cast<uint32_t>(half) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// c += a @ b: even and odd inputs are added up apart from nothing, then together, then to c.
+inline void multiply(int c, int a, int b) {
+    Registers& all = configured();
+    if (all.config.rows[a] != all.config.rows[c] || all.config.rows[b] != 16) std::abort();
+    for (int m = 0; m < all.config.rows[c]; ++m)
+        for (int n = 0; n < 16; ++n) {
+            float even = 0.0f, odd = 0.0f, sum;
+            for (int k = 0; k < 16; ++k) {
+                even = std::fma(wide(all.bytes[a][m] + 4 * k), wide(all.bytes[b][k] + 4 * n), even);
+                odd = std::fma(wide(all.bytes[a][m] + 4 * k + 2), wide(all.bytes[b][k] + 4 * n + 2), odd);
+            }
+            std::memcpy(&sum, all.bytes[c][m] + 4 * n, sizeof sum);
+            sum += even + odd;
+            std::memcpy(all.bytes[c][m] + 4 * n, &sum, sizeof sum);
+        }
+}
+
+}  // namespace tiles
+
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#define _tile_loadconfig(from) tiles::load_config(from)
+#define _tile_release() tiles::release()
+#define _tile_zero(t) tiles::zero(t)
+#define _tile_loadd(t, from, stride) tiles::load(t, from, stride)
+#define _tile_stored(t, to, stride) tiles::store(t, to, stride)
+#define _tile_dpbf16ps(c, a, b) tiles::multiply(c, a, b)
