@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _quantize(argv[1:])
         if argv[:1] == ["bench"]:
             return _bench(argv[1:])
+        if argv[:1] == ["plan"]:
+            return _plan(argv[1:])
         if argv[:1] == ["estimate"]:
             return _estimate(argv[1:])
         if argv[:1] == ["autotune"]:
@@ -153,6 +155,12 @@ def _bench(argv: Sequence[str]) -> int:
     return bench(_dashed(argv), _Parser(prog=f"{APP_NAME} bench", allow_abbrev=False))
 
 
+def _plan(argv: Sequence[str]) -> int:
+    from console.planning.command import plan
+
+    return plan(_dashed(argv), _Parser(prog=f"{APP_NAME} plan", allow_abbrev=False))
+
+
 def _elsewhere(command: str, argv: Sequence[str]) -> int:
     run: Callable[[Sequence[str], argparse.ArgumentParser], int] = getattr(import_module(_ELSEWHERE[command]), command)
     return run(_dashed(argv), _Parser(prog=f"{APP_NAME} {command}", allow_abbrev=False))
@@ -220,6 +228,7 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
         "'ericllm doctor' says what this machine has and lacks; 'ericllm estimate' what a model would take; "
         "'ericllm quantize' makes a smaller EXL2 model; 'ericllm bench' measures what the engine costs; "
         "'ericllm autotune' finds the best settings for a model here; "
+        "'ericllm plan' simulates a cluster: how many cards, what when a node dies; "
         "'ericllm attach URL' opens the console on a running instance, 'ericllm top' says in a line how one is; "
         "'ericllm record FILE' and 'ericllm replay FILE' keep what happened, and show it again.",
         allow_abbrev=False,

@@ -143,19 +143,23 @@ class OpenDemand:
 
 
 class ClosedDemand:
-    """Users who read and think for think_s on average (exponential) before each request, and send one at a time."""
+    """Users who read and think for think_s on average (exponential) before each request, and send one at a time.
+    They come evenly within ramp_s, and then send their first."""
 
-    def __init__(self, mix: Mix, *, users: int, think_s: float, duration_s: float, seed: int = 0) -> None:
+    def __init__(
+        self, mix: Mix, *, users: int, think_s: float, duration_s: float, ramp_s: float = 0.0, seed: int = 0
+    ) -> None:
         if not 0 < users <= 10**7:
             raise InvalidRequest(f"users is {users}; it must be at least 1", param="users")
         if not 0 <= think_s < math.inf:
             raise InvalidRequest(f"the think time is {think_s:g} s; it must not be negative", param="think")
         self._mix, self._users, self._think_s, self._duration_s = mix, users, think_s, duration_s
+        self._ramp_s = ramp_s
         self._source = random.Random(f"users {seed}")
 
     def first(self) -> Iterator[Ask]:
         """Demand: everybody's first request."""
-        starts = sorted(self._think() for _ in range(self._users))
+        starts = sorted(self._source.uniform(0, self._ramp_s) for _ in range(self._users))
         for user, at_s in enumerate(starts):
             if at_s < self._duration_s:
                 yield self._mix.ask(at_s, self._source, f"user {user}")

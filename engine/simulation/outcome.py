@@ -69,6 +69,18 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
     itl_s: float | None = None
 
 
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a simulation is counted: from since_s on, when it has found its pace, until until_s, when nobody comes
+    any more. Requests that came within it are asked how they fared; those that ended within it make rates."""
+
+    since_s: float = 0.0
+    until_s: float = math.inf
+
+
+WHOLE = Window()
+"""All of it."""
+
+
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
     """Of some seconds."""
 
@@ -135,8 +147,9 @@ class Gaps:
 class Outcome:
     """All that a simulation found.
 
-    seconds: until the last request ended.  utilisation: of each worker, the share of that which it spent in steps.
-    front_busy: the same of the front door.  most_behind_s: how far that was behind at worst.
+    seconds: until the last request ended.  window: what is counted.  utilisation: of each worker, the share of the
+    window that it spent in steps.  front_busy: the same of the front door.  most_behind_s: how far that was behind at
+    worst.
     area: sum over time of the requests that were admitted and not ended, in request seconds.
     """
 
@@ -145,6 +158,7 @@ class Outcome:
     moments: list[Moment] = field(default_factory=list)
     utilisation: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    window: Window = WHOLE
     front_busy: float = 0.0
     most_behind_s: float = 0.0
     preemptions: int = 0
@@ -156,19 +170,20 @@ class Outcome:
         """Requests that got their whole answer."""
         return [each for each in self.served if each.fate == "answered"]
 
-    def summary(self, slo: Slo | None = None, *, since_s: float = 0.0) -> Summary:
-        """The numbers, over requests that were sent after `since_s`; with goodput where an SLO is given."""
-        asked = [each for each in self.served if each.ask.at_s >= since_s]
+    def summary(self, slo: Slo | None = None) -> Summary:
+        """The numbers of the window, with goodput where an SLO is given."""
+        since_s, until_s = self.window.since_s, min(self.window.until_s, self.seconds)
+        seconds = max(until_s - since_s, 1e-9)
+        asked = [each for each in self.served if since_s <= each.ask.at_s <= until_s]
+        ended = [each for each in self.served if since_s <= each.ended_s <= until_s]
         answered = [each for each in asked if each.fate == "answered"]
-        ended_s = max((each.ended_s for each in asked), default=since_s)
-        seconds = max(ended_s - since_s, 1e-9)
         kept = sum(each.keeps(slo) for each in asked) if slo is not None else len(answered)
         return Summary(
             requests=len(asked),
             fates=dict(sorted(Counter(each.fate or "" for each in asked).items())),
             seconds=seconds,
-            requests_per_s=len(answered) / seconds,
-            output_tokens_per_s=sum(each.output_tokens for each in asked) / seconds,
+            requests_per_s=sum(each.fate == "answered" for each in ended) / seconds,
+            output_tokens_per_s=sum(each.output_tokens for each in ended) / seconds,
             ttft_s=Percentiles.of(each.ttft_s for each in asked if each.ttft_s is not None),
             tpot_s=Percentiles.of(each.tpot_s for each in asked if each.tpot_s is not None),
             itl_s=self.gaps.percentiles(),

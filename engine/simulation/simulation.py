@@ -3,6 +3,7 @@ pages and outbox. What takes time is told by step costs, and the front door by w
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +19,7 @@ from engine.simulation.agenda import Agenda
 from engine.simulation.cluster import Cluster, Death
 from engine.simulation.demand import Ask, Demand
 from engine.simulation.front_door import FrontDoorLoad
-from engine.simulation.outcome import Fate, Moment, Outcome, Served
+from engine.simulation.outcome import WHOLE, Fate, Moment, Outcome, Served, Window
 from engine.simulation.worker import SALT, SimulatedWorker, Stretch
 from engine.stream import RequestStream
 from engine.usage import UsageMeter
@@ -28,9 +29,9 @@ MOMENT_S = 1.0
 _FATES: dict[FinishReason, Fate] = {"length": "answered", "stop": "answered", "timeout": "timeout"}
 
 
-def simulate(cluster: Cluster, demand: Demand) -> Outcome:
+def simulate(cluster: Cluster, demand: Demand, window: Window = WHOLE) -> Outcome:
     """Run until every request has ended. The same cluster and demand always give the same. Raises InvalidRequest."""
-    return _Simulation(cluster.validate(), demand).run()
+    return _Simulation(cluster.validate(), demand, window).run()
 
 
 class _Station:
@@ -49,6 +50,10 @@ class _Station:
         self.steps = 0
         self.wakes = False
 
+    def busy_until(self, now: float) -> float:
+        """Seconds that its workers were in steps until now."""
+        return self.busy_s + (self.worker.busy_until(now) if self.worker is not None else 0.0)
+
     def count(self) -> None:
         """Tell the slot how many requests there are; one that works on a suspect is full."""
         guarded = any(request.suspect for request in self.active.values())
@@ -56,7 +61,7 @@ class _Station:
 
 
 class _Simulation:
-    def __init__(self, cluster: Cluster, demand: Demand) -> None:
+    def __init__(self, cluster: Cluster, demand: Demand, window: Window) -> None:
         self._cluster = cluster
         self._demand = demand
         self._agenda = Agenda()
@@ -71,7 +76,8 @@ class _Simulation:
         self._slots = [station.slot for station in self._stations]
         self._served: dict[str, Served] = {}
         self._ends: dict[str, float] = {}
-        self._outcome = Outcome()
+        self._outcome = Outcome(window=window)
+        self._busy_s: list[tuple[float, ...]] = []
         self._made = 0
         self._live = 0
         self._counted_s = 0.0
@@ -82,6 +88,9 @@ class _Simulation:
         self._next_ask(asks)
         for death in self._cluster.deaths:
             self._agenda.at(death.at_s, partial(self._die, death))
+        self._agenda.at(self._outcome.window.since_s, self._note_busy)
+        if self._outcome.window.until_s < math.inf:
+            self._agenda.at(self._outcome.window.until_s, self._note_busy)
         while self._agenda:
             self._note_moments(self._agenda.next_s)
             self._agenda.turn()
@@ -91,13 +100,21 @@ class _Simulation:
         outcome = self._outcome
         outcome.seconds = max((each.ended_s for each in outcome.served), default=0.0)
         del outcome.moments[int(outcome.seconds / MOMENT_S) + 1 :]  # deadlines of what had ended long before
+        self._note_busy(outcome.seconds)
+        began, ended = self._busy_s[0], self._busy_s[1]
+        seconds = max(min(outcome.window.until_s, outcome.seconds) - outcome.window.since_s, 1e-9)
+        shares = [max(0.0, later - earlier) / seconds for earlier, later in zip(began, ended, strict=True)]
+        outcome.front_busy, outcome.utilisation = shares[0], shares[1:]
         for station in self._stations:
             self._retire(station)
-            outcome.utilisation.append(min(1.0, station.busy_s / outcome.seconds) if outcome.seconds else 0.0)
             outcome.steps += station.steps
-        outcome.front_busy = self._front.busy_s / outcome.seconds if outcome.seconds else 0.0
         outcome.most_behind_s = self._front.most_behind_s
         return outcome
+
+    def _note_busy(self, now: float) -> None:
+        """How long the front door and each worker were busy until now."""
+        front_s = self._front.busy_s_until(now)
+        self._busy_s.append((front_s, *(station.busy_until(now) for station in self._stations)))
 
     def _note_moments(self, now: float) -> None:
         moments = self._outcome.moments
@@ -246,8 +263,8 @@ class _Simulation:
         shared = self._front.costs.shared
         if not shared:
             return 0.0
-        self._front.behind_s(now)
-        taken, self._stolen_s = self._front.busy_s - self._stolen_s, self._front.busy_s
+        busy_s = self._front.busy_s_until(now)
+        taken, self._stolen_s = busy_s - self._stolen_s, busy_s
         return shared * taken
 
     def _tell(self, station: _Station, worker: SimulatedWorker, batch: StepBatch, messages: int, now: float) -> None:

@@ -75,6 +75,10 @@ class SimulatedWorker:
         """Whether it does nothing now."""
         return self.stretch is None
 
+    def busy_until(self, now: float) -> float:
+        """Seconds that it was in steps until now."""
+        return self.busy_s + (now - self.stretch.began_s if self.stretch is not None else 0.0)
+
     # -- commands -----------------------------------------------------------------------------------------------
 
     def submit(self, request: BackendRequest, now: float) -> float | None:
