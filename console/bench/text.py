@@ -45,9 +45,8 @@ def cell(row: Row, column: Column) -> str:
     median, spread = row.median(column.name), row.spread(column.name)
     if median is None or spread is None:
         return "-"
-    if len(row.known(column.name)) == 1:
-        return f"{median:,.{column.digits}f}"
-    return f"{median:,.{column.digits}f} ±{50 * (spread[1] - spread[0]) / abs(median) if median else 0:.0f}%"
+    around = 50 * (spread[1] - spread[0]) / abs(median) if median else 0.0
+    return f"{median:,.{column.digits}f}{f' ±{around:.0f}%' if around else ''}"
 
 
 def progress_text(progress: BenchProgress) -> str:
