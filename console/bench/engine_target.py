@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from console.bench.engines import all_ready
 from console.bench.prompts import Material, TokenIds
-from console.bench.result import TargetInfo
+from console.bench.result import Setting, TargetInfo
 from console.bench.target import Chunk, Counters, TargetFailed
 from console.bench.workload import Item
 from console.logs import logging_to
@@ -26,6 +26,12 @@ from engine.models.headers import weight_files
 from engine.models.resolve import is_synthetic, resolve_local
 
 MAX_QUEUE = 1_000_000
+_TOLD = (
+    *("max_model_len", "cache_bits", "alpha_value", "compress_pos_emb", "num_experts", "lora", "tensor_parallel"),
+    *("draft_model", "ngram_draft", "draft_tokens", "gpu_balance", "threads"),
+)
+"""What of a ModelSpec a result tells, where it is not at its default."""
+
 Reload = Callable[[Mapping[str, object]], Awaitable[None]]
 """Loads the model anew, with these settings changed."""
 
@@ -50,6 +56,23 @@ class EngineTarget:
             backend=model.backend,
             dtype=model.dtype,
             weights_bytes=model.weights_bytes,
+        )
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        """Target."""
+        model, spec = self._model, self._spec
+        workers, max_prompts = self.knobs
+        neutral = ModelSpec(path=spec.path, name=spec.name)
+        asked = {name: getattr(spec, name) for name in _TOLD if getattr(spec, name) != getattr(neutral, name)}
+        ways: dict[str, Setting] = {"attention": model.attention, "linear": model.linear, "kv_tokens": model.kv_tokens}
+        return (
+            {"num_workers": workers, "max_prompts": max_prompts}
+            | ways
+            | {
+                name: value if isinstance(value, bool | int | float | None) else str(value)
+                for name, value in asked.items()
+            }
         )
 
     @property

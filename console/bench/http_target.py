@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -12,7 +12,7 @@ import msgspec
 from console.bench.dialects import DIALECTS, Dialect
 from console.bench.dialects.base import first_model
 from console.bench.prompts import Material, TokenIds, Words
-from console.bench.result import TargetInfo
+from console.bench.result import Setting, TargetInfo
 from console.bench.target import Chunk, TargetFailed
 from console.bench.workload import Item
 from engine.errors import InvalidRequest
@@ -70,6 +70,11 @@ class HttpTarget:
             forces_length=self._dialect.forces and not self._plain,
             counted_by="usage" if self._told else by_rule if by_rule in ("asked", "ids") else "chunks",
         )
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        """Target: servers do not tell."""
+        return {}
 
     @property
     def material(self) -> Material:

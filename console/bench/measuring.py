@@ -54,7 +54,7 @@ def measure(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     for file, text in ((given.csv, csv_text), (given.svg, plot)):
         if file is not None:
             _write(file, text(result))
-    if given.history:
+    if given.history and result.rows:
         _remember(result)
     return 0 if result.complete else INTERRUPTED
 

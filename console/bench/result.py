@@ -138,6 +138,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a bench found. name: the bench ("latency").  started: ISO 8601, UTC.
 
     complete: False where it was cancelled or failed, and the rows are what there was by then.
+    settings: of the target, where they are known, and of the bench.
     keys, columns: of the rows, in the order of the table.  notes: sentences that a reader of the numbers must know.
     """
 

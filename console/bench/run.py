@@ -70,7 +70,7 @@ class _Running:
     ) -> None:
         self._plan, self._target, self._report, self._cancelled = plan, target, report, cancelled
         self._parts = plan.parts(target)
-        self._info = target.info
+        self._info, self._settings = target.info, dict(target.settings)
         self._keeps = samples
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._began_s = self._counted_s = time.perf_counter()
@@ -177,7 +177,7 @@ class _Running:
             machine=this_machine(),
             versions=these_versions(),
             target=self._observed(),
-            settings=self._plan.settings(),
+            settings={**self._settings, **self._plan.settings()},
             seeds=[self._plan.seed],
             keys=self._plan.keys,
             columns=self._plan.columns,

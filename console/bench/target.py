@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
 from console.bench.prompts import Material
-from console.bench.result import TargetInfo
+from console.bench.result import Setting, TargetInfo
 from console.bench.workload import Item
 from engine.errors import EngineError
 
@@ -33,15 +33,15 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(Protocol):
-    """Something that answers requests.
-
-    info: what it is.  material: what prompts for it are made of.  max_model_len: tokens that a prompt and its answer
-    may have together, None where that is not known.
-    """
+    """Something that answers requests: what it is, how it runs, what prompts for it are made of, and its answers."""
 
     @property
     def info(self) -> TargetInfo:
         """What it is."""
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        """How it runs: knobs, and settings that are not at their defaults; nothing where that is not known."""
 
     @property
     def material(self) -> Material:

@@ -46,6 +46,7 @@ class FakeTarget:
     ) -> None:
         self.info = TargetInfo(kind="http" if kind == "http" else "engine", model="fake", counted_by="usage")
         self.material = PlainIds()
+        self.settings = {"num_workers": 1}
         self.max_model_len = max_model_len
         self.asked: list[Item] = []
         self.closed: list[Item] = []

@@ -37,7 +37,9 @@ async def test_rows_are_parts_and_repeats_are_by_turns() -> None:
     assert [row.keys for row in result.rows] == [{"users": 1}, {"users": 3}]
     assert all(len(values) == 3 for row in result.rows for values in row.values.values())
     assert (result.name, result.complete, result.seeds, result.repeats) == ("users", True, [7], 3)
-    assert result.settings["users"] == [1, 3] and result.settings["prompt_tokens"] == "4"
+    assert (result.settings["num_workers"], result.settings["users"]) == (1, [1, 3]) and result.settings[
+        "prompt_tokens"
+    ] == "4"
     assert result.rows[0].values["to_one_user"] == [1.0, 1.0, 1.0]
     assert len(target.asked) == 1 + 3 * (2 + 6)
     assert len({each.prompt.ids for each in target.asked}) == len(target.asked)
