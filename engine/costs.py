@@ -13,7 +13,7 @@ from engine.backends.exllama.parts import PAGE_TOKENS as EXLLAMA_PAGE_TOKENS
 from engine.backends.torch.kv_format import HeadFormat, refuse_format
 from engine.backends.torch.kv_size import TYPICAL_TOKENS
 from engine.backends.torch.settings import draft_spec, with_num_experts
-from engine.backends.torch.step_memory import largest_step, step_bytes
+from engine.backends.torch.step_memory import graph_bytes, largest_step, step_bytes
 from engine.config import BackendKind, CacheBits, DeviceShare, ModelSpec
 from engine.facts import ModelFacts
 
@@ -214,6 +214,8 @@ def _torch_alone(
     working, head_working = (
         RUNTIME_BYTES[kind] + masks + step_bytes(shape, steps, heads, layers=True, head=head) for head in (False, True)
     )
+    if not gathers and shape.traits.experts is None:  # decodes are recorded
+        head_working += graph_bytes(shape, workload.max_prompts, item)
     return ModelCosts(
         name=spec.name,
         identity=identity,

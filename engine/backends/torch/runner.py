@@ -17,8 +17,10 @@ from engine.backends.torch import memory
 from engine.backends.torch.archs.experts import idle_elements
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.checkpoint import Checkpoint
+from engine.backends.torch.cuda_graphs import recorder_for, staging_for
 from engine.backends.torch.device_memory import DeviceMemory, open_devices
 from engine.backends.torch.fused_experts import by_expert
+from engine.backends.torch.graphs import DecodeGraphs, recorded_decodes
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.kv_format import HeadFormat
 from engine.backends.torch.layout import Layout, lay_out
@@ -37,6 +39,7 @@ from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.shared_weights import weight_store
 from engine.backends.torch.step_memory import StepSizes, step_bytes, told_at_once
 from engine.backends.torch.step_plan import StepPlanner
+from engine.backends.torch.step_upload import PlainStaging, uploaded
 from engine.backends.torch.text_alone import text_alone
 from engine.backends.torch.weights import WeightReader, locate
 from engine.config import AttentionName, CacheBits, DeviceShare, DtypeName, ModelSpec
@@ -74,6 +77,9 @@ class ModelRunner:
         self._decoder: Decoder | None = decoder
         self._kv: KvPool | None = None
         self._planner: StepPlanner | None = None
+        self._paged: PagedAttention | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._staging = staging_for(layout.first.device)
         self._most_sampled = 0
 
     @classmethod
@@ -164,11 +170,11 @@ class ModelRunner:
         Raises InvalidRequest where the attention asked for cannot be, InsufficientMemory with the numbers where they
         do not fit.
         """
-        self._kv = self._planner = None
+        self._kv = self._planner = self._graphs = None
         self._most_sampled = 0
         for each in self._layout.memories:
             each.forget_kv()
-        self.attention, paged = self.pick_attention(page_tokens)
+        self.attention, self._paged = self.pick_attention(page_tokens)
         with torch.inference_mode():
             kv = KvPool(
                 self.config,
@@ -184,8 +190,8 @@ class ModelRunner:
             self.config.heads // self.config.kv_heads,
             page_tokens,
             dtype=self._dtype,
-            device=self._layout.first.device,
-            paged=paged,
+            device=torch.device("cpu") if self._staging is not None else self._layout.first.device,
+            paged=self._paged,
             native=self._native_attention(kv) if self.attention.name == "native" else None,
             masks=bool(self.config.traits.score_cap),
             adapters=self.adapters.by_key,
@@ -213,6 +219,25 @@ class ModelRunner:
         return choice, None if choice.name in ("gathered", "native") else implementation(choice.name)
 
     @torch.inference_mode()
+    def record_decodes(self, most_sequences: int) -> None:
+        """Record the steps that do nothing but go on with answers, of up to so many sequences, where the device and
+        the model allow that. After `allocate_kv`, while page 0 is nobody's."""
+        recorder = recorder_for(self._layout.first.device)
+        if recorder is None or self._paged is None or self._decoder is None or self._kv is None:
+            return
+        if len(self._layout.spans) > 1:
+            return
+        self._graphs = recorded_decodes(
+            self._decoder,
+            self._kv,
+            most_sequences,
+            attention=self._paged,
+            home=self._layout.first,
+            recorder=recorder,
+            staging=self._staging or PlainStaging(self._layout.first.device),
+        )
+
+    @torch.inference_mode()
     def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None) -> Tensor:
         """Feed `chunks` in one batch; returns float32 logits [sum of the chunks' `sampled`, vocab], in their order.
 
@@ -221,7 +246,11 @@ class ModelRunner:
         """
         if self._decoder is None or self._kv is None or self._planner is None:
             raise RuntimeError("forward needs a loaded model with its KV pages allocated")
+        if self._graphs is not None and (logits := self._graphs.logits(chunks)) is not None:
+            return logits
         plan = self._planner.plan(chunks)
+        if self._staging is not None:
+            plan = uploaded(plan, self._staging)
         self._most_sampled = max(self._most_sampled, len(plan.sampled_rows))
         most_told = told_at_once(self._most_sampled)
         self._begin_step(plan.sizes(self._kv.page_tokens, copies_runs=self._heads.coded, most_told=most_told))
@@ -233,7 +262,7 @@ class ModelRunner:
 
     def unload(self) -> None:
         """Give the weights and the KV pages back; idempotent."""
-        self._decoder = self._kv = self._planner = None
+        self._decoder = self._kv = self._planner = self._graphs = None
         self.adapters.clear()
         for each in self._layout.memories:
             each.weights_bytes = each.kv_bytes = 0

@@ -83,6 +83,15 @@ def step_bytes(config: ModelConfig, sizes: StepSizes, heads: HeadFormat, *, laye
     return 2 * hidden + indices + angles + scratch + max(phases)
 
 
+def graph_bytes(config: ModelConfig, sequences: int, itemsize: int) -> int:
+    """What recorded decodes of up to so many sequences keep: memory of their own to work in, shared by all recordings,
+    and logits."""
+    sizes = StepSizes(rows=sequences, sampled=0, padded=sequences)
+    heads = HeadFormat(config.head_dim, 16, itemsize)
+    logits = sequences * config.vocab_size * (2 * _FLOAT32 + itemsize)
+    return step_bytes(config, sizes, heads, layers=True, head=False) + logits
+
+
 def _norm_bytes(elements: int, itemsize: int) -> int:
     """RMS norm: in float32, with the square and the product beside it, and the result."""
     return elements * (3 * _FLOAT32 + itemsize)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -88,7 +88,10 @@ class StepPlan:
 
     def on(self, device: torch.device) -> StepPlan:
         """The same step on `device`; itself where it is there."""
-        return self if self.ids.device == device else _moved(self, device)
+        if self.ids.device == device:
+            return self
+        moved: StepPlan = mapped(self, lambda tensor: tensor.to(device, non_blocking=True))
+        return moved
 
     def sizes(self, page_tokens: int, *, copies_runs: bool = False, most_told: int = 0) -> StepSizes:
         """What the memory that it takes over pages of `page_tokens` depends on.
@@ -252,17 +255,17 @@ class StepPlanner:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _moved(part: Any, device: torch.device) -> Any:
-    """A plan, or any part of one, with all its tensors on `device`."""
+def mapped(part: Any, to: Callable[[Tensor], Tensor]) -> Any:
+    """A plan, or any part of one, with what `to` gives in place of each of its tensors, always in the same order."""
     match part:
         case Tensor():
-            return part.to(device, non_blocking=True)
+            return to(part)
         case tuple():
-            return tuple(_moved(each, device) for each in part)
+            return tuple(mapped(each, to) for each in part)
         case dict():
-            return {key: _moved(each, device) for key, each in part.items()}
+            return {key: mapped(each, to) for key, each in part.items()}
         case KeyView() | QueryGroup() | StepPlan() | PagedPlan() | PagedGroup() | AdaptedRows():
-            return replace(part, **{name: _moved(getattr(part, name), device) for name in part.__slots__})
+            return replace(part, **{name: mapped(getattr(part, name), to) for name in part.__slots__})
         case _:
             return part
 

@@ -14,7 +14,8 @@ from engine.errors import Detail, InsufficientMemory
 
 def warm_up(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: int) -> None:
     """Run the largest step there can be, so that its memory is taken and its kernels are ready before the first
-    request: step_tokens of prompt, and max_prompts sequences that sample. All write over the same free pages.
+    request: step_tokens of prompt, and max_prompts sequences that sample. All write over the same free pages. Then
+    decodes are recorded, where that can be.
 
     Raises InsufficientMemory.
     """
@@ -26,6 +27,7 @@ def warm_up(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: 
     try:
         logits = runner.forward(chunks)
         sample(logits, [row] * len(chunks))
+        runner.record_decodes(max_prompts)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

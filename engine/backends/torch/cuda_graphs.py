@@ -1,0 +1,56 @@
+"""What CUDA alone does for steps: graphs of recorded work, and copies out of pinned memory that nothing waits for.
+None of it has been run on a GPU yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.backends.torch.graphs import Recorder
+from engine.backends.torch.step_upload import Staging, TurnStaging, Wait
+
+
+class CudaRecorder:
+    """Records work on one device. All recordings share the memory that they work in: no two run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Run `work` twice beside the other work, so that kernels are compiled and libraries have their workspaces,
+        then capture it."""
+        with torch.cuda.device(self._device):
+            current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+            beside.wait_stream(current)
+            with torch.cuda.stream(beside):
+                work()
+                work()
+            current.wait_stream(beside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                work()
+        return graph
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """What records work on `device`, where anything does."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+def staging_for(device: torch.device) -> Staging | None:
+    """The way of a step's indices to `device`; None where they lie there anyway."""
+    if device.type != "cuda":
+        return None
+
+    def pinned(size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copied() -> Wait:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event.synchronize
+
+    return TurnStaging(device, pinned, copied)

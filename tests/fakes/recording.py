@@ -1,0 +1,55 @@
+"""A device that records its work and does it again: the CPU, held to what CUDA graphs demand of work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.backends.torch import runner as runner_module
+
+_READS = ("_local_scalar_dense", "nonzero", "unique", "masked_select")
+
+
+class NoReads(TorchDispatchMode):
+    """Raises where the host would have to wait for what a tensor holds."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        assert name not in _READS, f"{name} waits for the device"
+        return function(*arguments, **(named or {}))
+
+
+class FakeRecorder:
+    """Records work and does it again. fails_from: from which recording on there is no memory."""
+
+    def __init__(self, fails_from: int | None = None) -> None:
+        self.recorded = self.replayed = 0
+        self._fails_from = fails_from
+
+    def record(self, work: Callable[[], None]) -> FakeRecording:
+        if self._fails_from is not None and self.recorded >= self._fails_from:
+            raise torch.OutOfMemoryError("no memory for a graph")
+        self.recorded += 1
+        with NoReads():
+            work()
+        return FakeRecording(self, work)
+
+
+class FakeRecording:
+    def __init__(self, recorder: FakeRecorder, work: Callable[[], None]) -> None:
+        self._recorder, self._work = recorder, work
+
+    def replay(self) -> None:
+        self._recorder.replayed += 1
+        self._work()
+
+
+def use(monkeypatch: Any, recorder: FakeRecorder) -> FakeRecorder:
+    """Have every runner loaded from here on record with `recorder`."""
+    monkeypatch.setattr(runner_module, "recorder_for", lambda device: recorder)
+    return recorder

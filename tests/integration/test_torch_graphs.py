@@ -1,0 +1,134 @@
+"""Recorded decodes with real (tiny) models on a device that records: the answers are those that there are without."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.backends.base import BackendRequest
+from engine.backends.paged_attention import gathered
+from engine.backends.paged_attention.choose import Choice
+from engine.backends.paged_attention.face import PagedAttention
+from engine.backends.torch import runner as runner_module
+from engine.backends.torch.runner import ModelRunner
+from engine.backends.torch.step_upload import PlainStaging
+from engine.config import SamplingParams
+from tests.fakes.drafting import answers, eager, ids, load
+from tests.fakes.recording import FakeRecorder, use
+from tests.fakes.tiny_models import make_tiny_model
+
+TOKENS = 60
+PROMPTS = {name: [3 + (7 * at + salt) % 211 for at in range(12 + 17 * salt)] for salt, name in enumerate("abcde")}
+PARAMS = {
+    name: SamplingParams(temperature=0) if name < "d" else SamplingParams(temperature=0.9, seed=4, logprobs=1)
+    for name in PROMPTS
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie": True},
+    "window": {"architecture": "MistralForCausalLM", "sliding_window": 12},
+    "qwen2": {"architecture": "Qwen2ForCausalLM"},
+    "qwen3": {"architecture": "Qwen3ForCausalLM"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every runner attends over pages as they lie, as on CUDA."""
+
+    def over_pages(runner: ModelRunner, page_tokens: int) -> tuple[Choice, PagedAttention | None]:
+        return Choice("gathered", "the test wants it"), gathered.paged_attention
+
+    monkeypatch.setattr(ModelRunner, "pick_attention", over_pages)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_the_same_token_by_token(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_tiny_model(tmp_path, with_tokenizer=False, **MODELS[name])
+    expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)
+    recorder = use(monkeypatch, FakeRecorder())
+    backend = load(folder)
+    assert recorder.recorded == 5  # 1, 2, 4, 8 and 16 sequences
+    found = answers(backend, PROMPTS, PARAMS, TOKENS)
+    assert ids(found) == ids(expected)
+    assert recorder.replayed > TOKENS / 2
+    for ours, theirs in zip(found["e"], expected["e"], strict=True):
+        assert ours.logprob is not None and theirs.logprob is not None
+        assert ours.logprob.logprob == pytest.approx(theirs.logprob.logprob, abs=1e-4)
+
+
+def test_preempted_requests_and_prompts_that_join_are_computed_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model(tmp_path, with_tokenizer=False)
+    expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)
+    recorder = use(monkeypatch, FakeRecorder())
+    backend = load(folder, kv_tokens=312)
+    assert ids(answers(backend, PROMPTS, PARAMS, TOKENS)) == ids(expected)
+    stats = backend.stats()
+    assert stats.preemptions > 0
+    assert 0 < recorder.replayed - recorder.recorded < stats.steps
+
+
+def test_a_draft_model_s_passes_are_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_tiny_model(tmp_path, with_tokenizer=False)
+    expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)
+    recorder = use(monkeypatch, FakeRecorder())
+    backend = eager(load(folder, draft_model=folder))
+    assert recorder.recorded == 10
+    assert ids(answers(backend, PROMPTS, PARAMS, TOKENS)) == ids(expected)
+    assert recorder.replayed > 10
+    assert backend.stats().draft_accepted > 0
+
+
+@pytest.mark.parametrize("recordings", [0, 2])
+def test_where_memory_ends_answers_go_on(recordings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_tiny_model(tmp_path, with_tokenizer=False)
+    expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)
+    recorder = use(monkeypatch, FakeRecorder(fails_from=recordings))
+    assert ids(answers(load(folder), PROMPTS, PARAMS, TOKENS)) == ids(expected)
+    assert recorder.recorded == recordings
+
+
+def test_experts_are_chosen_on_the_host_and_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = use(monkeypatch, FakeRecorder())
+    backend = load(make_tiny_model(tmp_path, "Qwen2MoeForCausalLM", with_tokenizer=False))
+    backend.submit(BackendRequest(id="a", prompt_ids=[3, 4, 5], params=SamplingParams(temperature=0, max_tokens=4)))
+    assert [event.request_id for event in backend.step()] == ["a"]
+    assert recorder.recorded == 0
+
+
+def test_unloading_gives_the_recordings_and_their_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, FakeRecorder())
+    backend = load(make_tiny_model(tmp_path, with_tokenizer=False))
+    assert backend._runner is not None and backend._runner._graphs is not None
+    graphs = weakref.ref(backend._runner._graphs)
+    backend.unload()
+    gc.collect()
+    assert graphs() is None
+
+
+@pytest.mark.parametrize("over", ["pages", "gathered"])
+def test_indices_that_are_sent_as_one_give_the_same_answers(
+    over: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if over == "gathered":
+        monkeypatch.undo()
+    folder = make_tiny_model(tmp_path, "MistralForCausalLM", with_tokenizer=False, sliding_window=12)
+    expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)
+    monkeypatch.setattr(runner_module, "staging_for", PlainStaging)
+    assert ids(answers(load(folder), PROMPTS, PARAMS, TOKENS)) == ids(expected)

@@ -1,0 +1,124 @@
+"""A step's tensors on their way to a device: in one piece, unchanged, and never written over on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.backends.paged_attention import gathered
+from engine.backends.paged_attention.face import PagedAttention
+from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.step_plan import StepPlan, StepPlanner, mapped
+from engine.backends.torch.step_upload import PlainStaging, TurnStaging, Wait, offsets, uploaded
+
+CPU = torch.device("cpu")
+
+
+class CountedStaging(PlainStaging):
+    sends = 0
+
+    def send(self, host: Tensor, into: Tensor | None = None) -> Tensor:
+        self.sends += 1
+        return super().send(host.clone(), into)
+
+
+def planned(paged: PagedAttention | None) -> StepPlan:
+    planner = StepPlanner(frozenset({None, 12}), 2, 8, dtype=torch.bfloat16, device=CPU, paged=paged)
+    return planner.plan(
+        [
+            ChunkInput([5], 20, [3, 1, 9], sample=True),
+            ChunkInput([7], 3, [4], sample=True),
+            ChunkInput(list(range(40)), 0, [11, 10, 12, 13, 15], sample=True),
+            ChunkInput(list(range(3)), 9, [2, 8], sample=False, told=range(2)),
+        ]
+    )
+
+
+def flat(plan: StepPlan) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(plan, note)
+    return found
+
+
+def test_a_step_arrives_as_it_was_with_one_copy() -> None:
+    for paged in (None, gathered.paged_attention):
+        plan, staging = planned(paged), CountedStaging(CPU)
+        arrived = uploaded(plan, staging)
+        assert staging.sends == 1
+        ours, theirs = flat(arrived), flat(plan)
+        assert len(ours) == len(theirs) > 5
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.dtype == other.dtype and torch.equal(mine, other)
+        assert len({tensor.untyped_storage().data_ptr() for tensor in ours}) == 1
+        assert arrived.told == plan.told and arrived.sizes(8) == plan.sizes(8)
+
+
+@given(st.lists(st.integers(0, 100), max_size=9))
+def test_parts_of_a_buffer_lie_apart_and_where_any_number_may(sizes: list[int]) -> None:
+    starts, total = offsets(sizes)
+    assert len(starts) == len(sizes)
+    assert total >= sum(sizes)
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    assert all(start % 16 == 0 for start in starts)
+    assert all(end <= after for end, after in zip(ends, [*starts[1:], total], strict=False))
+
+
+class Queue:
+    """A device that copies only when it gets to it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], Any]] = []
+        self.waits = 0
+
+    def run(self) -> None:
+        while self.waiting:
+            self.waiting.pop(0)()
+
+    def copied(self) -> Wait:
+        upto = len(self.waiting)
+        done = self.waiting[upto - 1] if upto else None
+
+        def wait() -> None:
+            while done in self.waiting:
+                self.waits += 1
+                self.waiting.pop(0)()
+
+        return wait
+
+
+class Lazy(TurnStaging):
+    """Its copies take place when the queue comes to them, and read the buffer as it is then."""
+
+    def __init__(self, queue: Queue) -> None:
+        super().__init__(CPU, lambda size: torch.empty(size, dtype=torch.uint8), queue.copied)
+        self._queue = queue
+
+    def send(self, host: Tensor, into: Tensor | None = None) -> Tensor:
+        target = torch.zeros(len(host), dtype=torch.uint8)
+        self._queue.waiting.append(lambda: target.copy_(host))
+        self._waits[self._turn] = self._queue.copied()
+        return target
+
+
+def test_a_buffer_is_written_to_again_only_once_its_copy_is_done() -> None:
+    queue = Queue()
+    staging = Lazy(queue)
+    sent = []
+    for step in range(7):
+        host = staging.host(4 + step)
+        host.fill_(step)
+        sent.append(staging.send(host))
+        assert len(queue.waiting) <= TurnStaging.BUFFERS
+    queue.run()
+    assert [set(each.tolist()) for each in sent] == [{step} for step in range(7)]
+    assert queue.waits == 7 - TurnStaging.BUFFERS
