@@ -13,10 +13,13 @@ from safetensors.torch import load_file
 
 from engine.backends.base import LoadedModel
 from engine.backends.paged_attention import gathered
+from engine.backends.paged_attention.choose import Choice
+from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from tests.fakes.paged import Case
-from tests.gpu import check_life, check_parity, check_tokens
+from tests.fakes.recording import FakeRecorder, use
+from tests.gpu import check_graphs, check_life, check_parity, check_tokens
 from tests.gpu.answers import Answers, Step, agreement, ask, prompts
 from tests.gpu.check_attention import deviation
 from tests.gpu.check_throughput import Rates
@@ -27,6 +30,7 @@ from tests.gpu.place import Place
 from tests.gpu.witness import main as witness
 from tests.gpu.witness import read_answers, save_spec
 
+_GATHERED = Choice("gathered", "the test wants it")
 _MODEL = LoadedModel(
     backend="torch",
     architecture="LlamaForCausalLM",
@@ -190,6 +194,21 @@ def test_parity_finds_a_model_equal_to_itself_and_another_dtype_near(place: Plac
     assert all(torch.equal(one, other) for one, other in zip(exact, again, strict=True))
     assert check_parity.row("float16", exact, half).verdict == "passed"
     assert check_parity.row("float32", exact, half).verdict == "failed"
+
+
+def test_recorded_decodes_are_held_against_launched_ones(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = plain_model(place, TINY, "float16")
+    assert [row.verdict for row in check_graphs.recorded(folder, "cpu", 3)] == ["failed"]
+    recorder = use(monkeypatch, FakeRecorder())
+    monkeypatch.setattr(ModelRunner, "pick_attention", lambda *given: (_GATHERED, gathered.paged_attention))
+    rows = check_graphs.recorded(folder, "cpu", 3)
+    assert [row.verdict for row in rows] == ["passed", "measured", "measured"]
+    assert recorder.replayed > check_graphs._STEPS
+
+
+def test_answers_with_a_draft_model_are_held_against_those_without(place: Place) -> None:
+    rows = check_graphs.guessed(plain_model(place, TINY, "float32"), "cpu")
+    assert rows[0].verdict == "passed"
 
 
 def test_an_attention_is_off_by_nothing_or_by_much() -> None:
