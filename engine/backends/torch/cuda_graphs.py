@@ -30,7 +30,7 @@ class CudaRecorder:
                 work()
             current.wait_stream(beside)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 work()
         return graph
 
