@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
+from engine.backends.torch.huge_pages import advise_huge_pages
 from engine.backends.torch.kv_codes import HeadCodec
 from engine.backends.torch.kv_format import HeadFormat
 from engine.backends.torch.layout import Layout
@@ -54,8 +55,9 @@ class KvPool:
             span_bytes = layer_bytes * len(span.layers)
             where = "" if len(layout.spans) == 1 else f" for {len(span.layers)} of {config.layers} layers"
             with span.memory.room_for(span_bytes, f"{num_pages} KV pages of {page_tokens} tokens{where}"):
-                for layer in span.layers:
-                    self.layers.append(torch.empty(shape, dtype=kept, device=span.device).zero_())
+                fresh = _untouched(len(span.layers), shape, kept, span.device)
+                for layer, pages in zip(span.layers, fresh, strict=True):
+                    self.layers.append(pages.zero_())
                     report(LoadProgress(phase="kv_cache", done=layer_bytes * (layer + 1), total=self.total_bytes))
             span.memory.kv_bytes += span_bytes
 
@@ -90,6 +92,13 @@ class KvPool:
         if self.codec is not None:
             found = self.codec.decode(found, self._decoded[pool.device].of(len(found)))
         return found.view(sequences, -1, *found.shape[2:])
+
+
+def _untouched(layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
+    """Room for the pages of some layers; in RAM in one piece, so that it is made of huge pages."""
+    if device.type != "cpu":
+        return [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
+    return advise_huge_pages(torch.empty((layers, *shape), dtype=dtype)).unbind()
 
 
 class _Scratch:

@@ -163,11 +163,11 @@ class Attention {
     uint32_t* tile_at(const Chunk& chunk, int64_t head, int64_t position) const {
         const int64_t page = step_.pages[chunk.pages + position / l_.page_tokens];
         const int64_t head_units = l_.page_tokens * units_;
-        return reinterpret_cast<uint32_t*>(l_.pages) + (page * 2 * l_.kv_heads + head) * head_units +
+        return reinterpret_cast<uint32_t*>(l_.pages) + (page * l_.kv_heads + head) * 2 * head_units +
                position % l_.page_tokens / kTile * kTile * units_;
     }
 
-    int64_t to_values() const { return l_.kv_heads * l_.page_tokens * units_; }
+    int64_t to_values() const { return l_.page_tokens * units_; }
 
     // The tiles of the keys from `block` on; beyond `end`, the last one once more.
     View view_of(const Chunk& chunk, int64_t head, int64_t block, int64_t end) const {

@@ -1,9 +1,9 @@
 // What attention over pages is made of: how keys and values lie in a page, and the arithmetic of a tile of queries.
 //
-// A page has the keys of all heads, then the values of all heads, both in "units" of 32 bits: a pair of bfloat16 or one
-// float. Sixteen tokens are a tile. Keys lie as [head][tile][unit of the head][token], so that a vector has one unit of
-// sixteen keys; values as [head][tile][unit of tokens][element], a vector having sixteen elements of one or two tokens.
-// Both are multiplied as they lie.
+// A page has for each head its keys and then its values, both in "units" of 32 bits: a pair of bfloat16 or one float.
+// Sixteen tokens are a tile. Keys lie as [tile][unit of the head][token], so that a vector has one unit of sixteen keys;
+// values as [tile][unit of tokens][element], a vector having sixteen elements of one or two tokens. Both are multiplied
+// as they lie.
 
 #pragma once
 
