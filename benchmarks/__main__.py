@@ -29,9 +29,9 @@ QUICK_CLIENTS = (1, 8)
 def main(arguments: list[str]) -> int:
     """Measure, print, and write page and JSON. Returns the exit status: 1 where nothing could be measured."""
     given = _parsed(arguments)
-    began_s = time.monotonic()
+    began_s, machine = time.monotonic(), this_machine()
     plan = Plan(
-        rows=chosen(given.only, goals_only=given.which == "bench-cpu"),
+        rows=chosen(given.only, goals_only=given.which == "bench-cpu", flags=machine.flags),
         shapes=tuple(given.shapes),
         clients=tuple(given.clients),
         rounds=given.rounds,
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
             _say(f"{shape}: prefill, shared prefix and load")
             others += goals.measured(shape, places, plan.rounds)
     results = Results(
-        machine=this_machine(),
+        machine=machine,
         date=f"{date.today():%Y-%m-%d}",
         command=f"python -m benchmarks {' '.join(arguments)}",
         minutes=(time.monotonic() - began_s) / 60,

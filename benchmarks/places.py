@@ -7,15 +7,19 @@ import os
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from benchmarks.rows import OURS, Row
+from benchmarks.rows import OURS, REPAIRED, Row
 from engine.models.synthetic import make_synthetic
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = Path(__file__).with_name("peers")
+NOTHING: Mapping[str, str] = MappingProxyType({})
+BUILDS = {REPAIRED: {"CMAKE_ARGS": f"-DCMAKE_CXX_FLAGS='-include {REQUIREMENTS / 'amx_repair.h'}'"}}
+"""Variables that a venv's packages are built with, where there are any."""
 
 
 Say = Callable[[str], None]
@@ -45,7 +49,8 @@ class Places:
         """The interpreter that runs a row's engine; its venv is made first if need be. Raises NotPrepared."""
         if row.venv == OURS:
             return Path(sys.executable)
-        requirements = REQUIREMENTS / f"{row.venv}.txt"
+        requirements = REQUIREMENTS / f"{row.packages}.txt"
+        build = BUILDS.get(row.venv, {})
         mark = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
         folder = self.cache / "venvs" / f"{row.venv}-{mark}"
         python = folder / "bin" / "python"
@@ -53,8 +58,9 @@ class Places:
         if not done.is_file():
             say(f"installing {row.venv} into {folder}")
             venv.create(folder, with_pip=True)
-            install = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--requirement"]
-            self._run([*install, str(requirements)], self.log("install", row.venv))
+            command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
+            command += ["--no-cache-dir"] if build else []  # else pip takes the wheel that it built without them
+            self._run([*command, "--requirement", str(requirements)], self.log("install", row.venv), build)
             done.touch()
         return python
 
@@ -63,17 +69,17 @@ class Places:
         plain = make_synthetic(shape, self.cache / "models" / shape)
         if not row.convert:
             return plain
-        folder = self.cache / "converted" / f"{shape}-{row.venv}-{row.convert}"
+        folder = self.cache / "converted" / f"{shape}-{row.packages}-{row.convert}"
         if not folder.is_dir():
             say(f"making {folder.name}")
-            command = [str(self.python(row)), "-m", f"benchmarks.convert.{row.venv}", "--model", str(plain)]
+            command = [str(self.python(row)), "-m", f"benchmarks.convert.{row.packages}", "--model", str(plain)]
             self._run([*command, "--to", str(folder), "--weights", row.convert], self.log(shape, f"{row.key}-convert"))
         return folder
 
-    def _run(self, command: Sequence[str], log: Path) -> None:
+    def _run(self, command: Sequence[str], log: Path, more: Mapping[str, str] = NOTHING) -> None:
         with log.open("wb") as output:
             done = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment({}), check=False
+                command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment(dict(more)), check=False
             )
         if done.returncode:
             raise NotPrepared(last_words(log))

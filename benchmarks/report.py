@@ -77,7 +77,8 @@ def failures(results: Results) -> str:
 
 def ratio_of(results: Results, ratio: Ratio, shape: str, clients: int) -> float | None:
     """None where one of the two was not measured."""
-    above, below = (results.cell(shape, key, clients) for key in (ratio.row, ratio.over))
+    above = results.cell(shape, ratio.row, clients)
+    below = next((cell for key in ratio.over if (cell := results.cell(shape, key, clients))), None)
     return above.spread.median / below.spread.median if above and below else None
 
 

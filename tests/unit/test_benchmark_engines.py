@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -14,6 +14,8 @@ from benchmarks.places import NotPrepared, Places, last_words
 from benchmarks.protocol import Given
 from benchmarks.rows import Row
 from benchmarks.work import work_of
+
+Start = Callable[..., EngineProcess]
 
 RUNNER = """
 from contextlib import contextmanager
@@ -35,7 +37,7 @@ serve(loaded, ["msgspec"])
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[object]:
+def started(tmp_path: Path) -> Iterator[Start]:
     runner = tmp_path / "runner.py"
     runner.write_text(RUNNER)
     engines: list[EngineProcess] = []
@@ -50,7 +52,7 @@ def started(tmp_path: Path) -> Iterator[object]:
         engine.close()
 
 
-def test_an_engine_says_what_it_is_and_works_until_it_is_closed(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_an_engine_says_what_it_is_and_works_until_it_is_closed(started: Start, tmp_path: Path) -> None:
     engine = started()
     assert list(engine.about) == ["msgspec"]
     for round_ in range(2):
@@ -59,7 +61,7 @@ def test_an_engine_says_what_it_is_and_works_until_it_is_closed(started, tmp_pat
     assert (tmp_path / "log").read_text() in ("", "engines chat on standard output\n" * 2)
 
 
-def test_an_engine_stands_still_between_its_turns(started) -> None:  # type: ignore[no-untyped-def]
+def test_an_engine_stands_still_between_its_turns(started: Start) -> None:
     engine = started()
     engine.pause()
     states = {child.status() for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
@@ -71,7 +73,7 @@ def test_an_engine_stands_still_between_its_turns(started) -> None:  # type: ign
     ("mode", "said"),
     [("short", "generated 255 tokens of 256"), ("dies", "ended with 3"), ("broken", "no such instruction")],
 )
-def test_an_engine_that_fails_is_quoted(started, mode: str, said: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_engine_that_fails_is_quoted(started: Start, mode: str, said: str) -> None:
     with pytest.raises(EngineFailed, match=said):
         started(mode).do(work_of(2, 0))
 
