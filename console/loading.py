@@ -85,6 +85,7 @@ def requested_spec(settings: Settings, name: str, path: Path, backend: BackendKi
         ngram_draft=settings.ngram_draft,
         draft_tokens=settings.draft_tokens,
         attention=settings.attention,
+        deterministic=settings.deterministic,
     )
 
 

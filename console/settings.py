@@ -82,6 +82,11 @@ class Settings(ServedSettings):
         Flag("Model", backends=("torch",)),
         Field(description="Type of weights and activations"),
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        Flag("Model", backends=("torch",)),
+        Field(description="Only load what gives the same answer, bit for bit, whatever else is computed; on a CPU"),
+    ] = False
     lora: Annotated[
         AdapterFolder | None,
         Flag("Model", "DIR", example="~/models/my-lora"),

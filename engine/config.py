@@ -269,6 +269,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: folder of a small model with the same vocabulary that guesses ahead.  ngram_draft: guess from the
         request's own text instead.  draft_tokens: guesses per step; None is the backend's choice.
     attention: which paged attention on CUDA; "auto" takes the best that fits.
+    deterministic: refuse whatever would let an answer depend, in its last bits, on what else is computed.
     device: "auto", "cpu", "cuda:N" or "sim:N".
     shares: what placement gave the worker of each device, in order of the layers; () where it had no say.
     prefix_salt: what the keys of KV pages are hashed with, the same for all workers of a model; b"" draws one.
@@ -294,6 +295,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     ngram_draft: bool = False
     draft_tokens: int | None = None
     attention: AttentionName = "auto"
+    deterministic: bool = False
     gpu_balance: bool = False
     device: str = "auto"
     shares: tuple[DeviceShare, ...] = ()

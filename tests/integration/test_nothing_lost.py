@@ -1,4 +1,5 @@
-"""32 streams over two workers of which one, or both, are killed in their middle: a real model, in float32."""
+"""32 streams over two workers of which one, or both, are killed in their middle: a real model, in float32, and in
+bfloat16 where it is deterministic."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine.backends.torch.native.kernels import native_isa
 from engine.config import ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
 from tests.fakes.engines import Answer, all_ready, ask, config, read, until
@@ -27,16 +29,18 @@ KINDS = ("plain", "logprobs", "stop", "banned")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), head_dim=16)
 
 
-@pytest.fixture
-async def engine(folder: Path) -> AsyncIterator[Engine]:
+@pytest.fixture(params=["float32", "bfloat16"])
+async def engine(folder: Path, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     """Two workers with sixteen places each."""
     engine = Engine(config(worker_host="process", num_workers=2, max_prompts=STREAMS // 2))
     await engine.start()
     try:
-        await engine.load(ModelSpec(path=folder, name="tiny", threads=1, kv_cache_tokens=8192, dtype="float32"))
+        dtype, deterministic = request.param, request.param == "bfloat16" and native_isa() is not None
+        spec = ModelSpec(path=folder, name="tiny", threads=1, kv_cache_tokens=8192, dtype=dtype)
+        await engine.load(msgspec.structs.replace(spec, deterministic=deterministic))
         await all_ready(engine)
         yield engine
     finally:

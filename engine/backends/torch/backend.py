@@ -23,6 +23,7 @@ from engine.backends.base import (
 from engine.backends.faults import device_is_lost, is_out_of_memory, reason
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.described import described
+from engine.backends.torch.determinism import refuse_adapters
 from engine.backends.torch.draft_model import DraftModel
 from engine.backends.torch.gauges import gauges
 from engine.backends.torch.guesses import held
@@ -172,7 +173,10 @@ class TorchBackend:
 
     def attach(self, adapter: AdapterSpec) -> int:
         """Make an adapter usable from the next step on, in place of another of its name; its bytes."""
-        return self._loaded()[0].adapters.attach(adapter).size_bytes
+        runner = self._loaded()[0]
+        if runner.deterministic:
+            raise refuse_adapters()
+        return runner.adapters.attach(adapter).size_bytes
 
     def detach(self, name: str) -> None:
         """Take an adapter's name away; its memory is free once the last request that computes with it has ended."""

@@ -118,7 +118,11 @@ def _joined(*parts: tuple[str, int]) -> Iterator[tuple[str, int]]:
 @dataclass(frozen=True, slots=True)
 class DecoderLoader:
     """Builds a decoder of `config`, its weights of `dtype` laid out as `layout` says, from what `store` has; `reader`
-    reads what it has not. native: the kernels that linear layers compute with, where there are any."""
+    reads what it has not.
+
+    native: the kernels that linear layers compute with, where there are any.  all_native: with them the head too, even
+    where a copy of the embedding for it is not worth its memory.
+    """
 
     config: ModelConfig
     reader: WeightReader
@@ -126,6 +130,7 @@ class DecoderLoader:
     dtype: torch.dtype
     store: WeightStore
     native: NativeLibrary | None = None
+    all_native: bool = False
 
     def load(self) -> Decoder:
         """Read everything, and enter it into the devices' accounts.
@@ -216,7 +221,7 @@ class DecoderLoader:
                 names.head, lambda: linears.make(self.reader.read(f"{names.head}.weight", device=memory.device))
             )
         elsewhere = memory is not self.layout.first
-        may_pack = packing_pays(embedding) and embedding.nbytes <= MAX_HEAD_COPY_BYTES
+        may_pack = self.all_native or (packing_pays(embedding) and embedding.nbytes <= MAX_HEAD_COPY_BYTES)
         head = self.store.linear(
             f"{names.head} of the embedding{' packed' if may_pack else ''}",
             lambda: linears.make(embedding.to(memory.device, copy=True) if elsewhere else embedding, pack=may_pack),

@@ -18,6 +18,7 @@ from engine.backends.torch.archs.experts import idle_elements
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.cuda_graphs import recorder_for, staging_for
+from engine.backends.torch.determinism import refuse_undetermined
 from engine.backends.torch.device_memory import DeviceMemory, open_devices
 from engine.backends.torch.fused_experts import by_expert
 from engine.backends.torch.graphs import DecodeGraphs, recorded_decodes
@@ -33,7 +34,7 @@ from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
 from engine.backends.torch.native.attention import NativeAttention
 from engine.backends.torch.native.attention_fit import native_obstacle, turned_heads
-from engine.backends.torch.native.kernels import attention_library, native_library
+from engine.backends.torch.native.kernels import PATIENT_S, WAIT_S, attention_library, native_library
 from engine.backends.torch.prompts import FinalStates, Tell
 from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.shared_weights import weight_store
@@ -53,6 +54,7 @@ class ModelRunner:
     attention: how rows attend, and why; known after `allocate_kv`.  adapters: what chunks may name.
     active_parameters: those that a token is computed with.
     shared_bytes: how much of the weights all workers of this machine have once.  linear: what multiplies by weights.
+    deterministic: whether every row's result is to be its own affair.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class ModelRunner:
         shared_bytes: int = 0,
         attention: AttentionName = "auto",
         cache_bits: CacheBits = 16,
+        deterministic: bool = False,
     ) -> None:
         self.config = decoder.config
         self.parameters, self.shared_bytes = parameters, shared_bytes
@@ -74,6 +77,7 @@ class ModelRunner:
         self._dtype, self._layout, self._wanted_attention = dtype, layout, attention
         self._heads = HeadFormat(self.config.head_dim, cache_bits, dtype.itemsize)
         self.adapters = AttachedAdapters(AdapterLoader(decoder.config, dtype, layout.by_layer))
+        self.deterministic = deterministic
         self._decoder: Decoder | None = decoder
         self._kv: KvPool | None = None
         self._planner: StepPlanner | None = None
@@ -112,9 +116,10 @@ class ModelRunner:
         reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
         files = {*checkpoint.files, path / "config.json", *(spec.lora.iterdir() if spec.lora else ())}
         places = [memory.device for memory in layout.memories]
-        native = native_library(dtype, layout.first.device, cancelled)
+        patience = PATIENT_S if spec.deterministic else WAIT_S
+        native = native_library(dtype, layout.first.device, cancelled, patience)
         with weight_store(path, files, dtype, places, cancelled, native) as store, torch.inference_mode():
-            decoder = DecoderLoader(config, reader, layout, dtype, store, native).load()
+            decoder = DecoderLoader(config, reader, layout, dtype, store, native, spec.deterministic).load()
         reader.finish()
         return cls(
             decoder,
@@ -124,6 +129,7 @@ class ModelRunner:
             shared_bytes=store.shared_bytes,
             attention=spec.attention,
             cache_bits=spec.cache_bits,
+            deterministic=spec.deterministic,
         )
 
     @property
@@ -167,14 +173,16 @@ class ModelRunner:
     def allocate_kv(self, num_pages: int, page_tokens: int, *, report: Callable[[LoadProgress], None]) -> int:
         """Hold `num_pages` pages of `page_tokens` tokens in place of any earlier ones; returns their bytes.
 
-        Raises InvalidRequest where the attention asked for cannot be, InsufficientMemory with the numbers where they
-        do not fit.
+        Raises InvalidRequest where the attention or the determinism asked for cannot be, InsufficientMemory with the
+        numbers where they do not fit.
         """
         self._kv = self._planner = self._graphs = None
         self._most_sampled = 0
         for each in self._layout.memories:
             each.forget_kv()
         self.attention, self._paged = self.pick_attention(page_tokens)
+        if self.deterministic and self._decoder is not None:
+            refuse_undetermined(self._decoder, self.attention)
         with torch.inference_mode():
             kv = KvPool(
                 self.config,

@@ -70,6 +70,7 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
         ("gpu_split", bool(spec.gpu_split_gb) and not spec.shares, "splits a model as it was placed, and it was not"),
         ("tensor_parallel", spec.tensor_parallel, "splits a model between its layers, never within them"),
         ("attention", on_cpu and spec.attention not in ("auto", "native", "gathered"), _ON_CPU),
+        ("deterministic", spec.deterministic and not on_cpu, "computes in a fixed order on the CPU alone"),
         ("draft_tokens", spec.draft_tokens is not None and not guesses, "guesses only with draft_model or ngram_draft"),
         ("gpu_balance", spec.gpu_balance and one_device, "runs on the CPU here, where there is nothing to balance"),
     )

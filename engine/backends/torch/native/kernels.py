@@ -26,6 +26,9 @@ from engine.backends.torch.native.library import DTYPES, NativeLibrary
 WAIT_S = 10.0
 """How long a load waits for the compiler. Later loads find what it has made."""
 
+PATIENT_S = 120.0
+"""How long one waits that cannot go on without."""
+
 _POLL_S = 0.02
 
 _logger = logging.getLogger(__name__)
@@ -64,12 +67,14 @@ class Kernels:
         return self._library is not None
 
 
-def native_library(dtype: torch.dtype, device: torch.device, cancelled: Callable[[], bool]) -> NativeLibrary | None:
-    """What computes linear layers of `dtype` on `device`; None where torch does."""
+def native_library(
+    dtype: torch.dtype, device: torch.device, cancelled: Callable[[], bool], timeout_s: float = WAIT_S
+) -> NativeLibrary | None:
+    """What computes linear layers of `dtype` on `device`; None where torch does, as where compiling takes longer."""
     isa = native_isa()
     if isa is None or dtype not in DTYPES or device.type != "cpu":
         return None
-    return _kernels(isa).wait(cancelled)
+    return _kernels(isa).wait(cancelled, timeout_s)
 
 
 def attention_library(device: torch.device, cancelled: Callable[[], bool]) -> NativeLibrary | None:
