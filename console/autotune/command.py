@@ -6,20 +6,24 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from console.autotune.knobs import KNOBS, Wishes
 from console.autotune.live import Live
-from console.autotune.mix import Mix, asked_mix
+from console.autotune.mix import Mix, asked_mix, mix_of_trace
 from console.autotune.space import LEAST_CACHE_BITS, KnobName
 from console.autotune.table import heading_of, table_of
+from console.bench.prompts import TokenIds
+from console.bench.trace import Exchange, read_trace
 from console.links.tuning import MAX_MINUTES, TuneOrder, TuningReport
 from console.logs import logging_to
 from console.runtime import Runtime
 from console.settings import Settings, log_dir, state_dir
 from console.sources import changed
+from engine.errors import InvalidRequest
 
 DESCRIPTION = (
     "Try settings of a model on this machine under load, and find the one with the most output tokens per second that "
@@ -48,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="MODEL", nargs="?", help="the model, as --model takes it")
     add("--minutes", type=_minutes, default=10.0, metavar="N", help="time it may take (default 10)")
     add("--percentile", type=_percentile, default=95.0, metavar="P", help="of latencies that must keep it (default 95)")
-    add("--prompt", metavar="TOKENS", help="length of prompts: 128, or any from 64-256 (default)")
+    add("--prompt", metavar="TOKENS", help="length of prompts: 128, 64-256 (default) or normal:128:32")
     add("--output", metavar="TOKENS", help="length of answers, likewise (default 32-128)")
+    add("--trace", type=Path, metavar="FILE", help="lengths as in a file of conversations, in ShareGPT's format")
     add("--users", type=_count, metavar="N", help="clients at once (default: as many as find a place)")
     add("--knobs", type=_knobs, default=(), metavar="NAME,NAME", help=f"turn only these of {', '.join(KNOBS)}")
     add(
@@ -78,9 +83,12 @@ def autotune(settings: Settings, given: argparse.Namespace) -> int:
         seed=given.seed,
     )
     mix = asked_mix(given.prompt, given.output, given.seed)
+    if mix is not None and given.trace is not None:
+        raise InvalidRequest("--trace has lengths of its own; give it alone", param="trace")
+    trace = read_trace(given.trace) if given.trace is not None else ()
     reports: list[TuningReport] = []
     try:
-        asyncio.run(tune(settings, order, mix, Live(sys.stderr), reports))
+        asyncio.run(tune(settings, order, mix or trace, Live(sys.stderr), reports))
     finally:
         if reports and reports[-1].tried:
             sys.stdout.write(f"{as_json(reports[-1]) if given.as_json else as_text(reports[-1])}\n")
@@ -91,10 +99,15 @@ def autotune(settings: Settings, given: argparse.Namespace) -> int:
 
 
 async def tune(
-    settings: Settings, order: TuneOrder, mix: Mix | None, watcher: Watcher, reports: list[TuningReport]
+    settings: Settings,
+    order: TuneOrder,
+    mix: Mix | Sequence[Exchange],
+    watcher: Watcher,
+    reports: list[TuningReport],
 ) -> None:
     """Load the model into an engine of this process and tune that; the last report is put into `reports`, also where it
-    is cancelled. Raises EngineError."""
+    is cancelled. mix: what requests are like, or a trace of them, as usual where that is empty. Raises EngineError.
+    """
     quiet = changed(settings, {"api": False, "timeout": 0, "max_queue": MAX_QUEUE})
     runtime = await Runtime.open(quiet, log_dir=log_dir(), state_dir=state_dir())
     with logging_to(runtime.engine.log, log_dir(), verbose=settings.verbose, stderr=False):
@@ -102,13 +115,21 @@ async def tune(
             await runtime.start()
             watcher.say(f"loading {settings.model}")
             await runtime.load(settings.model)
-            await runtime.tuning.start(order, mix)
+            await runtime.tuning.start(order, mix if isinstance(mix, Mix) else await _traced(runtime, mix, order.seed))
             await _watch(runtime, watcher)
         finally:
             await asyncio.shield(runtime.tuning.cancel())
             reports.append(runtime.tuning.report())
             watcher.end()
             await asyncio.shield(runtime.close(drain_s=0))
+
+
+async def _traced(runtime: Runtime, trace: Sequence[Exchange], seed: int) -> Mix | None:
+    if not trace:
+        return None
+    serving = await runtime.engine.serving()
+    material = TokenIds.of(serving.tokenizer, serving.model.vocab_size)
+    return await asyncio.to_thread(mix_of_trace, trace, material, serving.model.max_model_len, seed)
 
 
 async def _watch(runtime: Runtime, watcher: Watcher) -> None:

@@ -19,9 +19,9 @@ SOURCE = "autotune"
 BEHIND_OTHERS = -100
 """The priority of our requests: whoever else asks goes first."""
 SLICES = 4
-FEWEST_FIRST_TOKENS = 8
-LONGEST = 4.0
-"""Times its length that a window may take to see that many."""
+FEWEST_FIRST_TOKENS = 6
+LONGEST = 3
+"""Times its length that a window may take to see that many, where the SLO asks for first tokens."""
 _WAIT_S = 0.2
 
 
@@ -101,18 +101,16 @@ class Load:
         meter = self._meter
         meter.since = time.perf_counter()
         self._error = None
-        await self._wait(settle_s)
+        await asyncio.sleep(settle_s)
         meter.cut(time.perf_counter())
         slices: list[Slice] = []
-        while len(slices) < SLICES or (_few(slices) and len(slices) < SLICES * LONGEST):
-            await self._wait(seconds / SLICES)
+        longest = SLICES * LONGEST if meter.slo.ttft_s is not None else SLICES
+        while len(slices) < SLICES or (_few(slices) and len(slices) < longest):
+            await asyncio.sleep(seconds / SLICES)
             slices.append(meter.cut(time.perf_counter()))
         if not any(each.tokens for each in slices):
             raise from_info(self._error) if self._error else WorkerFailed("no request was answered within the window")
         return Sample(slices=tuple(slices))
-
-    async def _wait(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
 
     async def _ask_on(self) -> None:
         """One client: asks again once it is answered, and a little later after an error."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import random
-import re
+from collections.abc import Sequence
 
 import msgspec
 
+from console.bench.lengths import Length
+from console.bench.prompts import Material
+from console.bench.trace import Exchange, sampled, usable
 from engine.errors import InvalidRequest
 from engine.insight_values import Insight, Lengths
 
 ENOUGH_REQUESTS = 50
 """Requests that ended, from which on lengths are taken from what there was."""
 DRAWN = 512
-MAX_LENGTH = 1_000_000
-_LENGTH = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
-_USUAL_PROMPT, _USUAL_OUTPUT = range(64, 257), range(32, 129)
+_USUAL_PROMPT, _USUAL_OUTPUT = Length.parse("64-256"), Length.parse("32-128")
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,20 +39,27 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
 
 def usual_mix(seed: int) -> Mix:
     """What is taken where nothing is known: short questions, short answers."""
-    draw = random.Random(seed)
-    pairs = [(draw.choice(_USUAL_PROMPT), draw.choice(_USUAL_OUTPUT)) for _ in range(DRAWN)]
-    return Mix(said=_said(_USUAL_PROMPT, _USUAL_OUTPUT), lengths=tuple(pairs))
+    found = asked_mix(str(_USUAL_PROMPT), None, seed)
+    assert found is not None
+    return found
 
 
 def asked_mix(prompt: str | None, output: str | None, seed: int) -> Mix | None:
-    """Lengths as an operator writes them: "128", or "64-256" for any in it; None where neither is given, and what is
-    left out is as usual. Raises InvalidRequest."""
+    """Lengths as they are written for a bench: "128", "64-256", "normal:128:32"; None where neither is given, and what
+    is left out is as usual. Raises InvalidRequest."""
     if prompt is None and output is None:
         return None
-    prompts, outputs = _lengths(prompt, _USUAL_PROMPT), _lengths(output, _USUAL_OUTPUT)
+    prompts, outputs = _parsed(prompt, _USUAL_PROMPT), _parsed(output, _USUAL_OUTPUT)
     draw = random.Random(seed)
-    pairs = [(draw.choice(prompts), draw.choice(outputs)) for _ in range(DRAWN)]
-    return Mix(said=_said(prompts, outputs), lengths=tuple(pairs))
+    pairs = [(prompts.draw(draw), outputs.draw(draw)) for _ in range(DRAWN)]
+    return Mix(said=f"prompts of {prompts} tokens, answers of {outputs}", lengths=tuple(pairs))
+
+
+def mix_of_trace(exchanges: Sequence[Exchange], material: Material, context_tokens: int, seed: int) -> Mix:
+    """Lengths as the questions and answers of a trace have them. Raises InvalidRequest where none fits."""
+    talks = sampled(usable(exchanges, material, context_tokens), DRAWN, seed)
+    pairs = tuple((material.count(talk.asked), material.count(talk.answered)) for talk in talks)
+    return Mix(said=f"lengths as in a trace of {len(exchanges):,} exchanges", lengths=pairs)
 
 
 def mix_of_history(insight: Insight, seed: int) -> Mix | None:
@@ -75,23 +83,8 @@ def _drawn(lengths: Lengths, draw: random.Random) -> list[int]:
     ]
 
 
-def _said(prompts: range, outputs: range) -> str:
-    return f"prompts of {_span(prompts)} tokens, answers of {_span(outputs)}"
-
-
-def _span(lengths: range) -> str:
-    return f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
-
-
-def _lengths(text: str | None, usual: range) -> range:
-    if text is None:
-        return usual
-    found = _LENGTH.fullmatch(text.strip())
-    least = int(found[1]) if found else 0
-    most = int(found[2] or found[1]) if found else 0
-    if not 1 <= least <= most <= MAX_LENGTH:
-        raise InvalidRequest(
-            f"{text} is no length; it is a number of tokens like 128, or any from 64-256, up to {MAX_LENGTH:,}",
-            param="length",
-        )
-    return range(least, most + 1)
+def _parsed(text: str | None, usual: Length) -> Length:
+    found = usual if text is None else Length.parse(text)
+    if found.kind == "trace":
+        raise InvalidRequest("lengths of a trace are taken with --trace FILE", param="length")
+    return found

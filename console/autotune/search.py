@@ -28,7 +28,9 @@ WINDOW_S = 4.0
 SETTLE_S = 1.0
 """What is left out after a turn: requests that began before it."""
 INDIFFERENCE = 0.02
-MOST_WINDOWS = 8
+MOST_WINDOWS = 5
+AGAIN = 2
+"""Times as long as the first are windows of settings that are measured again."""
 KEPT = 1 / 3
 """Of the settings in a round of the coarse race, those that get to the next."""
 FINALISTS = 3
@@ -71,7 +73,7 @@ class Search:
         self.spent_s = 0.0
         self.stage = "coarse"
         self._window_s = window_s
-        self._settle_s = settle_s
+        self.settle_s = settle_s
         self._draw = random.Random(seed)
         self._samples: dict[Setting, list[Sample]] = {}
         self._records: dict[Setting, Record] = {}
@@ -88,11 +90,12 @@ class Search:
             setting = next(self._steps, None)
             if setting is None:
                 return None
-            cost_s = self._cost_s(setting)
+            seconds = self._window_s * (AGAIN if setting in self._records else 1)
+            cost_s = seconds + self.settle_s + self.space.turn_s(self._at, setting)
             if self.spent_s + cost_s > self.budget_s:
                 self._steps.close()
                 return None
-            self._proposed = Trial(setting=setting, seconds=self._window_s, cost_s=cost_s)
+            self._proposed = Trial(setting=setting, seconds=seconds, cost_s=cost_s)
         return self._proposed
 
     def observe(self, trial: Trial, sample: Sample, spent_s: float | None = None) -> Record:
@@ -140,7 +143,7 @@ class Search:
         yield from self._contest(list(self._records))
 
     def _coarse_race(self) -> Steps:
-        trial_s = self._window_s + self._settle_s
+        trial_s = self._window_s + self.settle_s
         limit = max(FINALISTS, int(COARSE_SHARE * self.budget_s / trial_s))
         settings = self.space.coarse(limit, self._draw)
         for setting in settings:
@@ -204,7 +207,11 @@ class Search:
                 if ahead is leader:
                     return
                 continue
-            yield min(pair, key=lambda each: each.windows).setting
+            yield min(pair, key=self._lag_s).setting
+
+    def _lag_s(self, record: Record) -> float:
+        """What was spent on a setting, and what going back to it costs: of two, the lesser is measured next."""
+        return record.seconds + self.space.turn_s(self._at, record.setting)
 
     def _moves(self, by: int) -> Callable[[Setting], list[Setting]]:
         return lambda setting: self.space.moves(setting, by)
@@ -249,9 +256,6 @@ class Search:
         if limit is None or itl is None or itl.low <= limit or setting.max_prompts < broken.setting.max_prompts:
             return False
         return setting == broken.setting.with_value("max_prompts", setting.max_prompts)
-
-    def _cost_s(self, setting: Setting) -> float:
-        return self._window_s + self._settle_s + self.space.turn_s(self._at, setting)
 
     def _over(self, trial: Trial, spent_s: float) -> None:
         assert trial is self._proposed, "only what was proposed last can be told of"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from console.autotune.record import Record, pareto
 from console.autotune.rig import Rig
-from console.autotune.search import SETTLE_S, Search, Trial
+from console.autotune.search import Search, Trial
 from console.autotune.space import Setting
 from console.links.tuning import Tried
 from engine.errors import EngineClosed, EngineError, InsufficientMemory
@@ -72,7 +72,7 @@ class Tuner:
             self.refused += 1
             self.search.refuse(trial, self._clock() - began)
         else:
-            sample = await self._rig.measure(trial.seconds, SETTLE_S)
+            sample = await self._rig.measure(trial.seconds, self.search.settle_s)
             self.windows += 1
             self.search.observe(trial, sample, self._clock() - began)
         self._on_change()

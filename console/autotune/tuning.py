@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from console.runtime import Runtime
 
 
+SHORTEST_WINDOW_S, LONGEST_WINDOW_S = 2.0, 6.0
+
+
 class Tuning:
     """Of one runtime; on its loop, but for `report`, which any thread may call."""
 
@@ -128,7 +131,8 @@ class _Run:
         ids = [each for each in range(serving.model.vocab_size) if each not in serving.tokenizer.special_ids]
         load = Load(engine, serving.name, self._mix, slo, ids, seed=order.seed)
         self._rig = LiveRig(engine, serving.name, load, space.start, users=order.users)
-        search = Search(space, slo, budget_s=order.minutes * 60, seed=order.seed)
+        budget_s = order.minutes * 60
+        search = Search(space, slo, budget_s=budget_s, window_s=_window_s(budget_s), seed=order.seed)
         self.tuner = Tuner(search, self._rig, on_change=on_change)
 
     async def to_its_end(self) -> str:
@@ -183,6 +187,11 @@ class _Run:
             refused=self.tuner.refused,
             tried=tried_of(search),
         )
+
+
+def _window_s(budget_s: float) -> float:
+    """So that there is time for some dozens of windows, as far as short ones say anything."""
+    return min(LONGEST_WINDOW_S, max(SHORTEST_WINDOW_S, budget_s / 100))
 
 
 def _mix_for(engine: Engine, serving: Serving, mix: Mix | None, seed: int) -> Mix:

@@ -14,7 +14,9 @@ from console import in_view
 from console.effects import Effect
 from console.knobs import knob_words, next_idle_unload
 from console.link import ApiStatus
+from console.links.tuning import TuneOrder, TuningReport
 from console.screens.base import ConsoleScreen
+from console.screens.confirm import ConfirmScreen
 from console.tried import SeenSettings, Setting
 from console.widgets import text
 from console.widgets.effect_table import EffectTable, told
@@ -24,6 +26,7 @@ from console.widgets.knob_panel import KnobPanel
 from console.widgets.scatter import Point, Scatter
 from console.widgets.table import Table
 from console.widgets.throughput import ZOOMS
+from console.widgets.tuning_panel import NOTHING_YET, TuningPanel, points_of
 from engine.snapshot import ModelReading, Snapshot
 
 IDLE = Binding.Group("Idle unload", compact=True)
@@ -58,6 +61,15 @@ class TuneScreen(ConsoleScreen):
             key_display=".",
             group=IDLE,
         ),
+        Binding(
+            "f",
+            "find",
+            "Find best",
+            id="tune.find",
+            tooltip="Find the best settings by trying them, or stop doing that",
+        ),
+        Binding("w", "use_best", "Use best", id="tune.use", tooltip="Use the best settings found, from now on"),
+        Binding("v", "view", "Changes/found", id="tune.view", tooltip="Show what changes did, or the settings tried"),
         Binding("l", "latency", "Latency", id="tune.latency", tooltip="Plot throughput against TTFT or against ITL"),
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
     ]
@@ -68,6 +80,8 @@ class TuneScreen(ConsoleScreen):
         self._ttft = False
         self._told: tuple[tuple[Effect, ...], bool] | None = None
         self._seen = SeenSettings()
+        self._report = TuningReport()
+        self._finding = False
 
     def compose_body(self) -> ComposeResult:
         """Top to bottom."""
@@ -84,6 +98,10 @@ class TuneScreen(ConsoleScreen):
             changes.border_title = "What each change did"
             yield EffectTable(id="changes")
             yield Static(id="change", markup=False)
+        with Vertical(id="tune-found", classes="panel") as found:
+            found.border_title = "Autotune"
+            found.display = False
+            yield TuningPanel()
 
     @property
     def model(self) -> ModelReading | None:
@@ -97,6 +115,7 @@ class TuneScreen(ConsoleScreen):
         self.query_one(KnobPanel).show(snapshot, self.model)
         span = Span(snapshot.history, snapshot.marks, ZOOMS[self._zoom])
         self.query_one(Graph).show(_tokens_title(snapshot, span.seconds_per_column), span)
+        self._show_tuning(self.link.tuning.report())
         self._show_settings(snapshot)
         self._show_effects(self.console.effects.found, named=len(snapshot.models) > 1)
 
@@ -106,10 +125,26 @@ class TuneScreen(ConsoleScreen):
             self.query_one(EffectTable).show_effects(found, named=named)
             self._show_change()
 
+    def _show_tuning(self, report: TuningReport) -> None:
+        """A run that begins takes the place of the changes."""
+        if report.under_way and not self._report.under_way:
+            self._finding = True
+        self._report = report
+        shown = self._finding and report.state != "none"
+        self.query_one("#tune-found").display = shown
+        self.query_one("#tune-changes").display = not shown
+        if shown:
+            self.query_one(TuningPanel).show(report)
+
     def _show_settings(self, snapshot: Snapshot) -> None:
+        latency = "TTFT" if self._ttft else "ITL"
+        if self._finding and self._report.state != "none":
+            title = Content.styled(f"tok/s by {latency} p{self._report.percentile:g}, as tried", "$muted")
+            points = points_of(self._report, ttft=self._ttft)
+            self.query_one(Scatter).show(title, points, text.seconds, NOTHING_YET)
+            return
         spec = snapshot.status.spec
         seen = self._seen.of(snapshot, spec.name if spec is not None else "")
-        latency = "TTFT" if self._ttft else "ITL"
         title = Content.styled(f"tok/s by {latency} p95", "$muted")
         self.query_one(Scatter).show(title, _points(seen, ttft=self._ttft), text.seconds, NO_POINTS)
 
@@ -131,6 +166,43 @@ class TuneScreen(ConsoleScreen):
     def action_latency(self) -> None:
         """The other latency."""
         self._ttft = not self._ttft
+        self.refresh_view()
+
+    # -- autotune -----------------------------------------------------------------------------------------------------
+
+    def action_find(self) -> None:
+        """Begin after a question, or stop what goes on."""
+        if self._report.under_way:
+            self.perform(self.link.tuning.cancel(), done="The engine is as it was before")
+            return
+        if self.model is None:
+            self.notify("There is no model yet. Press 2 to load one.", severity="warning")
+            return
+        order = TuneOrder(model=self.console.viewed_model)
+        self.console.push_screen(
+            ConfirmScreen(
+                "Find the best settings?",
+                f"For up to {order.minutes:g} minutes settings are tried under load: requests of ours, behind those of "
+                "others. What is asked of latency is set in Settings (slo_ttft, slo_itl). All is put back in the end.",
+                yes="Try settings",
+                no="Leave it",
+            ),
+            lambda yes: self.perform(self.link.tuning.start(order)) if yes else None,
+        )
+
+    def action_use_best(self) -> None:
+        """Turn the knobs to it, and start with it from now on."""
+        if self._report.best is None or self._report.under_way:
+            self.notify("Nothing was found yet. Press f to try settings.")
+            return
+        self.perform(self.link.tuning.use_best(), done="The best settings are in use, and will be from now on")
+
+    def action_view(self) -> None:
+        """What changes did, or what was tried."""
+        if self._report.state == "none":
+            self.notify("No settings were tried yet. Press f to do so.")
+            return
+        self._finding = not self._finding
         self.refresh_view()
 
     # -- what can be done ---------------------------------------------------------------------------------------------

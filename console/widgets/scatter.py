@@ -20,12 +20,13 @@ _LEAST = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """now: it is the one in use."""
+    """now: it is the one that counts.  front: nothing beats it in both."""
 
     x: float
     y: float
     label: str
     now: bool = False
+    front: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,8 @@ def bounds(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def place(points: Sequence[Point], width: int, rows: int) -> list[list[_Cell]]:
-    """Rows of cells, uppermost first. A point's name stands beside it where there is room; the one in use is placed
-    first and drawn over others."""
+    """Rows of cells, uppermost first. A point's name stands beside it where there is room; the one that counts is
+    placed first and drawn over others, then the front."""
     top, right = bounds(points)
     cells = [[_BLANK] * width for _ in range(rows)]
     spots = [
@@ -94,12 +95,12 @@ def place(points: Sequence[Point], width: int, rows: int) -> list[list[_Cell]]:
             rows - 1 - min(rows - 1, int(point.y / top * rows)),
             point,
         )
-        for point in points
+        for point in sorted(points, key=lambda point: (point.now, point.front))
     ]
     for column, row, point in spots:
-        style = "bold $graph-tokens" if point.now else "$muted"
-        cells[row][column] = _Cell("●" if point.now else "○", style)
-    for column, row, point in sorted(spots, key=lambda spot: not spot[2].now):
+        style = "bold $graph-tokens" if point.now else "$graph-tokens" if point.front else "$muted"
+        cells[row][column] = _Cell("●" if point.now else "◆" if point.front else "○", style)
+    for column, row, point in sorted(spots, key=lambda spot: (not spot[2].now, not spot[2].front)):
         style = "bold $foreground" if point.now else "$muted"
         for line, start in (
             (row, column + 2),

@@ -7,6 +7,9 @@ from typing import Any
 
 import msgspec
 
+from console.autotune.record import Verdict
+from console.autotune.space import Setting
+from console.links.tuning import Tried, TuningReport, TuningState
 from engine.snapshot import Mark, ModelReading, Second, Snapshot
 from tests.fakes import scenes
 
@@ -93,3 +96,53 @@ def changed_load() -> Snapshot:
         for each in snapshot.history
     )
     return scenes.changed(snapshot, history=history)
+
+
+def found(state: TuningState = "running") -> TuningReport:
+    """Settings that were tried of a GPU with 24 GiB: several on the front, and one that breaks the SLO."""
+    now = Setting(workers=2, max_prompts=32, step_tokens=256, cache_bits=8)
+    rows: list[tuple[int, int, int, int, float, float, float, Verdict, str]] = [
+        (2, 64, 512, 8, 1812.0, 0.61, 0.068, "broken", "front"),
+        (2, 32, 512, 8, 1420.0, 0.38, 0.046, "kept", "best"),
+        (2, 32, 512, 16, 1388.0, 0.37, 0.047, "unsure", ""),
+        (1, 64, 512, 8, 1204.0, 0.55, 0.052, "broken", ""),
+        (2, 16, 512, 16, 902.0, 0.24, 0.031, "kept", "front"),
+        (1, 16, 512, 16, 604.0, 0.21, 0.026, "kept", "front"),
+        (1, 8, 256, 16, 344.0, 0.26, 0.024, "kept", "front"),
+        (1, 2, 128, 16, 96.0, 0.34, 0.019, "kept", "front"),
+    ]
+    tried = tuple(
+        Tried(
+            setting=Setting(workers=workers, max_prompts=prompts, step_tokens=step, cache_bits=bits),
+            tokens_per_s=rate,
+            low=rate * 0.97,
+            high=rate * 1.03,
+            ttft_s=ttft,
+            itl_s=itl,
+            goodput_per_s=rate / 90 if verdict != "broken" else 0.4,
+            verdict=verdict,
+            windows=6 if mark == "best" else 2,
+            front=mark != "",
+            best=mark == "best",
+        )
+        for workers, prompts, step, bits, rate, ttft, itl, verdict, mark in rows
+    )
+    return TuningReport(
+        state=state,
+        model="NeuralHermes-7B",
+        slo_ttft_s=0.5,
+        slo_itl_s=0.05,
+        mix="lengths as of the last 4,120 requests",
+        stage="fine",
+        now=now if state == "running" else None,
+        start=Setting(),
+        elapsed_s=192.0,
+        budget_s=600.0,
+        size=540,
+        knobs=("workers", "max_prompts", "step_tokens", "cache_bits"),
+        windows=24,
+        tried=tried,
+        said=""
+        if state == "running"
+        else "1,420 tok/s; it keeps what is asked of latency. The engine is as it was before.",
+    )

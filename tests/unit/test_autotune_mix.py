@@ -8,14 +8,23 @@ import msgspec
 import pytest
 
 from console.autotune.knobs import Wishes, space_of
-from console.autotune.mix import DRAWN, asked_mix, mix_of_history, usual_mix
+from console.autotune.mix import DRAWN, asked_mix, mix_of_history, mix_of_trace, usual_mix
 from console.autotune.rig import setting_of
 from console.autotune.space import Setting
+from console.bench.prompts import Words
+from console.bench.trace import Exchange
 from engine.backends.base import LoadedModel
 from engine.config import EngineConfig, ModelSpec
 from engine.errors import InvalidRequest
 from engine.insight_values import Insight, Lengths, Spread
 from engine.models.resolve import resolve_local
+
+
+class Letters(Words):
+    """A token for each word."""
+
+    def count(self, text: str) -> int:
+        return len(text.split())
 
 
 def history(count: int) -> Insight:
@@ -29,13 +38,22 @@ def test_lengths_are_as_they_were_written() -> None:
     assert mix is not None
     assert {prompt for prompt, _ in mix.lengths} == {128}
     assert {output for _, output in mix.lengths} == set(range(8, 17))
-    assert mix.said == "prompts of 128 tokens, answers of 8 to 16"
+    assert mix.said == "prompts of 128 tokens, answers of 8-16"
 
 
-@pytest.mark.parametrize("text", ["0", "8-4", "x", "", "-3", "1-", "9999999"])
-def test_what_is_no_length_is_refused_with_what_is_one(text: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"{text} is no length; it is a number of tokens like 128"):
+@pytest.mark.parametrize("text", ["0", "8-4", "x", "", "-3", "1-", "9999999", "trace"])
+def test_what_is_no_length_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="length"):
         asked_mix(text, None, seed=1)
+
+
+def test_lengths_of_a_trace_are_those_of_its_questions_and_answers() -> None:
+    trace = [Exchange("one two three four", "a b c d e"), Exchange("too short", "no"), Exchange("w " * 90, "x " * 90)]
+    mix = mix_of_trace(trace, Letters(), 100, seed=1)
+    assert set(mix.lengths) == {(4, 5)}
+    assert mix.said == "lengths as in a trace of 3 exchanges"
+    with pytest.raises(InvalidRequest, match="no exchange of the trace fits"):
+        mix_of_trace(trace[1:], Letters(), 100, seed=1)
 
 
 def test_without_lengths_of_an_operators_own_none_is_made_up_for_them() -> None:

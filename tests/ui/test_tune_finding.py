@@ -1,0 +1,149 @@
+"""Autotune on the Tune screen: how it goes is seen as it grows, keys begin, stop and use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from textual.pilot import Pilot
+
+from console.app import EricApp
+from console.links.tuning import TuneOrder, TuningReport
+from console.screens.confirm import ConfirmScreen
+from console.widgets.scatter import Point, place
+from console.widgets.tuning_panel import points_of
+from engine.errors import EngineBusy
+from tests.fakes import tune_scenes
+from tests.fakes.link import FakeLink
+from tests.ui.seen import screen_text, until
+
+
+def _app(report: TuningReport | None = None, **how: Any) -> EricApp:
+    link = FakeLink(tune_scenes.tuned())
+    link.tuning.current = report or TuningReport()
+    return EricApp(link, start="tune", **how)
+
+
+def _link(app: EricApp) -> FakeLink:
+    assert isinstance(app.link, FakeLink)
+    return app.link
+
+
+async def _shown(pilot: Pilot[None], words: str) -> None:
+    await until(pilot, lambda: words in " ".join(screen_text(pilot.app).split()))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (160, 50)])
+async def test_what_is_tried_and_found_is_seen_at_every_size(size: tuple[int, int]) -> None:
+    app = _app(tune_scenes.found())
+    async with app.run_test(size=size) as pilot:
+        await _shown(pilot, "trying settings")
+        for words in ("● best", "◆ front", "1,420", "8 of 540 tried", "✓ kept", "ITL p95", "as tried"):
+            assert words in screen_text(app), words
+
+
+async def test_a_run_that_begins_is_shown_in_place_of_the_changes_and_v_shows_those_again() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await _shown(pilot, "What each change did")
+        await pilot.press("v")
+        await _shown(pilot, "No settings were tried yet. Press f to do so.")
+        _link(app).tuning.current = tune_scenes.found()
+        app.refresh_screen()
+        await _shown(pilot, "8 of 540 tried")
+        assert "What each change did" not in screen_text(app)
+        await pilot.press("v")
+        await _shown(pilot, "What each change did")
+        await pilot.press("v")
+        await _shown(pilot, "● best")
+
+
+async def test_f_asks_before_it_begins() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await _shown(pilot, "What each change did")
+        await pilot.press("f")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("n")
+        await until(pilot, lambda: not isinstance(app.screen, ConfirmScreen))
+        assert _link(app).names() == []
+        await pilot.press("f")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("y")
+        await until(pilot, lambda: _link(app).commands == [("tune", {"order": TuneOrder()})])
+
+
+async def test_f_stops_what_goes_on() -> None:
+    app = _app(tune_scenes.found())
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await _shown(pilot, "trying settings")
+        await pilot.press("f")
+        await _shown(pilot, "○ cancelled")
+        assert _link(app).names() == ["cancel_tuning"]
+
+
+async def test_w_uses_what_was_found_and_only_once_it_was() -> None:
+    app = _app(tune_scenes.found())
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await _shown(pilot, "trying settings")
+        await pilot.press("w")
+        await _shown(pilot, "Nothing was found yet.")
+        _link(app).tuning.current = tune_scenes.found("done")
+        app.refresh_screen()
+        await _shown(pilot, "it keeps what is asked of latency")
+        await pilot.press("w")
+        await until(pilot, lambda: _link(app).names() == ["use_best"])
+
+
+async def test_a_refusal_is_said() -> None:
+    app = _app()
+    _link(app).failures["tune"] = EngineBusy("settings are being tried already; cancel that first")
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await _shown(pilot, "What each change did")
+        await pilot.press("f")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("y")
+        await _shown(pilot, "settings are being tried already")
+
+
+def test_the_plot_has_the_best_the_front_and_the_others() -> None:
+    report = tune_scenes.found()
+    points = points_of(report, ttft=False)
+    assert [point.label for point in points if point.now] == ["2×32"]
+    assert sum(point.front for point in points) == 6
+    drawn = "".join(cell.char for row in place(points, 60, 12) for cell in row)
+    assert drawn.count("●") == 1 and "◆" in drawn and "○" in drawn
+
+
+def test_a_setting_whose_latency_is_not_known_is_no_point() -> None:
+    report = tune_scenes.found()
+    unknown = msgspec.structs.replace(report.tried[0], ttft_s=None)
+    assert len(points_of(msgspec.structs.replace(report, tried=(unknown, *report.tried[1:])), ttft=True)) == 7
+
+
+def test_the_point_that_counts_is_drawn_over_others() -> None:
+    drawn = place([Point(1, 1, "a", now=True), Point(1, 1, "b", front=True), Point(1, 1, "c")], 20, 4)
+    assert [cell.char for row in drawn for cell in row if cell.char in "●◆○"] == ["●"]
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def test_tuning_as_it_grows_looks_right(snap_compare: Any) -> None:
+    async def grown(pilot: Pilot[None]) -> None:
+        await _shown(pilot, "● best")
+        await pilot.pause()
+
+    assert snap_compare(_app(tune_scenes.found()), terminal_size=(120, 40), run_before=grown)
+
+
+def test_what_was_found_looks_right_on_a_small_terminal_in_the_light_theme(snap_compare: Any) -> None:
+    async def done(pilot: Pilot[None]) -> None:
+        await _shown(pilot, "What each change did")
+        await pilot.press("v")
+        await _shown(pilot, "● best")
+        await pilot.pause()
+
+    app = _app(tune_scenes.found("done"), theme="ericllm-light")
+    assert snap_compare(app, terminal_size=(80, 24), run_before=done)

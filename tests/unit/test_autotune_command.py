@@ -1,0 +1,130 @@
+"""What `ericllm autotune` prints, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from console.autotune.command import as_json, as_text, tune
+from console.autotune.live import Live
+from console.autotune.mix import Mix
+from console.autotune.table import shortened, table_of
+from console.cli import main
+from console.links.tuning import TuneOrder, TuningReport
+from console.settings import Settings
+from tests.fakes import tune_scenes
+
+DONE = tune_scenes.found("done")
+
+
+class Terminal(io.StringIO):
+    """A stream that is redrawn."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def screen(written: str) -> list[str]:
+    """The lines that are left of what was written to a terminal that moves up and clears."""
+    lines: list[str] = []
+    for part in written.split("\x1b["):
+        if part.startswith("J"):
+            part = part[1:]
+        elif (head := part.partition("F"))[1] and head[0].isdecimal():
+            del lines[len(lines) - int(head[0]) :]
+            continue
+        lines += part.splitlines()
+    return lines
+
+
+def test_the_table_has_the_knobs_that_were_turned_and_marks_the_best_and_the_front() -> None:
+    lines = as_text(DONE).splitlines()
+    assert lines[0] == "NeuralHermes-7B: 540 settings of workers, prompts, step tokens, cache bits"
+    assert lines[1].startswith("Most tok/s, p95 of TTFT within 500 ms and of ITL within 50.0 ms; lengths as of")
+    assert "threads" not in lines[3]
+    assert [line.split()[-1] for line in lines[4:12]].count("best") == 1
+    assert [line.split()[-1] for line in lines[4:12]].count("front") == 6
+    assert lines[-1].startswith("1,420 tok/s; it keeps")
+
+
+def test_of_a_long_table_the_best_and_the_front_are_kept() -> None:
+    kept = shortened(DONE.tried, 3)
+    assert [each.best for each in kept].count(True) == 1
+    assert all(each.best or each.front for each in kept)
+    assert "5 more that nothing speaks for" in table_of(DONE, 3)
+
+
+def test_without_an_slo_the_heading_says_so() -> None:
+    report = msgspec.structs.replace(DONE, slo_ttft_s=None, slo_itl_s=None)
+    assert "Most tok/s, whatever the latency" in as_text(report)
+
+
+def test_programs_get_everything() -> None:
+    value = json.loads(as_json(DONE))
+    assert msgspec.convert(value, TuningReport) == DONE
+
+
+def test_on_a_terminal_the_table_is_drawn_in_place_of_the_one_before_and_taken_away_in_the_end() -> None:
+    stream = Terminal()
+    live = Live(stream, lambda: os.terminal_size((100, 24)))
+    live.say("loading demo")
+    live.show(tune_scenes.found())
+    live.show(tune_scenes.found())
+    shown = screen(stream.getvalue())
+    assert sum("best" in line for line in shown) == 1
+    assert not any("loading" in line for line in shown)
+    assert all(len(line) < 100 for line in shown) and len(shown) < 24
+    live.end()
+    assert screen(stream.getvalue()) == []
+
+
+def test_elsewhere_every_window_is_a_line() -> None:
+    stream = io.StringIO()
+    live = Live(stream)
+    for windows in (1, 1, 2):
+        live.show(msgspec.structs.replace(tune_scenes.found(), windows=windows))
+    live.end()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("fine: 1 windows, 408 s left at most, trying workers 2, prompts 32")
+
+
+def test_a_trace_and_lengths_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["autotune", "demo", "--trace", str(tmp_path / "none.json"), "--prompt", "8"]) == 2
+    assert "--trace has lengths of its own" in capsys.readouterr().err
+
+
+def test_a_trace_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["autotune", "demo", "--trace", str(tmp_path / "none.json")]) == 2
+    assert "none.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["autotune", "not-a-model", "--minutes", "1"]) == 2
+    assert "no model is called not-a-model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+async def test_interrupted_it_still_tells_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("state_dir", "log_dir"):
+        monkeypatch.setattr(f"console.autotune.command.{name}", lambda: tmp_path)
+    reports: list[TuningReport] = []
+    stream = io.StringIO()
+    order = TuneOrder(knobs=("max_prompts",))
+    mix = Mix(said="short", lengths=((16, 8),))
+    settings = Settings(worker_host="thread")
+    running = asyncio.create_task(tune(settings, order, mix, Live(stream), reports))
+    async with asyncio.timeout(60):
+        while "1 windows" not in stream.getvalue():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (reports[0].state, len(reports[0].tried) >= 1) == ("cancelled", True)
+    assert "Cancelled; the engine is as it was." in as_text(reports[0])
