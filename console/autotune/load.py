@@ -19,7 +19,7 @@ SOURCE = "autotune"
 BEHIND_OTHERS = -100
 """The priority of our requests: whoever else asks goes first."""
 SLICES = 4
-FEWEST_FIRST_TOKENS = 6
+FEWEST_FIRST_TOKENS = 2
 LONGEST = 3
 """Times its length that a window may take to see that many, where the SLO asks for first tokens."""
 _WAIT_S = 0.2

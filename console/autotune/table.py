@@ -1,4 +1,4 @@
-"""What tuning found, as text: a table whose last column marks the front, and a sentence."""
+"""What tuning found, as text: a table whose first column marks the front, and a sentence."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def table_of(report: TuningReport, rows: int | None = None) -> str:
     """All that was tried, the fastest first; of more than `rows` those that matter."""
     percentile = f"p{report.percentile:g}"
     header = [
+        "",
         "tok/s",
         "95% within",
         f"TTFT {percentile}",
@@ -56,7 +57,6 @@ def table_of(report: TuningReport, rows: int | None = None) -> str:
         *(HEADINGS[knob] for knob in report.knobs),
         "windows",
         "SLO",
-        "",
     ]
     shown = shortened(report.tried, rows)
     text = table(header, [_row(each, report.knobs) for each in shown])
@@ -74,6 +74,7 @@ def shortened(tried: Sequence[Tried], rows: int | None) -> list[Tried]:
 
 def _row(each: Tried, knobs: Sequence[KnobName]) -> list[str]:
     return [
+        "best" if each.best else "front" if each.front else "",
         f"{each.tokens_per_s:,.0f}",
         f"{each.low:,.0f} to {each.high:,.0f}" if each.high is not None else "unknown",
         _ms(each.ttft_s),
@@ -82,7 +83,6 @@ def _row(each: Tried, knobs: Sequence[KnobName]) -> list[str]:
         *(str(each.setting.value(knob)) for knob in knobs),
         str(each.windows),
         each.verdict,
-        "best" if each.best else "front" if each.front else "",
     ]
 
 
