@@ -73,6 +73,11 @@ class Decoder:
     head: Linear
     fused_head: Fused | None = None
 
+    @property
+    def fused(self) -> bool:
+        """Whether all of its blocks are."""
+        return all(block.fused is not None for stage in self.stages for block in stage.blocks)
+
     def hidden(self, plan: StepPlan, kv: KvPool) -> Tensor:
         """Run one step: write its keys and values to `kv`, return hidden states [rows, hidden] before the last norm.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -261,7 +262,8 @@ class ModelRunner:
             plan = uploaded(plan, self._staging)
         self._most_sampled = max(self._most_sampled, len(plan.sampled_rows))
         most_told = told_at_once(self._most_sampled)
-        self._begin_step(plan.sizes(self._kv.page_tokens, copies_runs=self._heads.coded, most_told=most_told))
+        sizes = plan.sizes(self._kv.page_tokens, copies_runs=self._heads.coded, most_told=most_told)
+        self._begin_step(replace(sizes, fused=self._decoder.fused and not plan.adapted))
         hidden = self._decoder.hidden(plan, self._kv)
         if tell is not None:
             for index, rows in plan.told.items():

@@ -35,7 +35,8 @@ class StepSizes:
     rows: tokens fed.  sampled: rows whose logits are wanted.  padded: query rows of the largest attention call, padding
     included.  gathered: tokens whose keys and values the largest call copies out of pages: those that lie apart, or all
     where they are kept as codes.  masked: elements of all masks.  told: rows of a prompt whose log-probabilities are
-    made at once.
+    made at once.  native: whether attention is, which makes nothing but its output.  fused: whether blocks are, which
+    make nothing between their products.
     """
 
     rows: int
@@ -44,6 +45,8 @@ class StepSizes:
     gathered: int = 0
     masked: int = 0
     told: int = 0
+    native: bool = False
+    fused: bool = False
 
 
 def told_at_once(sampled: int) -> int:
@@ -105,6 +108,8 @@ def _attention_bytes(config: ModelConfig, sizes: StepSizes, heads: HeadFormat) -
     before = _norm_bytes(sizes.rows * config.hidden_size, itemsize)
     if config.traits.qk_norm:
         before = max(before, _norm_bytes(sizes.rows * turned, itemsize))
+    if sizes.native:
+        return fused + max(before, sizes.rows * config.heads * config.head_dim * itemsize)
     queries = max(sizes.padded, sizes.rows) * config.heads * config.head_dim * itemsize
     phases = [before, sizes.rows * turned * itemsize, 5 * queries + _capped_bytes(config, sizes)]
     if heads.coded:
@@ -125,7 +130,7 @@ def _capped_bytes(config: ModelConfig, sizes: StepSizes) -> int:
 
 def _mlp_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
     inner = sizes.rows * config.intermediate_size * itemsize
-    return _norm_bytes(sizes.rows * config.hidden_size, itemsize) + 4 * inner
+    return _norm_bytes(sizes.rows * config.hidden_size, itemsize) + (inner if sizes.fused else 4 * inner)
 
 
 def _mixture_bytes(config: ModelConfig, experts: Experts, rows: int, itemsize: int) -> int:

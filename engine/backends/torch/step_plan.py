@@ -106,6 +106,7 @@ class StepPlan:
             padded=max((group.sequences * group.width for group in self.groups), default=0),
             gathered=page_tokens * max((view.copied_pages(copies_runs) for view in views), default=0),
             masked=sum(view.mask.numel() for view in views if view.mask is not None),
+            native=self.native is not None,
             told=min(most_told, max(map(len, self.told.values()), default=0)),
         )
 
