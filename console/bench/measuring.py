@@ -35,6 +35,7 @@ from engine.text.tokenizer import Tokenizer
 
 _SHOWN_EVERY_S = 0.2
 INTERRUPTED = 130
+_ENDINGS = (signal.SIGINT, signal.SIGTERM)
 
 
 def measure(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
@@ -64,12 +65,14 @@ async def _measured(plan: Plan, settings: Settings, given: argparse.Namespace, p
         collect_rarely()
         cancelled = asyncio.Event()
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, cancelled.set)
+        for ending in _ENDINGS:
+            loop.add_signal_handler(ending, cancelled.set)
         try:
             shown = _Shown(progress, sys.stderr)
             return await run_bench(plan, target, shown.show, cancelled.is_set, samples=given.samples)
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
+            for ending in _ENDINGS:
+                loop.remove_signal_handler(ending)
 
 
 @asynccontextmanager
@@ -137,7 +140,11 @@ def _parse(
     parser.description = f"Measure {plan.about}."
     parser.epilog = "Every flag of 'ericllm' for loading a model can be given too, --dtype and --num-workers say."
     parser.add_argument(
-        "model_name", metavar="MODEL", nargs="?", default="", help="a folder, a hub id, demo, or synthetic:SHAPE"
+        "model_name",
+        metavar="MODEL",
+        nargs="?",
+        default="",
+        help="a folder, a hub id, demo, synthetic:7b, synthetic:7b-4.0bpw",
     )
     parser.add_argument("--model", default="", help="the same; with --url the name that the server knows it by")
     parser.add_argument("--url", default="", help="measure this server in place of an engine in this process")

@@ -7,7 +7,8 @@ is a token with text, so that answers cost as much to detokenize and to send as 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,11 +16,14 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import InvalidRequest
+from engine.models.synthetic_exl2 import HEAD_BITS, LEAST_BITS, MOST_BITS, declaration, random_linear
 from engine.models.synthetic_tokenizer import EOS_TOKEN_IDS, PAD_TOKEN_ID, write_tokenizer
 
 Config = dict[str, object]
 TensorShapes = dict[str, tuple[int, ...]]
 
+_Draw = Callable[[str, tuple[int, ...]], dict[str, torch.Tensor]]
+_PACKED = re.compile(r"(.+)-(\d+(?:\.\d+)?)bpw")
 _SHARD_BYTES = 2 << 30
 _BF16_BYTES = 2
 
@@ -66,7 +70,7 @@ SHAPES = MappingProxyType(
 
 
 def make_synthetic(shape: str, folder: Path, *, seed: int = 0) -> Path:
-    """Write a model of `shape` in bfloat16 to `folder` (made if missing) and return it.
+    """Write a model of `shape` to `folder` (made if missing) and return it: in bfloat16, or "7b-4.0bpw" in EXL2.
 
     A folder that holds that shape and seed already is left as it is. Memory: one shard (2 GiB) at a time.
     Raises InvalidRequest where the name is none of SHAPES, OSError where the disk refuses.
@@ -80,7 +84,8 @@ def make_synthetic(shape: str, folder: Path, *, seed: int = 0) -> Path:
     config_file.unlink(missing_ok=True)
     for stale in folder.glob("model*.safetensors*"):
         stale.unlink()
-    _write_weights(folder, tensor_shapes(config), torch.Generator().manual_seed(seed))
+    draw = _drawing(_parts(shape)[1], torch.Generator().manual_seed(seed))
+    _write_weights(folder, tensor_shapes(config), draw)
     write_tokenizer(folder, vocab_size=_number(config, "vocab_size"))
     endings = {"eos_token_id": list(EOS_TOKEN_IDS), "pad_token_id": PAD_TOKEN_ID}
     (folder / "generation_config.json").write_text(json.dumps(endings, indent=2), encoding="utf-8")
@@ -90,9 +95,12 @@ def make_synthetic(shape: str, folder: Path, *, seed: int = 0) -> Path:
 
 def synthetic_config(shape: str, *, seed: int = 0) -> Config:
     """config.json of a synthetic model of `shape`. Raises InvalidRequest where there is no such shape."""
-    if shape not in SHAPES:
+    name, bits = _parts(shape)
+    if name not in SHAPES:
         known = ", ".join(SHAPES)
-        raise InvalidRequest(f'there is no synthetic shape "{shape}"; there are {known}', param="shape")
+        raise InvalidRequest(f'there is no synthetic shape "{name}"; there are {known}', param="shape")
+    # EXL2 stores a head for models whose head is the embedding, too.
+    packed = {} if bits is None else {"quantization_config": declaration(bits), "tie_word_embeddings": False}
     return {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
@@ -101,9 +109,23 @@ def synthetic_config(shape: str, *, seed: int = 0) -> Config:
         "bos_token_id": None,
         "eos_token_id": EOS_TOKEN_IDS[0],
         "torch_dtype": "bfloat16",
-        **SHAPES[shape],
+        **SHAPES[name],
+        **packed,
         "synthetic": {"shape": shape, "seed": seed},
     }
+
+
+def _parts(shape: str) -> tuple[str, float | None]:
+    """The name and the bits of EXL2 of "7b-4.0bpw"; None for bfloat16. Raises InvalidRequest for bits out of range."""
+    packed = _PACKED.fullmatch(shape)
+    if packed is None:
+        return shape, None
+    bits = float(packed[2])
+    if not LEAST_BITS <= bits <= MOST_BITS:
+        raise InvalidRequest(
+            f"EXL2 has {LEAST_BITS} to {MOST_BITS} bits for each weight, not {packed[2]}", param="shape"
+        )
+    return packed[1], bits
 
 
 def tensor_shapes(config: Config) -> TensorShapes:
@@ -136,17 +158,18 @@ def tensor_shapes(config: Config) -> TensorShapes:
     return shapes
 
 
-def _write_weights(folder: Path, shapes: TensorShapes, generator: torch.Generator) -> None:
+def _write_weights(folder: Path, shapes: TensorShapes, draw: _Draw) -> None:
     shards = list(_shards(shapes))
     single = len(shards) == 1
     weight_map: dict[str, str] = {}
+    total = 0
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {key: _draw(key, shape, generator) for key, shape in shard.items()}
+        tensors = {name: tensor for key, shape in shard.items() for name, tensor in draw(key, shape).items()}
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, name)
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
     if not single:
-        total = sum(_nbytes(shape) for shape in shapes.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
@@ -161,6 +184,25 @@ def _shards(shapes: TensorShapes) -> Iterator[TensorShapes]:
         shard[name] = shape
         size += _nbytes(shape)
     yield shard
+
+
+def _drawing(bits: float | None, generator: torch.Generator) -> _Draw:
+    """What makes the stored tensors of each weight."""
+
+    def draw(name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        if bits is None or not _is_packed(name, shape):
+            tensor = _draw(name, shape, generator)
+            return {name: tensor if bits is None else tensor.half()}
+        own = HEAD_BITS if name == "lm_head.weight" else bits
+        parts = random_linear(shape[1], shape[0], own, generator)
+        return {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+
+    return draw
+
+
+def _is_packed(name: str, shape: tuple[int, ...]) -> bool:
+    """EXL2 leaves norms, the embedding and the gates of experts as they are."""
+    return len(shape) == 2 and not name.endswith(("embed_tokens.weight", "block_sparse_moe.gate.weight"))
 
 
 def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
