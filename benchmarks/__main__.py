@@ -13,13 +13,14 @@ import platformdirs
 
 from benchmarks import goals
 from benchmarks.driver import Driver, Plan, all_turns
+from benchmarks.engine_process import EngineFailed
 from benchmarks.machine import this_machine
 from benchmarks.pace import Pace
 from benchmarks.page import write_section
 from benchmarks.places import ROOT, Places
 from benchmarks.report import markdown
-from benchmarks.results import Goal, Results
-from benchmarks.rows import chosen
+from benchmarks.results import Failure, Goal, Results
+from benchmarks.rows import OURS, chosen
 
 PAGE = ROOT / "docs" / "performance.md"
 TITLES = {"bench-cpu": "On a CPU, against what was promised", "bench-peers": "On a CPU, beside other engines"}
@@ -47,7 +48,10 @@ def main(arguments: list[str]) -> int:
         driver.measure(shape, pace)
         if given.goals:
             _say(f"{shape}: prefill, shared prefix and load")
-            others += goals.measured(shape, places, plan.rounds)
+            try:
+                others += goals.measured(shape, places, plan.rounds)
+            except EngineFailed as error:
+                driver.measured.failures.append(Failure(shape, OURS, str(error)))
     results = Results(
         machine=machine,
         date=f"{date.today():%Y-%m-%d}",

@@ -61,12 +61,14 @@ class EngineProcess:
     def pause(self) -> None:
         """Keep it and its children from running."""
         for process in self._family():
-            process.suspend()
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
 
     def resume(self) -> None:
         """Let it run."""
         for process in self._family():
-            process.resume()
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
 
     def close(self) -> None:
         """End it and its children."""

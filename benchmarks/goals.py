@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 import torch
 
+from benchmarks.engine_process import EngineFailed
 from benchmarks.machine import usable_cores
-from benchmarks.places import ROOT, Places, environment
+from benchmarks.places import ROOT, Places, environment, last_words
 from benchmarks.protocol import Given
 from benchmarks.results import Goal, Spread
 from benchmarks.rows import ROWS
@@ -56,11 +57,13 @@ PROMISES = {
 
 
 def measured(shape: str, places: Places, rounds: int) -> list[Goal]:
-    """Each promise over some rounds, in a process of its own. Raises CalledProcessError where the engine fails."""
+    """Each promise over some rounds, in a process of its own. Raises EngineFailed."""
     model = places.model(shape, ROWS[0])
     command = [sys.executable, "-m", "benchmarks.goals", str(model), shape, str(rounds)]
     with places.log(shape, "goals").open("wb") as log:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment({}), check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment({}), check=False)
+    if done.returncode:
+        raise EngineFailed(f"prefill, prefix and load: {last_words(places.log(shape, 'goals'))}")
     shares = msgspec.json.decode(done.stdout, type=dict[str, list[float]])
     return [
         Goal(shape, promise.title, Spread.of(shares[key]), promise.bound, promise.at_most)
