@@ -42,10 +42,15 @@ def plan(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def _validated(given: argparse.Namespace, show: Show) -> str:
-    from console.planning.validation import LOADS, validate, validation_text
+    from console.planning.comparing import compared, validation_text
+    from console.planning.validation import LOADS, validate, validate_kept
 
-    found = asyncio.run(validate(given.model, tuple(LOADS), rounds=given.validate, seconds=15.0, show=show))
-    return _json(found) if given.as_json else validation_text(found)
+    loads = tuple(LOADS)
+    kept = compared(asyncio.run(validate_kept(given.model, loads, seconds=30.0, show=show)))
+    found = compared(asyncio.run(validate(given.model, loads, rounds=given.validate, seconds=10.0, show=show)))
+    if given.as_json:
+        return _json({"timekeepers": kept, "model": found})
+    return f"Workers that only keep time\n\n{validation_text(kept)}\n\n{given.model}\n\n{validation_text(found)}"
 
 
 def _answered(given: argparse.Namespace, show: Show) -> PlanReport:

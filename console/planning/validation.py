@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import statistics
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,75 +11,33 @@ import msgspec
 from console.bench.engines import all_ready
 from console.bench.plan import Plan, plan_for
 from console.bench.progress import Show
-from console.bench.table import table
+from console.planning.comparing import Answer, Run, simulated_answers
 from console.planning.measuring import MeasuredWorker
+from console.planning.real_runs import ask_engine
 from console.planning.steps import Design
-from engine.config import EngineConfig, SamplingParams
+from console.planning.timekeeper import VOCAB_SIZE, TimekeepingBackend
+from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import WorkerFailed
-from engine.request import GenerateRequest
 from engine.simulation.cluster import Cluster, FrontDoor
 from engine.simulation.demand import Ask, Lengths, Mix, OpenDemand, TraceDemand
 from engine.simulation.fit import fit_steps
-from engine.simulation.outcome import Outcome, Percentiles
 from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import StepCosts, StepSample
 
-LoadName = Literal["light", "near", "overload", "bursty"]
-LOADS: dict[LoadName, tuple[float, float]] = {
-    "light": (0.35, 1.0),
-    "near": (0.8, 1.0),
-    "overload": (1.4, 1.0),
-    "bursty": (0.6, 3.0),
-}
-"""Each load's rate, as a share of what the worker can do, and the burstiness of its arrivals."""
+LoadName = Literal["light", "near", "overload"]
+LOADS: dict[LoadName, tuple[float, float]] = {"light": (0.35, 1.0), "near": (0.75, 1.0), "overload": (3.0, 0.3)}
+"""Each load's rate, as a share of what the worker can do, and for how much of the time of a run requests come: an
+overload is short, as its queue takes three times as long to be worked off."""
 
-MIX = Mix(prompt=Lengths(64, 192), output=Lengths(48, 112))
+MIX = Mix(prompt=Lengths(64, 192), output=Lengths(24, 56))
 MAX_PROMPTS = 16
 CONTEXT_TOKENS = 1024
+_COUNTED_S = 1.5
 FRONT = FrontDoor(request_s=250e-6, output_s=15e-6, slot_s=5e-6, shared=1.0)
 """Without HTTP, and on the cores of the worker."""
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What is compared."""
-
-    output_tokens_per_s: float
-    ttft_p50_s: float
-    ttft_p95_s: float
-    tpot_p95_s: float
-    e2e_p95_s: float
-
-
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a load. scale: what the fitted costs were multiplied with for the speed of the machine around it."""
-
-    load: str
-    rate_per_s: float
-    requests: int
-    fit_error: float
-    real: Figures
-    simulated: Figures
-
-    def off(self, name: str) -> float:
-        """How far the simulator is off, as a share of what was real."""
-        real: float = getattr(self.real, name)
-        simulated: float = getattr(self.simulated, name)
-        return simulated / real - 1
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """A real request: when it was due, had its first token, had its last one, and how many it had."""
-
-    due_s: float
-    first_s: float
-    last_s: float
-    tokens: int
-
-
-async def validate(
-    model: str, loads: Sequence[LoadName], *, rounds: int, seconds: float, show: Show
-) -> list[Comparison]:
+async def validate(model: str, loads: Sequence[LoadName], *, rounds: int, seconds: float, show: Show) -> list[Run]:
     """Each load `rounds` times for `seconds`, steps measured before and after each run. Raises EngineError."""
     plan = plan_for(model, threads=None, rounds=rounds)
     config = EngineConfig(max_prompts=MAX_PROMPTS, max_queue=100_000, timeout_s=0)
@@ -100,44 +56,55 @@ async def validate(
         await all_ready(engine, 1)
         async with MeasuredWorker(model, design, plan.threads) as worker:
             await _warm(engine, plan, worker)
-            found = []
+            found: list[Run] = []
             before = await worker.steps(seconds)
             for number in range(rounds):
                 for load in loads:
                     show(f"{load}, round {number + 1} of {rounds}")
-                    run = await _run(engine, plan, worker, load, number, before, seconds)
-                    found.append(run[0])
-                    before = run[1]
+                    share, length = LOADS[load]
+                    rate = share * _capacity_per_s(_cluster(fit_steps(before).costs), MIX)
+                    asks = list(OpenDemand(MIX, rate_per_s=rate, duration_s=length * seconds, seed=number).first())
+                    busy_s = await _busy_s(engine)
+                    answers = await ask_engine(engine, plan.vocab_size, asks)
+                    busy_s = await _busy_s(engine) - busy_s
+                    after = await worker.steps(seconds)
+                    found.append(_compared(load, rate, asks, answers, [*before, *after], busy_s))
+                    before = after
             return found
     finally:
         await engine.close(drain_s=0)
 
 
-async def _run(
-    engine: Engine,
-    plan: Plan,
-    worker: MeasuredWorker,
+def _compared(
     load: LoadName,
-    number: int,
-    before: list[StepSample],
-    seconds: float,
-) -> tuple[Comparison, list[StepSample]]:
-    share, cv = LOADS[load]
-    rate = share * capacity_per_s(fit_steps(before).costs)
-    asks = list(OpenDemand(MIX, rate_per_s=rate, duration_s=seconds, cv=cv, seed=number).first())
-    answers = await _really(engine, plan, asks)
-    after = await worker.steps(seconds)
-    fit = fit_steps([*before, *after])
-    outcome = simulate(_cluster(fit.costs), TraceDemand(asks))
-    comparison = Comparison(
+    rate: float,
+    asks: Sequence[Ask],
+    answers: list[Answer],
+    samples: Sequence[StepSample],
+    busy_s: float,
+) -> Run:
+    """Simulate what was really run, with the costs of these steps. The fit sets outliers apart, which slow a run all
+    the same, so their seconds count in."""
+    fit = fit_steps(samples)
+    told_s = sum(fit.costs.seconds(sample.shape) for sample in samples)
+    costs = fit.costs.slower(sum(sample.seconds for sample in samples) / told_s)
+    outcome = simulate(_cluster(costs), TraceDemand(asks))
+    slowness = busy_s / (outcome.utilisation[0] * outcome.seconds)
+    return Run(
         load=load,
         rate_per_s=rate,
-        requests=len(asks),
         fit_error=fit.error_median,
-        real=_figures(answers),
-        simulated=_figures(_simulated(outcome)),
+        slowness=slowness,
+        real=answers,
+        simulated=simulated_answers(outcome),
+        at_speed=simulated_answers(simulate(_cluster(costs.slower(slowness)), TraceDemand(asks))),
     )
-    return comparison, after
+
+
+async def _busy_s(engine: Engine) -> float:
+    """Seconds that the worker was in steps so far, which the engine counts together once a second."""
+    await asyncio.sleep(_COUNTED_S)
+    return engine.snapshot().insight.session.busy_s
 
 
 def _cluster(costs: StepCosts) -> Cluster:
@@ -152,77 +119,69 @@ def _cluster(costs: StepCosts) -> Cluster:
     )
 
 
-def capacity_per_s(costs: StepCosts) -> float:
-    """Requests of MIX per second that a worker answers when it always has enough of them."""
-    asks = [msgspec.structs.replace(ask, at_s=0.0) for ask in OpenDemand(MIX, rate_per_s=100, duration_s=3.0).first()]
-    return len(asks) / simulate(_cluster(costs), TraceDemand(asks)).seconds
+def _capacity_per_s(cluster: Cluster, mix: Mix) -> float:
+    """Requests of this mix per second that the cluster answers when it always has enough of them."""
+    asks = [msgspec.structs.replace(ask, at_s=0.0) for ask in OpenDemand(mix, rate_per_s=100, duration_s=3.0).first()]
+    return len(asks) / simulate(cluster, TraceDemand(asks)).seconds
 
 
 async def _warm(engine: Engine, plan: Plan, worker: MeasuredWorker) -> None:
     """The first steps of a process are slower."""
     await worker.steps(0)
-    await _really(engine, plan, [Ask(at_s=0.0, prompt_tokens=100, output_tokens=40) for _ in range(MAX_PROMPTS)])
-
-
-async def _really(engine: Engine, plan: Plan, asks: Sequence[Ask]) -> list[Answer]:
-    """Send the requests when they are due, to the engine, and read their answers."""
-    source = random.Random(f"{len(asks)} {asks[-1].at_s}")
-    prompts = [source.choices(range(plan.vocab_size), k=ask.prompt_tokens) for ask in asks]
-    began_s = asyncio.get_running_loop().time()
-    return await asyncio.gather(
-        *(_answer(engine, ask, prompt, began_s) for ask, prompt in zip(asks, prompts, strict=True))
+    await ask_engine(
+        engine, plan.vocab_size, [Ask(at_s=0.0, prompt_tokens=100, output_tokens=40) for _ in range(MAX_PROMPTS)]
     )
 
 
-async def _answer(engine: Engine, ask: Ask, prompt: list[int], began_s: float) -> Answer:
-    clock = asyncio.get_running_loop().time
-    await asyncio.sleep(began_s + ask.at_s - clock())
-    params = SamplingParams(temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True, seed=0)
-    first_s, tokens = 0.0, 0
-    async for delta in engine.submit(GenerateRequest(prompt_ids=prompt, params=params, source="bench")):
-        if delta.token_ids and not tokens:
-            first_s = clock()
-        tokens = delta.output_tokens
-        if delta.finish not in (None, "length"):
-            raise WorkerFailed(delta.error.message if delta.error else f"an answer ended with {delta.finish}")
-    return Answer(ask.at_s, first_s - began_s, clock() - began_s, tokens)
-
-
-def _simulated(outcome: Outcome) -> list[Answer]:
-    return [Answer(each.ask.at_s, each.first_s or 0.0, each.ended_s, each.output_tokens) for each in outcome.served]
-
-
-def _figures(answers: Sequence[Answer]) -> Figures:
-    seconds = max(each.last_s for each in answers) - min(each.due_s for each in answers)
-    ttft = Percentiles.of(each.first_s - each.due_s for each in answers)
-    return Figures(
-        output_tokens_per_s=sum(each.tokens for each in answers) / seconds,
-        ttft_p50_s=ttft.p50,
-        ttft_p95_s=ttft.p95,
-        tpot_p95_s=Percentiles.of((each.last_s - each.first_s) / max(1, each.tokens - 1) for each in answers).p95,
-        e2e_p95_s=Percentiles.of(each.last_s - each.due_s for each in answers).p95,
-    )
-
-
-_SHOWN = (
-    ("output_tokens_per_s", "tok/s", 1.0, "{:.0f}"),
-    ("ttft_p50_s", "TTFT p50 ms", 1e3, "{:.0f}"),
-    ("ttft_p95_s", "TTFT p95 ms", 1e3, "{:.0f}"),
-    ("tpot_p95_s", "TPOT p95 ms", 1e3, "{:.1f}"),
-    ("e2e_p95_s", "E2E p95 ms", 1e3, "{:.0f}"),
+KEPT = Cluster(
+    costs=StepCosts(fixed_s=0.02, decode_s=4e-4, context_token_s=1e-6, prompt_token_s=1e-4),
+    workers=2,
+    max_prompts=8,
+    kv_tokens=8192,
+    max_model_len=2048,
+    max_queue=100_000,
+    timeout_s=0.0,
+    front=msgspec.structs.replace(FRONT, shared=0.0),
 )
+"""Workers like a card with a 7B model, whose steps take their time by sleeping."""
+KEPT_MIX = Mix(prompt=Lengths(100, 300), output=Lengths(10, 40))
 
 
-def validation_text(found: Sequence[Comparison]) -> str:
-    """Medians over the rounds of each load: real, simulated, and by how much the simulator is off."""
-    rows = []
-    for load in dict.fromkeys(each.load for each in found):
-        runs = [each for each in found if each.load == load]
-        for name, title, unit, form in _SHOWN:
-            real = statistics.median(getattr(each.real, name) for each in runs)
-            simulated = statistics.median(getattr(each.simulated, name) for each in runs)
-            offs = sorted(each.off(name) for each in runs)
-            spread = f"{offs[0]:+.0%} to {offs[-1]:+.0%}"
-            numbers = (form.format(unit * real), form.format(unit * simulated))
-            rows.append([f"{load}: {title}", *numbers, f"{statistics.median(offs):+.1%}", spread])
-    return table(["", "real", "simulated", "off", "least to most"], rows)
+async def validate_kept(model: str, loads: Sequence[LoadName], *, seconds: float, show: Show) -> list[Run]:
+    """Real workers that only keep time, under each load for `seconds`. model: whose tokenizer they take."""
+    plan = plan_for(model, threads=1, rounds=1)
+    config = EngineConfig(
+        num_workers=KEPT.workers,
+        max_prompts=KEPT.max_prompts,
+        max_queue=KEPT.max_queue,
+        timeout_s=0,
+        worker_host="thread",
+    )
+    engine = Engine(config, backend_factory=TimekeepingBackend.factory(KEPT))
+    await engine.start()
+    try:
+        await engine.load(plan.spec)
+        await all_ready(engine, KEPT.workers)
+        found = []
+        capacity = _capacity_per_s(KEPT, KEPT_MIX)
+        for load in loads:
+            show(f"workers that keep time: {load}")
+            share, length = LOADS[load]
+            demand = OpenDemand(KEPT_MIX, rate_per_s=share * capacity, duration_s=length * seconds, seed=1)
+            asks = list(demand.first())
+            answers = await ask_engine(engine, VOCAB_SIZE, asks)
+            outcome = simulated_answers(simulate(KEPT, TraceDemand(asks)))
+            found.append(
+                Run(
+                    load=load,
+                    rate_per_s=share * capacity,
+                    fit_error=0.0,
+                    slowness=1.0,
+                    real=answers,
+                    simulated=outcome,
+                    at_speed=outcome,
+                )
+            )
+        return found
+    finally:
+        await engine.close(drain_s=0)

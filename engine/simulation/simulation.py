@@ -4,14 +4,11 @@ pages and outbox. What takes time is told by step costs, and the front door by w
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterator
 from functools import partial
 
 from engine.backends.base import FinishReason
-from engine.config import SamplingParams
 from engine.desk import MAX_DEATHS
-from engine.dispatch.choose import Slot
 from engine.dispatcher import Dispatcher
 from engine.lane import Lane
 from engine.request import Request
@@ -20,8 +17,9 @@ from engine.simulation.cluster import Cluster, Death
 from engine.simulation.demand import Ask, Demand
 from engine.simulation.front_door import FrontDoorLoad
 from engine.simulation.outcome import WHOLE, Fate, Moment, Outcome, Served, Window
+from engine.simulation.requests import request_of
+from engine.simulation.station import Station
 from engine.simulation.worker import SALT, SimulatedWorker, Stretch
-from engine.stream import RequestStream
 from engine.usage import UsageMeter
 from engine.worker.protocol import RequestOutput, StepBatch
 
@@ -34,32 +32,6 @@ def simulate(cluster: Cluster, demand: Demand, window: Window = WHOLE) -> Outcom
     return _Simulation(cluster.validate(), demand, window).run()
 
 
-class _Station:
-    """A worker's place: the worker that is there, None while it is dead; and, as the engine sees it, which worker that
-    is and its requests."""
-
-    __slots__ = ("active", "busy_s", "index", "known", "slot", "steps", "wakes", "worker")
-
-    def __init__(self, index: int, worker: SimulatedWorker, max_prompts: int) -> None:
-        self.index = index
-        self.worker: SimulatedWorker | None = worker
-        self.known: SimulatedWorker | None = worker
-        self.slot = Slot(worker=worker.id, active=0, max_prompts=max_prompts)
-        self.active: dict[str, Request] = {}
-        self.busy_s = 0.0
-        self.steps = 0
-        self.wakes = False
-
-    def busy_until(self, now: float) -> float:
-        """Seconds that its workers were in steps until now."""
-        return self.busy_s + (self.worker.busy_until(now) if self.worker is not None else 0.0)
-
-    def count(self) -> None:
-        """Tell the slot how many requests there are; one that works on a suspect is full."""
-        guarded = any(request.suspect for request in self.active.values())
-        self.slot.active = self.slot.max_prompts if guarded else len(self.active)
-
-
 class _Simulation:
     def __init__(self, cluster: Cluster, demand: Demand, window: Window) -> None:
         self._cluster = cluster
@@ -69,7 +41,7 @@ class _Simulation:
         dispatcher = Dispatcher(page_tokens=cluster.page_tokens, salt=SALT)
         self._lane = Lane(dispatcher, UsageMeter("simulated"), 0.0)
         self._stations = [
-            _Station(number, SimulatedWorker(f"w{number}", cluster), cluster.max_prompts)
+            Station(number, SimulatedWorker(f"w{number}", cluster), cluster.max_prompts)
             for number in range(cluster.workers)
         ]
         self._by_id = {station.slot.worker: station for station in self._stations}
@@ -152,7 +124,8 @@ class _Simulation:
             self._conclude(served, "refused", now)
             return
         served.admitted_s = now
-        request = self._request(ask, now)
+        self._made += 1
+        request = request_of(ask, self._made, self._lane, cluster.timeout_s, now)
         self._served[request.id] = served
         self._count_live(+1, now)
         self._lane.enter(request, now)
@@ -164,30 +137,6 @@ class _Simulation:
         queued = self._lane.queued
         limit = self._cluster.max_queue
         return queued >= limit and queued >= limit + sum(slot.free for slot in self._slots)
-
-    def _request(self, ask: Ask, now: float) -> Request:
-        self._made += 1
-        number = self._made
-        shared = array("I", [ask.group]) * ask.shared_tokens if ask.group >= 0 else array("I")
-        prompt_ids = shared + array("I", [0x8000_0000 + number]) * (ask.prompt_tokens - len(shared))
-        params = SamplingParams(max_tokens=ask.output_tokens, ignore_eos=True, seed=0)
-        name = str(number)
-        return Request(
-            id=name,
-            source="simulation",
-            priority=0,
-            order=number,
-            prompt_ids=prompt_ids,
-            params=params,
-            asked=params,
-            end_token_ids=(),
-            timeout_s=self._cluster.timeout_s,
-            created=now,
-            stream=RequestStream(name, len(prompt_ids), _nothing),
-            lane=self._lane,
-            client=ask.client,
-            created_at=0.0,
-        )
 
     # -- requests go to workers ---------------------------------------------------------------------------------
 
@@ -206,14 +155,14 @@ class _Simulation:
             placed_s = self._front.take(self._front.costs.slot_s * len(self._slots), now)
             self._agenda.at(placed_s + self._cluster.hop_s, partial(self._submit, station, request))
 
-    def _submit(self, station: _Station, request: Request, now: float) -> None:
+    def _submit(self, station: Station, request: Request, now: float) -> None:
         worker = station.worker
         if worker is None or station.active.get(request.wire_id) is not request or request.taken is not None:
             return  # it died, or the request ended, meanwhile
         request.taken = len(request.generated)
         self._commanded(station, worker.submit(request.for_backend(), now), now)
 
-    def _commanded(self, station: _Station, ends_s: float | None, now: float) -> None:
+    def _commanded(self, station: Station, ends_s: float | None, now: float) -> None:
         worker = station.worker
         assert worker is not None, "a dead worker is told nothing"
         if ends_s is not None and worker.stretch is not None:
@@ -222,14 +171,14 @@ class _Simulation:
             station.wakes = True
             self._agenda.at(now, partial(self._wake, station, worker), last=True)
 
-    def _wake(self, station: _Station, worker: SimulatedWorker, now: float) -> None:
+    def _wake(self, station: Station, worker: SimulatedWorker, now: float) -> None:
         station.wakes = False
         if station.worker is worker and worker.idle:
             self._begin(station, worker, now)
 
     # -- workers step -------------------------------------------------------------------------------------------
 
-    def _begin(self, station: _Station, worker: SimulatedWorker, now: float) -> None:
+    def _begin(self, station: Station, worker: SimulatedWorker, now: float) -> None:
         held = worker.flush()
         if held is not None:
             self._tell(station, worker, held, 1, now)
@@ -240,9 +189,7 @@ class _Simulation:
             self._front.stream(self._share(worker, stretch), now)
         self._agenda.at(stretch.ends_s, partial(self._ended, station, worker, stretch, stretch.ends_s))
 
-    def _ended(
-        self, station: _Station, worker: SimulatedWorker, stretch: Stretch, planned_s: float, now: float
-    ) -> None:
+    def _ended(self, station: Station, worker: SimulatedWorker, stretch: Stretch, planned_s: float, now: float) -> None:
         if station.worker is not worker or worker.stretch is not stretch or stretch.ends_s != planned_s:
             return  # it died, or what it did was cut short
         if stretch.pace is not None:
@@ -267,12 +214,12 @@ class _Simulation:
         taken, self._stolen_s = busy_s - self._stolen_s, busy_s
         return shared * taken
 
-    def _tell(self, station: _Station, worker: SimulatedWorker, batch: StepBatch, messages: int, now: float) -> None:
+    def _tell(self, station: Station, worker: SimulatedWorker, batch: StepBatch, messages: int, now: float) -> None:
         work_s = self._front.costs.output_s * len(batch.outputs) if messages == 1 else 0.0
         done_s = self._front.take(work_s, now + self._cluster.hop_s)
         self._agenda.at(done_s, partial(self._told, station, worker, batch, messages))
 
-    def _told(self, station: _Station, worker: SimulatedWorker, batch: StepBatch, messages: int, now: float) -> None:
+    def _told(self, station: Station, worker: SimulatedWorker, batch: StepBatch, messages: int, now: float) -> None:
         if station.known is not worker:
             return  # what it told is nobody's any more
         self._lane.stepped(station.slot.worker, batch)
@@ -298,7 +245,7 @@ class _Simulation:
 
     # -- requests end -------------------------------------------------------------------------------------------
 
-    def _finish(self, station: _Station | None, request: Request, reason: FinishReason, now: float) -> None:
+    def _finish(self, station: Station | None, request: Request, reason: FinishReason, now: float) -> None:
         if request.finish is not None:
             return
         request.finish = reason
@@ -345,14 +292,14 @@ class _Simulation:
             self._agenda.at(now + death.detected_s, partial(self._lose, station))
             self._agenda.at(now + death.detected_s + death.restart_s, partial(self._restart, station))
 
-    def _retire(self, station: _Station) -> None:
+    def _retire(self, station: Station) -> None:
         worker, station.worker = station.worker, None
         if worker is not None:
             station.busy_s += worker.busy_s
             station.steps += worker.steps
             self._outcome.preemptions += worker.scheduler.counters.preemptions
 
-    def _lose(self, station: _Station, now: float) -> None:
+    def _lose(self, station: Station, now: float) -> None:
         """The engine knows: its requests go back to the head of the queue, and whoever saw too many deaths fails."""
         station.known = None
         self._slots.remove(station.slot)
@@ -369,12 +316,8 @@ class _Simulation:
                 self._lane.enter(request, now)
         self._assign(now)
 
-    def _restart(self, station: _Station, now: float) -> None:
+    def _restart(self, station: Station, now: float) -> None:
         station.worker = station.known = SimulatedWorker(station.slot.worker, self._cluster)
         station.wakes = False
         self._slots.append(station.slot)
         self._assign(now)
-
-
-def _nothing() -> None:
-    """What cancelling a simulated request's stream does: nobody reads it."""
