@@ -216,7 +216,7 @@ class Settings(ServedSettings):
     draft_tokens: Annotated[
         int | None,
         Flag("Engine", "N", example=4, when="load"),
-        Field(ge=1, le=7, description="Most tokens to guess ahead per step"),
+        Field(ge=1, le=8, description="Most tokens to guess ahead per step (ExLlamaV2 takes 7)"),
     ] = None
     attention: Annotated[
         AttentionName,

@@ -121,8 +121,8 @@ class EngineTarget:
 
     async def guess(self, tokens: int) -> None:
         """EngineHere: where it guesses so already, nothing is done."""
-        spec = self._spec
-        if tokens == (spec.draft_tokens if spec.ngram_draft else 0):
+        spec = self._engine.status.spec  # None where the load before was refused
+        if spec is not None and tokens == (spec.draft_tokens if spec.ngram_draft else 0):
             return
         await self._load({"ngram_draft": True, "draft_tokens": tokens} if tokens else {"ngram_draft": False})
 

@@ -12,7 +12,7 @@ from console.bench.result import Column, Published
 from console.bench.summary import Values, columns, summarised
 from console.bench.target import EngineHere, Target
 from console.bench.workload import Mix
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, ModelLoadFailed
 
 _STUDY = "a study of text-generation-inference, fixed inputs"
 _SECONDS = {24: 664.0, 64: 561.0, 128: 554.0, 256: 568.0}
@@ -85,5 +85,5 @@ class Threads(Plan, frozen=True, kw_only=True):
 async def _guess(here: EngineHere, tokens: int) -> None:
     try:
         await here.guess(tokens)
-    except InvalidRequest as error:
+    except (InvalidRequest, ModelLoadFailed) as error:
         raise SkipPart(f"Guessing {tokens} tokens ahead was not measured: {error.message}") from error
