@@ -27,7 +27,7 @@ _WAIT_S = 0.2
 
 @dataclass(slots=True)
 class Meter:
-    """What came in a slice. since: when the setting was in use; of requests before that, first tokens do not count."""
+    """What came in a slice. since: when the setting had settled; of requests before that, first tokens do not count."""
 
     slo: Slo
     since: float
@@ -99,10 +99,10 @@ class Load:
         Raises WorkerFailed where nothing is answered.
         """
         meter = self._meter
-        meter.since = time.perf_counter()
         self._error = None
         await asyncio.sleep(settle_s)
-        meter.cut(time.perf_counter())
+        meter.since = time.perf_counter()  # new clients all ask at once, and wait for each other
+        meter.cut(meter.since)
         slices: list[Slice] = []
         longest = SLICES * LONGEST if meter.slo.ttft_s is not None else SLICES
         while len(slices) < SLICES or (_few(slices) and len(slices) < longest):
