@@ -69,8 +69,9 @@ def as_text(found: Estimate, width: int | None = None) -> str:
     """A table for a terminal of `width` columns, or for a file; nothing but plain characters."""
     wide = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns) if width is None else width
     workers = f"{found.workers} worker{'s' if found.workers > 1 else ''} of {found.max_prompts} prompts"
+    made = "" if found.weights == "auto" else f" with {found.weights} weights"
     head = (
-        f"{found.model}: {found.backend}, {found.dtype}, context {found.context_tokens:,} tokens, {workers}",
+        f"{found.model}: {found.backend}, {found.dtype}{made}, context {found.context_tokens:,} tokens, {workers}",
         f"A worker's weights take {_mib(found.weights_bytes)} MiB, a token of the {found.cache_bits}-bit KV cache "
         f"{found.kv_token_bytes / 1024:,.1f} KiB.",
     )

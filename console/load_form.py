@@ -12,12 +12,14 @@ import msgspec
 from console.links.models import LoadSettings
 from engine.models.catalog import ModelEntry
 
-FieldName = Literal["num_workers", "max_prompts", "max_model_len", "cache_bits", "dtype"]
+FieldName = Literal["num_workers", "max_prompts", "max_model_len", "cache_bits", "weights", "dtype"]
 Value = int | str
 
 MAX_WORKERS, MAX_PROMPTS, MAX_CONTEXT = 64, 4096, 10_000_000
 _LEAST_CONTEXT = 256
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
+_WEIGHTS = ("auto", "int8", "int4")
+_OF_TORCH = ("weights", "dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ _FIELDS = (
     Field("max_prompts", "max prompts", MAX_PROMPTS),
     Field("max_model_len", "context", MAX_CONTEXT),
     Field("cache_bits", "KV bits"),
+    Field("weights", "weights"),
     Field("dtype", "dtype"),
 )
 
@@ -49,7 +52,7 @@ class LoadForm:
     @property
     def fields(self) -> tuple[Field, ...]:
         """Those that mean something to the model's backend."""
-        return tuple(field for field in _FIELDS if field.name != "dtype" or self.entry.backend == "torch")
+        return tuple(field for field in _FIELDS if field.name not in _OF_TORCH or self.entry.backend == "torch")
 
     def is_own(self, name: FieldName) -> bool:
         """Whether the load sets it itself."""
@@ -61,7 +64,9 @@ class LoadForm:
         value = getattr(self.defaults, name) if own is None else own
         if name == "max_model_len" and value is None:
             return self.entry.context_tokens
-        return value if value is not None else 0
+        if value is None:
+            return "auto" if name in _OF_TORCH else 0
+        return value
 
     def origin(self, name: FieldName) -> str:
         """Where a value comes from, in a word or two."""
@@ -109,6 +114,8 @@ class LoadForm:
                 return sorted({*(rung for rung in _rungs(_LEAST_CONTEXT, whole)), whole})
             case "cache_bits":
                 return (4, 6, 8, 16) if self.entry.backend == "exllamav2" else (4, 8, 16)
+            case "weights":
+                return _WEIGHTS
             case "dtype":
                 return _DTYPES
 

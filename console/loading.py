@@ -70,6 +70,7 @@ def requested_spec(settings: Settings, name: str, path: Path, backend: BackendKi
         name=(Path(name).name or name) if "/" in name and path == home_expanded(name) else name,
         backend=backend,
         dtype=settings.dtype,
+        weights=settings.weights,
         max_model_len=settings.max_model_len,
         max_input_len=settings.max_input_len,
         cache_bits=settings.effective_cache_bits,

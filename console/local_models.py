@@ -36,6 +36,7 @@ class LocalModels:
             max_model_len=settings.max_model_len,
             cache_bits=settings.effective_cache_bits,
             dtype=settings.dtype,
+            weights=settings.weights,
         )
 
     def fetching(self) -> Fetching | None:

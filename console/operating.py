@@ -30,6 +30,7 @@ _SETTINGS = {
     "idle_unload_s": "idle_unload",
     "max_model_len": "max_model_len",
     "cache_bits": "cache_bits",
+    "weights": "weights",
     "gpu_split": "gpu_split",
 }
 """Fields of an order, and the settings that they stand for."""

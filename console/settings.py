@@ -26,7 +26,15 @@ from console.setting_values import (
     SimulatedDevices,
     whole_number,
 )
-from engine.config import MAX_STRETCH, MAX_THREADS, MAX_TIMEOUT_S, STEP_TOKENS, AttentionName, CacheBits
+from engine.config import (
+    MAX_STRETCH,
+    MAX_THREADS,
+    MAX_TIMEOUT_S,
+    STEP_TOKENS,
+    AttentionName,
+    CacheBits,
+    WeightsName,
+)
 from engine.models.files import home_expanded
 
 __all__ = ["Flag", "Group", "Settings", "When"]
@@ -81,6 +89,11 @@ class Settings(ServedSettings):
         Literal["auto", "bfloat16", "float16", "float32"],
         Flag("Model", backends=("torch",)),
         Field(description="Type of weights and activations"),
+    ] = "auto"
+    weights: Annotated[
+        WeightsName,
+        Flag("Model", backends=("torch",)),
+        Field(description="Weights made into so many bits at load, on a CPU; auto keeps them in their dtype"),
     ] = "auto"
     deterministic: Annotated[
         bool,

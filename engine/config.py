@@ -17,6 +17,7 @@ DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 WorkerHostName = Literal["process", "thread"]
 CacheBits = Literal[16, 8, 6, 4]
 AttentionName = Literal["auto", "native", "flash", "triton", "varlen", "gathered"]
+WeightsName = Literal["auto", "int8", "int4"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
 MAX_LOGPROBS = 20
@@ -263,6 +264,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     path: a folder with config.json and safetensors.  name: what clients call it.
     max_model_len, max_input_len: tokens; None takes the model's own context length.
+    weights: what the weights of linear layers are made into at load; "auto" leaves them in `dtype`.
     kv_cache_tokens: tokens that the KV pages of one worker hold; None sizes it from max_prompts and free memory.
     gpu_split_gb: GiB of weights per GPU, in device order.  gpu_reserve_mib: MiB left free on each GPU.
     tensor_parallel: split every layer over the GPUs, where the backend and the architecture can.
@@ -280,6 +282,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     backend: BackendName = "auto"
     dtype: DtypeName = "auto"
+    weights: WeightsName = "auto"
     max_model_len: int | None = None
     max_input_len: int | None = None
     kv_cache_tokens: int | None = None

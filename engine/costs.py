@@ -12,9 +12,10 @@ from engine.backends.exllama import sizes as exllama
 from engine.backends.exllama.parts import PAGE_TOKENS as EXLLAMA_PAGE_TOKENS
 from engine.backends.torch.kv_format import HeadFormat, refuse_format
 from engine.backends.torch.kv_size import TYPICAL_TOKENS
+from engine.backends.torch.quantised_size import head_bytes, saved_bytes
 from engine.backends.torch.settings import draft_spec, with_num_experts
 from engine.backends.torch.step_memory import graph_bytes, largest_step, step_bytes
-from engine.config import BackendKind, CacheBits, DeviceShare, ModelSpec
+from engine.config import BackendKind, CacheBits, DeviceShare, ModelSpec, WeightsName
 from engine.facts import ModelFacts
 
 DeviceKind = Literal["cpu", "cuda", "simulated"]
@@ -83,6 +84,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     head_working_bytes: int = 0
     unseen_bytes: int = 0
     shares_weights: bool = False
+    weights: WeightsName = "auto"
     correction: Correction = Correction()
 
     @property
@@ -142,7 +144,7 @@ def costs_of(
     correct: what earlier loads of that identity teach.
     """
     dtype = _dtype(facts, spec, kind, bfloat16)
-    held = (str(facts.path), facts.stamp, facts.backend, dtype, str(spec.cache_bits), kind)
+    held = (str(facts.path), facts.stamp, facts.backend, dtype, spec.weights, str(spec.cache_bits), kind)
     draft = () if facts.draft is None else (str(facts.draft.path), facts.draft.stamp)
     identity = "|".join((*held, *draft))
     bill = _exllama if facts.backend == "exllamav2" else _torch
@@ -190,12 +192,14 @@ def _torch(
 def _torch_alone(
     facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, workload: Workload, dtype: str, identity: str
 ) -> ModelCosts:
-    """Weights are plain numbers of one dtype. On a CPU the pages are gathered, layer by layer, into a buffer."""
+    """Weights are plain numbers of one dtype, those of linear layers in fewer bits where that is asked for. On a CPU
+    the pages are gathered, layer by layer, into a buffer."""
     shape, parts, item = with_num_experts(facts.shape, spec.num_experts), facts.parts, _ITEM_BYTES[dtype]
     context = _context(facts, spec)
     embedding = item * parts.embedding.elements
+    quantised = spec.weights != "auto"
     head = embedding if facts.tied else item * parts.head.elements
-    copied = (
+    copied = quantised or (
         kind == "cpu"
         and embedding <= MAX_HEAD_COPY_BYTES
         and (dtype != "float32" or parts.embedding.elements >= _MIN_HEAD_COPY_ELEMENTS)
@@ -225,9 +229,13 @@ def _torch_alone(
         cache_bits=spec.cache_bits,
         context_tokens=context,
         page_tokens=workload.page_tokens,
-        layer_bytes=tuple(item * layer.elements for layer in parts.layers),
+        weights=spec.weights,
+        layer_bytes=tuple(
+            max(0, item * layer.elements - saved_bytes(shape, number, spec.weights, item))
+            for number, layer in enumerate(parts.layers)
+        ),
         first_bytes=embedding + facts.adapter_bytes,
-        last_bytes=head + item * parts.norm.elements,
+        last_bytes=(head_bytes(shape) if quantised else head) + item * parts.norm.elements,
         joined_bytes=embedding if facts.tied and not copied else 0,
         page_bytes=page_heads * heads.head_bytes,
         device_page_bytes=page_heads * heads.copied_bytes if gathers else 0,

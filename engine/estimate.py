@@ -46,6 +46,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     backend: str
     dtype: str
+    weights: str
     cache_bits: int
     context_tokens: int
     workers: int
@@ -87,6 +88,7 @@ def estimate(
         model=spec.name,
         backend=costs.backend,
         dtype=costs.dtype,
+        weights=costs.weights,
         cache_bits=costs.cache_bits,
         context_tokens=costs.context_tokens,
         workers=workers,

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from engine.config import AdapterSpec, CacheBits
+from engine.config import AdapterSpec, CacheBits, WeightsName
 from engine.estimate import Estimate
 from engine.snapshot import ModelStatus
 
@@ -26,6 +26,7 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     idle_unload_s: float | None = None
     max_model_len: int | None = None
     cache_bits: CacheBits | None = None
+    weights: WeightsName | None = None
     gpu_split: tuple[float, ...] | None = None
 
 

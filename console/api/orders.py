@@ -8,7 +8,7 @@ from pydantic import Field
 
 from console.api.body import Body
 from console.api.operator import LoadOrder
-from engine.config import MAX_TIMEOUT_S, CacheBits
+from engine.config import MAX_TIMEOUT_S, CacheBits, WeightsName
 
 DRAIN_S = 30.0
 MAX_NAME = 256
@@ -29,6 +29,7 @@ class LoadBody(Body):
     idle_unload_s: Seconds = None
     max_model_len: Annotated[int | None, Field(ge=1, le=10**9)] = None
     cache_bits: CacheBits | None = None
+    weights: WeightsName | None = None
     gpu_split: Annotated[list[Annotated[float, Field(gt=0)]] | None, Field(max_length=64)] = None
 
     def order(self) -> LoadOrder:

@@ -21,6 +21,7 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_model_len: int | None = None
     cache_bits: Literal[16, 8, 6, 4] | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = None
+    weights: Literal["auto", "int8", "int4"] | None = None
 
     def given(self) -> dict[str, object]:
         """Those that are set, by their names."""

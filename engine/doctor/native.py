@@ -43,6 +43,6 @@ def instruction_set(machine: str, cpu: Cpu) -> str:
     flags = cpu.flags
     if machine != "x86_64" or not flags >= {"avx2", "fma"}:
         return ""
-    if not flags >= {"avx512_bf16", "avx512vl", "avx512bw"}:
+    if not flags >= {"avx512_bf16", "avx512_vnni", "avx512vl", "avx512bw"}:
         return "avx2"
     return "amx-bf16" if flags >= {"amx_tile", "amx_bf16"} else "avx512-bf16"

@@ -33,6 +33,7 @@ def estimate(**changes: Any) -> Estimate:
         "model": "NeuralHermes-7B",
         "backend": "torch",
         "dtype": "bfloat16",
+        "weights": "auto",
         "cache_bits": 16,
         "context_tokens": 8192,
         "workers": 2,

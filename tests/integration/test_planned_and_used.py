@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.native.build import find_compiler
+from engine.backends.torch.native.kernels import native_isa
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from engine.costs import RUNTIME_BYTES, Workload
 from engine.devices import HostProbe, simulated_readings
@@ -113,6 +115,22 @@ def test_pages_of_few_bits_are_foretold_to_the_byte(tmp_path: Path, bits: int) -
             assert used.working_bytes <= share.working_bytes
         assert model.kv_bytes == model.kv_tokens * 3 * 2 * 2 * {8: 66, 4: 36}[bits]
         backend.unload()
+
+
+@pytest.mark.skipif(native_isa() is None or not find_compiler(), reason="no compiler, or a CPU without AVX2")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_of_few_bits_are_foretold_to_the_byte(tmp_path: Path, shape: str, weights: str) -> None:
+    folder = make_tiny_model(tmp_path, num_hidden_layers=3, **SHAPES[shape])
+    placement, spec = planned(folder, tuple(HostProbe().read()), weights=weights, dtype="bfloat16")
+    backend, model = load(with_placement(spec, placement))
+    for share, used in zip(placement.shares, model.shares, strict=True):
+        assert (share.weights_bytes, share.kv_bytes) == (used.weights_bytes, used.kv_bytes)
+        assert used.working_bytes <= share.working_bytes
+    plain, _ = planned(folder, tuple(HostProbe().read()), dtype="bfloat16")
+    assert placement.shares[0].weights_bytes < plain.shares[0].weights_bytes
+    assert model.linear.endswith(weights)
+    backend.unload()
 
 
 @pytest.mark.parametrize("method", ["exl2", "gptq", "awq", "fp8", "fp8-channel"])

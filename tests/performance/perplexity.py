@@ -1,24 +1,33 @@
-"""What fewer bits for keys and values cost. `python -m tests.performance.perplexity [--conversations N] [--dtype D]`
+"""What fewer bits cost, for keys and values or, with --weights, for weights.
+`python -m tests.performance.perplexity [--weights] [--conversations N] [--dtype D]`
 
 The demo model answers conversations that no training saw. Each answer token is fed by itself over the pages, as when
 answers are generated; printed are the answers' perplexity, the mean KL divergence of the next token to that of 16 bits,
-how often the likeliest token is another one, and what a token's keys and values take.
+how often the likeliest token is another one, and what a token's keys and values or the weights take. Of quantised
+weights it also says what they cost alone, with rows that are not rounded to 8 bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from engine.backends.torch import runner as runners
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.linear import Linear, LinearFactory, PlainLinear
+from engine.backends.torch.quantised_size import Bits
 from engine.backends.torch.runner import ModelRunner
-from engine.config import CacheBits, DtypeName, ModelSpec
+from engine.backends.torch.shared_weights import OwnWeights, WeightStore
+from engine.config import CacheBits, DtypeName, ModelSpec, WeightsName
 from engine.demo import model_path
 from engine.demo.corpus import make_corpus
 from engine.demo.examples import Example, encode
@@ -26,15 +35,15 @@ from engine.demo.examples import Example, encode
 SEED = 977
 PAGE_TOKENS = 16
 BITS: tuple[CacheBits, ...] = (16, 8, 4)
+WEIGHTS: tuple[WeightsName, ...] = ("int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Log probabilities [answer tokens, vocab] in order, of each answer token itself, and bytes of KV per token."""
+    """Log probabilities [answer tokens, vocab] in order, and of each answer token itself."""
 
     predicted: Tensor
     of_answers: Tensor
-    token_bytes: int
 
 
 def held_out(count: int, longest: int) -> list[Example]:
@@ -43,10 +52,34 @@ def held_out(count: int, longest: int) -> list[Example]:
     return [encode(conversation, tokenizer, longest) for conversation in make_corpus(count, SEED)]
 
 
-def load(bits: CacheBits, dtype: DtypeName, examples: Sequence[Example]) -> ModelRunner:
+def load(
+    dtype: DtypeName, examples: Sequence[Example], *, bits: CacheBits = 16, weights: WeightsName = "auto"
+) -> ModelRunner:
     """The demo model with pages for all of `examples`."""
-    spec = ModelSpec(path=model_path(), name="demo", dtype=dtype, device="cpu", cache_bits=bits)
+    spec = ModelSpec(path=model_path(), name="demo", dtype=dtype, device="cpu", cache_bits=bits, weights=weights)
     runner = ModelRunner.load(spec.path, spec, report=lambda progress: None, cancelled=lambda: False)
+    return with_pages(runner, examples)
+
+
+@contextmanager
+def rows_as_they_are() -> Iterator[None]:
+    """Load quantised weights meanwhile so that torch multiplies by what they are rounded to."""
+    made = LinearFactory._make_quantised
+
+    def plain(self: LinearFactory, weight: Tensor, bias: Tensor | None, bits: Bits, interleave: bool) -> Linear:
+        layer = made(self, weight, bias, bits, interleave)
+        return PlainLinear(layer(torch.eye(weight.shape[1], dtype=weight.dtype)).T.contiguous(), bias)
+
+    @contextmanager
+    def own(*_: object) -> Iterator[WeightStore]:
+        yield OwnWeights()
+
+    with patch.object(LinearFactory, "_make_quantised", plain), patch.object(runners, "weight_store", own):
+        yield
+
+
+def with_pages(runner: ModelRunner, examples: Sequence[Example]) -> ModelRunner:
+    """`runner` with pages for all of `examples`."""
     pages = sum(-(-len(example.ids) // PAGE_TOKENS) for example in examples)
     runner.allocate_kv(pages, PAGE_TOKENS, report=lambda progress: None)
     return runner
@@ -60,7 +93,7 @@ def outcome(runner: ModelRunner, examples: Sequence[Example]) -> Outcome:
         kept = [(row, token) for row, token in zip(rows, wanted, strict=True) if token is not None]
         predicted += [row for row, _ in kept]
         of_answers += [row[token] for row, token in kept]
-    return Outcome(torch.stack(predicted), torch.stack(of_answers), runner.kv_bytes_per_token())
+    return Outcome(torch.stack(predicted), torch.stack(of_answers))
 
 
 def steps(examples: Sequence[Example]) -> Iterator[tuple[list[ChunkInput], list[int | None]]]:
@@ -84,25 +117,44 @@ def steps(examples: Sequence[Example]) -> Iterator[tuple[list[ChunkInput], list[
             yield chunks, wanted
 
 
-def main() -> None:
-    """Print one line for each number of bits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conversations", type=int, default=160)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    given = parser.parse_args()
-    examples = held_out(given.conversations, 512)
+def compared(
+    ways: Mapping[str, Callable[[], ModelRunner]], examples: Sequence[Example], size: Callable[[ModelRunner], str]
+) -> None:
+    """Print one line for each of `ways`, the first being what the others are held against."""
     plain: Outcome | None = None
-    for bits in BITS:
-        found = outcome(load(bits, given.dtype, examples), examples)
+    for name, loaded in ways.items():
+        runner = loaded()
+        found = outcome(runner, examples)
         plain = plain or found
         perplexity = math.exp(-float(found.of_answers.double().mean()))
         divergence = float((plain.predicted.exp() * (plain.predicted - found.predicted)).sum(-1).mean())
         others = float((plain.predicted.argmax(-1) != found.predicted.argmax(-1)).float().mean())
         print(
-            f"{bits:>2} bits: perplexity {perplexity:.4f}, KL {divergence:.6f}, another likeliest token {others:.2%}, "
-            f"{found.token_bytes} bytes per token ({len(found.of_answers)} answer tokens)",
+            f"{name}: perplexity {perplexity:.4f}, KL {divergence:.6f}, another likeliest token {others:.2%}, "
+            f"{size(runner)} ({len(found.of_answers)} answer tokens)",
             flush=True,
         )
+
+
+def main() -> None:
+    """Print one line for each number of bits, or for each kind of weights."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", action="store_true")
+    parser.add_argument("--conversations", type=int, default=160)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    given = parser.parse_args()
+    examples, dtype = held_out(given.conversations, 512), given.dtype
+    if not given.weights:
+        by_bits = {f"{bits:>2} bits": partial(load, dtype, examples, bits=bits) for bits in BITS}
+        return compared(by_bits, examples, lambda runner: f"{runner.kv_bytes_per_token()} bytes per token")
+
+    def with_rows(weights: WeightsName) -> ModelRunner:
+        with rows_as_they_are():
+            return load(dtype, examples, weights=weights)
+
+    ways = {name: partial(load, dtype, examples, weights=name) for name in ("auto", *WEIGHTS)}
+    alone = {f"{name}, rows as they are": partial(with_rows, name) for name in WEIGHTS}
+    return compared(ways | alone, examples, lambda runner: f"{runner.weights_bytes / 2**20:.1f} MiB of weights")
 
 
 if __name__ == "__main__":

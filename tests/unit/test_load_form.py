@@ -15,7 +15,7 @@ from console.load_pace import LoadPaces, Pace
 from engine.backends.base import LoadProgress
 from tests.fakes.link import MODELS
 
-DEFAULTS = LoadSettings(num_workers=2, max_prompts=8, cache_bits=16, dtype="auto")
+DEFAULTS = LoadSettings(num_workers=2, max_prompts=8, cache_bits=16, weights="auto", dtype="auto")
 MIB = 2**20
 
 
@@ -29,11 +29,12 @@ def form(own: LoadSettings = NOTHING, *, exllama: bool = False) -> LoadForm:
 
 def test_a_form_shows_what_holds_where_the_load_sets_nothing_itself() -> None:
     plain = form()
-    assert [plain.value(field.name) for field in plain.fields] == [2, 8, 8192, 16, "auto"]
+    assert [plain.value(field.name) for field in plain.fields] == [2, 8, 8192, 16, "auto", "auto"]
     assert [plain.origin(field.name) for field in plain.fields] == [
         "the knob",
         "the knob",
         "the model's",
+        "as set",
         "as set",
         "as set",
     ]

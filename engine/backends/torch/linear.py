@@ -12,7 +12,10 @@ from torch import Tensor
 
 from engine.backends.torch.native.layer import NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.native.quantised import INTEGER_SETS, bits_of, is_like, quantised
 from engine.backends.torch.opaque import pack_weight
+from engine.backends.torch.quantised_size import Bits
+from engine.errors import ModelLoadFailed
 
 Linear = Callable[[Tensor], Tensor]
 """x [T, in] -> [T, out]."""
@@ -59,17 +62,27 @@ class LinearFactory:
     def __init__(self, device: torch.device, dtype: torch.dtype, native: NativeLibrary | None = None) -> None:
         self._native = native if device.type == "cpu" else None
         self._native_trusted: set[tuple[torch.Size, bool, bool]] = set()
+        self._quantised_trusted: set[tuple[Bits, torch.Size, bool, bool]] = set()
         self._may_pack = device.type == "cpu" and _packing_available(dtype)
         self._trusted: dict[tuple[torch.Size, bool], bool] = {}
 
     def make(
-        self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True, interleave: bool = False
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        pack: bool = True,
+        interleave: bool = False,
+        bits: Bits | None = None,
     ) -> Linear:
         """A layer for `weight` [out, in] and `bias` [out], packed unless `pack` forbids it.
 
         The packed form is a copy: its plain form is freed once the caller drops `weight`. interleave: the first half of
-        the outputs gates the second, so a native layer should hold them side by side.
+        the outputs gates the second, so a native layer should hold them side by side.  bits: make the weight into so
+        many, which needs `native`; raises ModelLoadFailed where its kernel does not multiply as it must.
         """
+        if bits is not None:
+            return self._make_quantised(weight, bias, bits, interleave)
         if pack and self._native is not None:
             layer = self._make_native(self._native, weight, bias, interleave)
             if layer is not None:
@@ -91,6 +104,21 @@ class LinearFactory:
         )
         return None
 
+    def _make_quantised(self, weight: Tensor, bias: Tensor | None, bits: Bits, interleave: bool) -> Linear:
+        assert self._native is not None, "a load with quantised weights has the kernels"
+        layer = quantised(self._native, weight, bias, bits, interleaved=interleave)
+        key = (weight.shape, bias is not None, interleave)
+        if (bits, *key) not in self._quantised_trusted:
+            if not is_like(layer, weight, bits):
+                rows, columns = weight.shape
+                raise ModelLoadFailed(
+                    f"the native int{bits} kernel multiplies by {rows} x {columns} weights unlike torch; "
+                    "load without --weights",
+                    bits=bits,
+                )
+            self._quantised_trusted.add((bits, *key))
+        return layer
+
     def _make_torch(self, weight: Tensor, bias: Tensor | None, *, pack: bool) -> Linear:
         if not (pack and self._may_pack and packing_pays(weight)):
             return PlainLinear(weight, bias)
@@ -111,8 +139,10 @@ def packing_pays(weight: Tensor) -> bool:
 
 
 def kind_of(linear: Linear) -> str:
-    """What multiplies: "native" with its instruction set, "onednn" or "plain"."""
+    """What multiplies: "native" with its instruction set and the bits of quantised weights, "onednn" or "plain"."""
     match linear:
+        case NativeLinear() if bits := bits_of(linear.form):
+            return f"native {INTEGER_SETS[linear.library.isa]} int{bits}"
         case NativeLinear():
             return f"native {linear.library.isa}"
         case PackedLinear():

@@ -28,9 +28,11 @@ from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.norm_loading import NormLoader, block_norm_shapes, norm_shapes
 from engine.backends.torch.norms import unchanged
 from engine.backends.torch.quant.weight import method_of, methods_of
+from engine.backends.torch.quantised_size import BITS, HEAD_BITS, head_bytes, saved_bytes
 from engine.backends.torch.rope import RotaryEmbedding
 from engine.backends.torch.shared_weights import WeightStore
 from engine.backends.torch.weights import WeightReader
+from engine.config import WeightsName
 
 MAX_HEAD_COPY_BYTES = 256 << 20
 """A tied head is packed as a second copy of the embedding up to this size; a larger one is used as it lies."""
@@ -69,8 +71,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weights_bytes(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> dict[DeviceMemory, int]:
-    """Bytes that the weights take on each device once loaded as `dtype`, a packed copy of a tied head not counted."""
+def weights_bytes(
+    config: ModelConfig, layout: Layout, dtype: torch.dtype, weights: WeightsName = "auto"
+) -> dict[DeviceMemory, int]:
+    """Bytes that the weights take on each device once loaded as `dtype` and made into `weights`. Of a tied head, its
+    copy is counted where it is quantised."""
     names = ARCHITECTURES[config.architecture].names
     embedding = config.vocab_size * config.hidden_size
     elements = dict.fromkeys(layout.memories, 0)
@@ -78,9 +83,14 @@ def weights_bytes(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> di
         elements[memory] += sum(map(math.prod, _block_shapes(config, names, layer).values()))
     elements[layout.first] += embedding
     elements[layout.last] += sum(map(math.prod, norm_shapes(config, names.final_norm).values()))
-    if not config.tie_embeddings or layout.last is not layout.first:
+    if weights == "auto" and (not config.tie_embeddings or layout.last is not layout.first):
         elements[layout.last] += embedding
-    return {memory: dtype.itemsize * number for memory, number in elements.items()}
+    needed = {memory: dtype.itemsize * number for memory, number in elements.items()}
+    if weights != "auto":
+        needed[layout.last] += head_bytes(config)
+        for layer, memory in enumerate(layout.by_layer):
+            needed[memory] -= saved_bytes(config, layer, weights, dtype.itemsize)
+    return needed
 
 
 def _block_shapes(config: ModelConfig, names: TensorNames, layer: int) -> dict[str, tuple[int, ...]]:
@@ -121,7 +131,8 @@ class DecoderLoader:
     reads what it has not.
 
     native: the kernels that linear layers compute with, where there are any.  all_native: with them the head too, even
-    where a copy of the embedding for it is not worth its memory.
+    where a copy of the embedding for it is not worth its memory.  weights: what those of linear
+    layers are made into; anything but "auto" needs `native`.
     """
 
     config: ModelConfig
@@ -131,13 +142,14 @@ class DecoderLoader:
     store: WeightStore
     native: NativeLibrary | None = None
     all_native: bool = False
+    weights: WeightsName = "auto"
 
     def load(self) -> Decoder:
         """Read everything, and enter it into the devices' accounts.
 
         Raises ModelLoadFailed or LoadCancelled, or InsufficientMemory before anything is read.
         """
-        needed = weights_bytes(self.config, self.layout, self.dtype)
+        needed = weights_bytes(self.config, self.layout, self.dtype, self.weights)
         with ExitStack() as rooms:
             for memory, size_bytes in needed.items():
                 taken = 0 if self.store.complete and not memory.simulated else size_bytes
@@ -182,11 +194,11 @@ class DecoderLoader:
         def read(*parts: str) -> Tensor:
             return self.reader.read(*(f"{prefix}.{part}" for part in parts), device=device)
 
-        def linear(*parts: str, bias: bool, gates: bool = False) -> Linear:
+        def linear(*parts: str, bias: bool, gates: bool = False, exact: bool = False) -> Linear:
             def make() -> Linear:
                 weight = read(*(f"{part}.weight" for part in parts))
                 biases = read(*(f"{part}.bias" for part in parts)) if bias else None
-                return linears.make(weight, biases, interleave=gates)
+                return linears.make(weight, biases, interleave=gates, bits=None if exact else BITS.get(self.weights))
 
             return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
 
@@ -216,10 +228,14 @@ class DecoderLoader:
     def _head(self, embedding: Tensor, names: TensorNames, linears: LinearFactory) -> Linear:
         """The head; a tied one is the embedding itself, or a copy of it where it lies elsewhere or is packed."""
         memory = self.layout.last
+        bits = None if self.weights == "auto" else HEAD_BITS
         if not self.config.tie_embeddings:
             return self.store.linear(
-                names.head, lambda: linears.make(self.reader.read(f"{names.head}.weight", device=memory.device))
+                names.head,
+                lambda: linears.make(self.reader.read(f"{names.head}.weight", device=memory.device), bits=bits),
             )
+        if bits is not None:
+            return self.store.linear(f"{names.head} of the embedding", lambda: linears.make(embedding, bits=bits))
         elsewhere = memory is not self.layout.first
         may_pack = self.all_native or (packing_pays(embedding) and embedding.nbytes <= MAX_HEAD_COPY_BYTES)
         head = self.store.linear(

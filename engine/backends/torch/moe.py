@@ -65,9 +65,9 @@ class MixtureMlp:
 
 class MakeLinear(Protocol):
     """Makes one linear layer of the named weights of a block, one below the other. gates: the first half of the outputs
-    gates the second."""
+    gates the second.  exact: they stay as they are however weights are made."""
 
-    def __call__(self, *parts: str, bias: bool, gates: bool = False) -> Linear: ...
+    def __call__(self, *parts: str, bias: bool, gates: bool = False, exact: bool = False) -> Linear: ...
 
 
 def make_mixture(
@@ -81,9 +81,9 @@ def make_mixture(
 
     shared = None
     if experts.shared_inner:
-        shared = SharedExpert(linear(names.shared_gate, bias=False), expert(names.shared))
+        shared = SharedExpert(linear(names.shared_gate, bias=False, exact=True), expert(names.shared))
     return MixtureMlp(
-        router=linear(names.router, bias=False),
+        router=linear(names.router, bias=False, exact=True),
         experts=tuple(expert(names.expert.format(number)) for number in range(experts.count)),
         per_token=experts.per_token,
         normalised=experts.normalised,

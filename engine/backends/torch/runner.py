@@ -35,7 +35,7 @@ from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
 from engine.backends.torch.native.attention import NativeAttention
 from engine.backends.torch.native.attention_fit import native_obstacle, turned_heads
-from engine.backends.torch.native.kernels import PATIENT_S, WAIT_S, attention_library, native_library
+from engine.backends.torch.native.kernels import PATIENT_S, WAIT_S, attention_library, native_library, quantised_library
 from engine.backends.torch.prompts import FinalStates, Tell
 from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.shared_weights import weight_store
@@ -118,9 +118,14 @@ class ModelRunner:
         files = {*checkpoint.files, path / "config.json", *(spec.lora.iterdir() if spec.lora else ())}
         places = [memory.device for memory in layout.memories]
         patience = PATIENT_S if spec.deterministic else WAIT_S
-        native = native_library(dtype, layout.first.device, cancelled, patience)
-        with weight_store(path, files, dtype, places, cancelled, native) as store, torch.inference_mode():
-            decoder = DecoderLoader(config, reader, layout, dtype, store, native, spec.deterministic).load()
+        native = (
+            native_library(dtype, places[0], cancelled, patience)
+            if spec.weights == "auto"
+            else quantised_library(spec.weights, dtype, places[0], cancelled)
+        )
+        with weight_store(path, files, dtype, places, cancelled, native, spec.weights) as store, torch.inference_mode():
+            loader = DecoderLoader(config, reader, layout, dtype, store, native, spec.deterministic, spec.weights)
+            decoder = loader.load()
         reader.finish()
         return cls(
             decoder,

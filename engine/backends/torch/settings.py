@@ -68,6 +68,7 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
     refused: tuple[tuple[str, bool, str], ...] = (
         ("gpu_split", bool(spec.gpu_split_gb) and one_device, "runs on the CPU here, where there is nothing to split"),
         ("gpu_split", bool(spec.gpu_split_gb) and not spec.shares, "splits a model as it was placed, and it was not"),
+        ("weights", spec.weights != "auto" and not one_device, "makes weights smaller for a CPU alone"),
         ("tensor_parallel", spec.tensor_parallel, "splits a model between its layers, never within them"),
         ("attention", on_cpu and spec.attention not in ("auto", "native", "gathered"), _ON_CPU),
         ("deterministic", spec.deterministic and not on_cpu, "computes in a fixed order on the CPU alone"),

@@ -27,6 +27,7 @@ from engine.backends.torch.native.layer import Form, NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.opaque import Packed, can_put_together, put_together, taken_apart
 from engine.backends.torch.sealed import SealedFile, UnsealedFile, alone
+from engine.config import WeightsName
 
 _LAYOUT = 3
 """Goes up whenever the file's layout or the names of its tensors change."""
@@ -207,18 +208,20 @@ def weight_store(
     devices: Iterable[torch.device],
     cancelled: Callable[[], bool],
     native: NativeLibrary | None = None,
+    weights: WeightsName = "auto",
 ) -> Iterator[WeightStore]:
     """Where to build the decoder of one model from, inside this: what another worker made, or this one makes for all.
 
     folder: the model's.  files: all that its weights depend on.  native: the kernels that
-    compute with them, which read a layout of their own.  Waits while another worker makes them; one that dies
+    compute with them, which read a layout of their own.  weights: what
+    linear layers are made into.  Waits while another worker makes them; one that dies
     meanwhile leaves that to the next. What was made here is published when the block ends without an error, and freed
     with the last decoder that was built from it.
     """
     if sys.platform != "linux" or any(device.type != "cpu" for device in devices):
         yield OwnWeights()
         return
-    name = identity(files, dtype, native)
+    name = identity(files, dtype, native, weights)
     with alone(folder, cancelled):
         found = SealedFile.find(name)
         if found is not None:
@@ -234,12 +237,14 @@ def weight_store(
                 writer.close()
 
 
-def identity(files: Iterable[Path], dtype: torch.dtype, native: NativeLibrary | None = None) -> str:
+def identity(
+    files: Iterable[Path], dtype: torch.dtype, native: NativeLibrary | None = None, weights: WeightsName = "auto"
+) -> str:
     """A name that only weights which are the same to the bit have: made of the same files, unchanged since, as the same
-    dtype, by the same torch and the same kernels for the same instructions."""
+    dtype and bits, by the same torch and the same kernels for the same instructions."""
     stats = [file.stat() for file in sorted(files)]
     facts = (
-        (_LAYOUT, torch.__version__, str(dtype), native.key if native else ""),
+        (_LAYOUT, torch.__version__, str(dtype), weights, native.key if native else ""),
         (torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")),
         *((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats),
     )

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -19,27 +21,30 @@ import platformdirs
 InstructionSet = Literal["amx-bf16", "avx512-bf16", "avx2"]
 
 _FOLDER = Path(__file__).parent
-SOURCES = tuple(_FOLDER / name for name in ("linear.cpp", "float32.cpp", "attention.cpp"))
+SOURCES = tuple(
+    _FOLDER / name for name in ("linear.cpp", "float32.cpp", "quantised.cpp", "quantise.cpp", "attention.cpp")
+)
 HEADERS = tuple(
-    _FOLDER / name
+    _FOLDER / f"{name}.h"
     for name in (
-        "common.h",
-        "vector.h",
-        "functions.h",
-        "linear.h",
-        "bfloat16.h",
-        "amx.h",
-        "attention.h",
-        "attention_tile.h",
+        "common",
+        "vector",
+        "functions",
+        "linear",
+        "bfloat16",
+        "amx",
+        "quantised",
+        "attention",
+        "attention_tile",
     )
 )
 COMPILERS = ("g++", "clang++", "c++")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 SWITCH = "ERICLLM_NATIVE"
 """The environment variable that keeps the kernels off with "0"."""
 
-_AVX512_BF16 = ("-DERICLLM_AVX512_BF16", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16")
+_AVX512_BF16 = ("-DERICLLM_AVX512_BF16", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vnni")
 
 ISA_FLAGS: Mapping[InstructionSet, tuple[str, ...]] = {
     "amx-bf16": (*_AVX512_BF16, "-DERICLLM_AMX", "-mamx-tile", "-mamx-bf16"),
@@ -47,7 +52,7 @@ ISA_FLAGS: Mapping[InstructionSet, tuple[str, ...]] = {
     "avx2": ("-mavx2", "-mfma"),
 }
 
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-ffp-contract=off")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=off")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -101,7 +106,14 @@ def _compile(isa: InstructionSet, folder: Path) -> Path:
         raise CannotBuild(f"no C++ compiler is on PATH ({', '.join(COMPILERS)})")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch, "library.so")
-        _run([compiler, *_FLAGS, *ISA_FLAGS[isa], "-o", str(made), *map(str, SOURCES)])
+        objects = [Path(scratch, f"{source.stem}.o") for source in SOURCES]
+        commands = (
+            [compiler, "-c", *_FLAGS, *ISA_FLAGS[isa], "-o", str(each), str(source)]
+            for each, source in zip(objects, SOURCES, strict=True)
+        )
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(_run, commands))
+        _run([compiler, "-shared", "-o", str(made), *map(str, objects)])
         content = made.read_bytes()
         with made.open("ab") as file:
             file.write(hashlib.sha256(content).digest())

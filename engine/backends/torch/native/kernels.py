@@ -15,6 +15,7 @@ import torch
 
 from engine.backends.torch.native.build import (
     SWITCH,
+    TIMEOUT_S,
     CannotBuild,
     InstructionSet,
     build_library,
@@ -22,6 +23,8 @@ from engine.backends.torch.native.build import (
     kept_library,
 )
 from engine.backends.torch.native.library import DTYPES, NativeLibrary
+from engine.config import WeightsName
+from engine.errors import InvalidRequest, LoadCancelled
 
 WAIT_S = 10.0
 """How long a load waits for the compiler. Later loads find what it has made."""
@@ -36,11 +39,15 @@ _logger = logging.getLogger(__name__)
 
 class Kernels:
     """The kernels for one instruction set: ready at once where they were compiled before, else when a thread of their
-    own has compiled them."""
+    own has compiled them.
+
+    problem: why there are none, as a clause.
+    """
 
     def __init__(self, isa: InstructionSet) -> None:
         self._isa, self._folder = isa, cache_folder()
         self._library: NativeLibrary | None = None
+        self.problem = ""
         self._done = threading.Event()
         kept = kept_library(isa, self._folder)
         if kept is not None and self._loaded(lambda: NativeLibrary(isa, kept)):
@@ -63,6 +70,7 @@ class Kernels:
         try:
             self._library = load()
         except CannotBuild as error:
+            self.problem = str(error)
             _logger.warning("the model computes with torch's kernels, as ours cannot be used: %s", error)
         return self._library is not None
 
@@ -83,13 +91,39 @@ def attention_library(device: torch.device, cancelled: Callable[[], bool]) -> Na
     return None if isa is None or device.type != "cpu" else _kernels(isa).wait(cancelled)
 
 
+def quantised_library(
+    weights: WeightsName, dtype: torch.dtype, device: torch.device, cancelled: Callable[[], bool]
+) -> NativeLibrary:
+    """What computes with weights made into fewer bits, compiled first if need be.
+
+    Raises InvalidRequest where there is no such thing here, LoadCancelled.
+    """
+
+    def refused(why: str) -> InvalidRequest:
+        return InvalidRequest(f"weights is {weights}: {why}", param="weights", value=weights)
+
+    if dtype not in DTYPES or device.type != "cpu":
+        dtype_name = str(dtype).removeprefix("torch.")
+        raise refused(f"they are for bfloat16 or float32 on a CPU, not for {dtype_name} on {device.type}")
+    isa = native_isa()
+    if isa is None:
+        raise refused("their kernels need Linux, a CPU with AVX2, and that ERICLLM_NATIVE is not 0")
+    kernels = _kernels(isa)
+    library = kernels.wait(cancelled, timeout_s=2 * TIMEOUT_S)
+    if library is None:
+        if cancelled():
+            raise LoadCancelled("the load was cancelled")
+        raise refused(f"their kernels cannot be used: {kernels.problem or 'the compiler does not end'}")
+    return library
+
+
 def native_isa() -> InstructionSet | None:
     """The instruction set that the kernels would use in this process; None where they do not run. ATEN_CPU_CAPABILITY,
     which bounds torch's, bounds it too."""
     if os.environ.get(SWITCH) == "0" or sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return None
     match torch.backends.cpu.get_cpu_capability():
-        case "AVX512" if torch.cpu._is_avx512_bf16_supported():
+        case "AVX512" if torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported():
             return "amx-bf16" if torch.cpu._is_amx_tile_supported() else "avx512-bf16"
         case "AVX512" | "AVX2":
             return "avx2"

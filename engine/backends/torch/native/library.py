@@ -69,7 +69,8 @@ class NativeLibrary:
             self.functions: Final = ctypes.CDLL(str(path))
             self._packs = {dtype: self.functions[f"ericllm_pack_{name}"] for dtype, name in DTYPES.items()}
             for name in DTYPES.values():
-                self.product(name)
+                for kernel in (name, f"int8_{name}", f"int4_{name}"):
+                    self.product(kernel)
             permitted = bool(self.functions.ericllm_permit())
         except (OSError, AttributeError) as error:
             raise CannotBuild(f"the compiled library cannot be loaded: {error}") from error

@@ -1,0 +1,147 @@
+"""Products with quantised weights are those of the codes, whatever the shape, the batch, the threads and the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.backends.torch.native.layer import Fused
+from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.native.quantised import quantised
+from engine.backends.torch.quantised_size import GROUP_INPUTS, Bits, packed_bytes
+from tests.fakes.quantised_weights import SETS, library_for, rounded, weight_of
+
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 31, 48, 70, 200, 401)
+SHAPES = ((64, 64), (48, 96), (1, 1), (17, 33), (100, 71), (35, 1024), (576, 130), (80, 2050))
+BITS: tuple[Bits, ...] = (8, 4)
+both_bits = pytest.mark.parametrize("bits", BITS)
+
+
+@pytest.fixture(scope="module", params=SETS)
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
+    found = library_for(request.param)
+    if found is None:
+        pytest.skip(f"no compiler, or a CPU without {request.param}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@both_bits
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_the_product_is_that_of_codes_and_scales(
+    library: NativeLibrary, outputs: int, inputs: int, dtype: torch.dtype, bits: Bits
+) -> None:
+    bias = random(outputs, seed=2).to(dtype)
+    layer = quantised(library, random(outputs, inputs).to(dtype), bias, bits)
+    weight, wide = weight_of(layer), Fused(layer, out=torch.float32)
+    for rows in ROWS:
+        x = random(rows, inputs, seed=rows).to(dtype)
+        exact = rounded(x, GROUP_INPUTS[bits]) @ weight.double().T + bias.double()
+        torch.testing.assert_close(wide(x).double(), exact, atol=1e-5 * inputs**0.5, rtol=1e-5)
+        torch.testing.assert_close(layer(x), wide(x).to(dtype), atol=0, rtol=0)
+
+
+@both_bits
+def test_neither_threads_nor_the_rest_of_the_batch_change_a_row(library: NativeLibrary, bits: Bits) -> None:
+    layer = quantised(library, random(200, 1000), random(200), bits)
+    x = random(70, 1000, seed=3)
+    torch.set_num_threads(1)
+    expected = layer(x)
+    for threads in (2, 3, 4):
+        torch.set_num_threads(threads)
+        assert torch.equal(layer(x), expected)
+    for rows in range(1, 70):
+        assert torch.equal(layer(x[:rows]), expected[:rows])
+
+
+@both_bits
+def test_every_cpu_gives_the_same_to_the_bit(bits: Bits) -> None:
+    libraries = [found for isa in SETS if (found := library_for(isa)) is not None]
+    if len(libraries) < 2:
+        pytest.skip("no compiler, or one instruction set alone")
+    weight, x = random(100, 700), random(40, 700, seed=2)
+    first, second = (quantised(library, weight, None, bits) for library in libraries)
+    assert torch.equal(first.weight, second.weight)
+    assert torch.equal(first(x), second(x))
+
+
+@both_bits
+@pytest.mark.parametrize("inner", [32, 40])
+def test_gate_and_what_it_opens_may_take_turns(library: NativeLibrary, bits: Bits, inner: int) -> None:
+    weight, x = random(2 * inner, 96), random(13, 96, seed=2)
+    apart = quantised(library, weight, None, bits)
+    turns = quantised(library, weight, None, bits, interleaved=True)
+    assert torch.equal(turns(x), apart(x))
+    gate, up = Fused(apart, out=torch.float32)(x).chunk(2, dim=-1)
+    expected = (torch.nn.functional.silu(gate) * up).bfloat16()
+    torch.testing.assert_close(Fused(turns, activation="silu")(x), expected, atol=1e-2, rtol=1e-2)
+
+
+@both_bits
+def test_a_norm_before_it_and_a_residual_after_it_are_part_of_the_product(library: NativeLibrary, bits: Bits) -> None:
+    layer, norm = quantised(library, random(48, 96), None, bits), random(96, seed=5)
+    x, residual = random(9, 96, seed=2), random(9, 48, seed=3)
+    normed = torch.nn.functional.rms_norm(x.float(), (96,), norm.float(), 1e-6).bfloat16()
+    expected = Fused(layer, out=torch.float32)(normed) * 0.5 + residual.float()
+    found = Fused(layer, norm=norm, epsilon=1e-6, alpha=0.5)(x, residual.clone())
+    torch.testing.assert_close(found, expected.bfloat16(), atol=5e-2, rtol=2e-2)
+
+
+@both_bits
+def test_what_is_not_finite_stays_in_its_row(library: NativeLibrary, bits: Bits) -> None:
+    layer = quantised(library, random(20, 130), None, bits)
+    x = random(6, 130)
+    expected = layer(x)
+    x[2, 0], x[4, 129] = float("inf"), float("nan")
+    changed = layer(x)
+    assert not changed[[2, 4]].isfinite().any()
+    kept = [0, 1, 3, 5]
+    assert torch.equal(changed[kept], expected[kept])
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.0065), (4, 0.075)])
+def test_rounding_loses_little_of_normally_distributed_weights(library: NativeLibrary, bits: Bits, most: float) -> None:
+    weight = random(256, 512) * 0.02
+    lost = weight_of(quantised(library, weight, None, bits)) - weight.float()
+    assert float(lost.norm() / weight.float().norm()) < most
+
+
+@both_bits
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6, 1e4, 1e30])
+def test_weights_of_any_size_are_kept(library: NativeLibrary, bits: Bits, size: float) -> None:
+    weight = random(40, 70) * size
+    lost = weight_of(quantised(library, weight, None, bits)) - weight.float()
+    assert float(lost.norm()) <= 0.08 * float(weight.float().norm())
+
+
+@both_bits
+def test_the_largest_weight_of_a_group_is_not_cut(library: NativeLibrary, bits: Bits) -> None:
+    weight = torch.zeros(16, 64).bfloat16()
+    weight[3, 5] = -1.7
+    found = weight_of(quantised(library, weight, None, bits))
+    assert float(found[3, 5]) == pytest.approx(-1.7, rel=0.02)
+
+
+@both_bits
+@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (34, 33), (100, 576)])
+def test_a_layer_takes_what_is_foretold(
+    library: NativeLibrary, outputs: int, inputs: int, gates: bool, bits: Bits
+) -> None:
+    layer = quantised(library, random(outputs, inputs), None, bits, interleaved=gates)
+    assert layer.weight.nbytes == packed_bytes(bits, outputs, inputs, gates=gates)
