@@ -19,7 +19,7 @@ class FrontDoor(msgspec.Struct, frozen=True, kw_only=True):
 
     request_s: float = 600e-6
     output_s: float = 34e-6
-    slot_s: float = 3e-6
+    slot_s: float = 2.5e-6
     shared: float = 0.0
 
 
