@@ -11,9 +11,10 @@ import pytest
 
 from console.doctor import as_json, as_text
 from engine.doctor.examine import examine
-from engine.doctor.facts import Attention, Driver, Exllama, Facts, Gpu, Package, Toolchain, Torch
+from engine.doctor.facts import Attention, Cpu, Driver, Exllama, Facts, Gpu, Native, Package, Toolchain, Torch
 from engine.doctor.gpus import has_card, read_gpus
 from engine.doctor.machine import has_kernels
+from engine.doctor.native import native_attention_problem
 from engine.doctor.report import Finding, Report
 from engine.doctor.toolchain import compiler_version, find_nvcc, missing_headers, other_toolkit
 from engine.doctor.wheels import numbers, wheel_for
@@ -487,3 +488,18 @@ def test_the_report_as_json_carries_the_verdict() -> None:
     assert value["backend"] == "exllamav2"
     assert value["verdict"].startswith("The exllamav2 backend cannot run here")
     assert {"area", "name", "state", "value", "advice"} == set(value["findings"][0])
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "native", "words"),
+    [
+        ("x86_64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++"), ""),
+        ("x86_64", {"avx2", "fma"}, Native(kept=("avx2",)), ""),
+        ("x86_64", {"avx2", "fma"}, Native(), "there is no C++ compiler"),
+        ("x86_64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++", off=True), "ERICLLM_NATIVE keeps"),
+        ("aarch64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++"), "need AVX2 on x86-64 Linux"),
+    ],
+)
+def test_native_attention_is_told_with_what_it_lacks(machine: str, flags: set[str], native: Native, words: str) -> None:
+    problem = native_attention_problem(machine, Cpu(flags=frozenset(flags)), native)
+    assert words in problem if words else problem == ""
