@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -225,8 +225,3 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     utilisation: float
     front_busy: float
     front_behind_s: float
-
-
-def slowest(served: Sequence[Served]) -> float:
-    """The longest time to a first token, 0 where there was none."""
-    return max((each.ttft_s for each in served if each.ttft_s is not None), default=0.0)
