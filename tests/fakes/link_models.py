@@ -30,7 +30,11 @@ class FakeModels:
         """The scene's knobs."""
         snapshot = self._link.current
         return LoadSettings(
-            num_workers=snapshot.target_workers, max_prompts=snapshot.max_prompts, cache_bits=16, weights="auto", dtype="auto"
+            num_workers=snapshot.target_workers,
+            max_prompts=snapshot.max_prompts,
+            cache_bits=16,
+            weights="auto",
+            dtype="auto",
         )
 
     def fetching(self) -> Fetching | None:
