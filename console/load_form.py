@@ -61,7 +61,7 @@ class LoadForm:
     def value(self, name: FieldName) -> Value:
         """What the load would have; 0 for a context that nobody knows yet."""
         own = getattr(self.own, name)
-        value = getattr(self.defaults, name) if own is None else own
+        value: Value | None = getattr(self.defaults, name) if own is None else own
         if name == "max_model_len" and value is None:
             return self.entry.context_tokens
         if value is None:

@@ -46,7 +46,7 @@ def test_the_engine_knows_no_screen_and_no_http() -> None:
 
 def test_deciding_needs_no_torch() -> None:
     parts = ("torch", "exllama", "paged_attention", "faults")
-    heavy = (*(f"engine.backends.{part}" for part in parts), "engine.demo")
+    heavy = (*(f"engine.backends.{part}" for part in parts), "engine.demo", "engine.models.synthetic")
     light = [name for name in modules("engine") if not name.startswith(heavy)]
     light += [f"engine.backends.torch.{name}" for name in ("scheduler", "pages", "batch")] + ["engine.demo"]
     light += ["engine.backends.paged_attention.choose"]
