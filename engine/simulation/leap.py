@@ -15,7 +15,8 @@ from engine.simulation.step_costs import StepCosts, StepShape
 
 def steps_ahead(scheduler: Scheduler, lefts: Iterable[int]) -> int:
     """How many steps nothing else happens in: nobody ends, comes in or is preempted. lefts: tokens that each answer
-    has yet to get. 0 where the next step is of another kind."""
+    has yet to get. 0 where the next step is of another kind. In the step after them nobody is preempted either: it makes
+    findable what they filled."""
     running = scheduler.running
     if not running or (scheduler.waiting and len(running) < scheduler.places):
         return 0
@@ -25,7 +26,7 @@ def steps_ahead(scheduler: Scheduler, lefts: Iterable[int]) -> int:
             return 0
         longest = max(longest, sequence.known)
     steps = min(*lefts, scheduler.max_model_len - longest) - 1
-    while steps > 0 and _pages_needed(scheduler, steps) > scheduler.pool.free_pages:
+    while steps > 0 and _pages_needed(scheduler, steps + 1) > scheduler.pool.free_pages:
         steps //= 2
     return max(0, steps)
 

@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.backends.torch.pages import PagePool
@@ -49,6 +49,7 @@ def state(made: Scheduler) -> list[tuple[str, int, int, int]]:
     st.integers(20, 120),
     st.integers(2, 60),
 )
+@example([1, 1, 1], 20, 24)
 def test_a_leap_leaves_what_as_many_steps_leave(prompts: list[int], pages: int, left: int) -> None:
     leapt, stepped = scheduler(prompts, pages), scheduler(prompts, pages)
     steps = steps_ahead(leapt, [left])
