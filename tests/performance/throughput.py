@@ -15,12 +15,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import get_args
 
 import aiohttp
 
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
-from engine.config import EngineConfig, ModelSpec, SamplingParams
+from engine.config import AttentionName, EngineConfig, ModelSpec, SamplingParams, WeightsName
 from engine.engine import Engine, GenerateRequest
 from engine.models.synthetic import make_synthetic
 
@@ -76,15 +77,15 @@ async def closed_loop(ask: Ask, clients: int, requests: int, first: int) -> floa
 
 
 @asynccontextmanager
-async def serving(model: Path, clients: int) -> AsyncIterator[tuple[Engine, str]]:
+async def serving(spec: ModelSpec, clients: int) -> AsyncIterator[tuple[Engine, str]]:
     """An engine with the model loaded and its API on a free port."""
     engine = Engine(EngineConfig(max_prompts=clients, max_queue=10_000))
     await engine.start()
     api = ApiServer(engine, ApiSettings(port=0))
     try:
-        loaded = await engine.load(ModelSpec(path=model, name=model.name))
+        loaded = await engine.load(spec)
         seconds = engine.snapshot().workers[0].load_s
-        print(f"{model.name}: {loaded.parameters / 1e6:.0f} M parameters, {loaded.dtype}, loaded in {seconds:.2f} s")
+        print(f"{spec.name}: {loaded.parameters / 1e6:.0f} M parameters, {loaded.dtype}, loaded in {seconds:.2f} s")
         await api.start()
         yield engine, api.status().url
     finally:
@@ -92,9 +93,9 @@ async def serving(model: Path, clients: int) -> AsyncIterator[tuple[Engine, str]
         await engine.close(drain_s=0)
 
 
-async def measure(model: Path, clients: list[int], rounds: int) -> None:
+async def measure(spec: ModelSpec, clients: list[int], rounds: int) -> None:
     """Print one line for each number of clients."""
-    async with serving(model, max(clients)) as (engine, url), aiohttp.ClientSession() as session:
+    async with serving(spec, max(clients)) as (engine, url), aiohttp.ClientSession() as session:
         ways = {"in process": in_process(engine), "HTTP": over_http(session, url)}
         rates: dict[tuple[str, int], list[float]] = {}
         first = 0
@@ -111,6 +112,11 @@ async def measure(model: Path, clients: list[int], rounds: int) -> None:
             print(f"c={count:<3} in process {inside:7.1f} tok/s (spread {spread:.1f}), HTTP streaming {outside:7.1f}")
 
 
+def spec_of(model: Path, given: argparse.Namespace) -> ModelSpec:
+    """How a folder is loaded."""
+    return ModelSpec(path=model, name=model.name, weights=given.weights, attention=given.attention)
+
+
 def main() -> None:
     """Measure a folder or the synthetic shapes."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -118,13 +124,16 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--weights", choices=get_args(WeightsName), default="auto")
+    parser.add_argument("--attention", choices=get_args(AttentionName), default="auto")
     given = parser.parse_args()
     if given.model:
-        asyncio.run(measure(given.model, given.clients, given.rounds))
+        asyncio.run(measure(spec_of(given.model, given), given.clients, given.rounds))
         return
     for shape in given.shape or SHAPES:
         with tempfile.TemporaryDirectory() as folder:
-            asyncio.run(measure(make_synthetic(shape, Path(folder) / shape), given.clients, given.rounds))
+            model = make_synthetic(shape, Path(folder) / shape)
+            asyncio.run(measure(spec_of(model, given), given.clients, given.rounds))
 
 
 if __name__ == "__main__":
