@@ -15,8 +15,8 @@ from engine.simulation.step_costs import StepCosts, StepShape
 
 def steps_ahead(scheduler: Scheduler, lefts: Iterable[int]) -> int:
     """How many steps nothing else happens in: nobody ends, comes in or is preempted. lefts: tokens that each answer
-    has yet to get. 0 where the next step is of another kind. In the step after them nobody is preempted either: it makes
-    findable what they filled."""
+    has yet to get. 0 where the next step is of another kind. In the step after them nobody is preempted either, as it
+    makes findable what they filled."""
     running = scheduler.running
     if not running or (scheduler.waiting and len(running) < scheduler.places):
         return 0

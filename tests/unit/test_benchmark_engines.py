@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,8 +65,9 @@ def test_an_engine_says_what_it_is_and_works_until_it_is_closed(started: Start, 
 def test_an_engine_stands_still_between_its_turns(started: Start) -> None:
     engine = started()
     engine.pause()
-    states = {child.status() for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
-    assert psutil.STATUS_STOPPED in states
+    (child,) = (each for each in psutil.Process().children() if any("runner.py" in word for word in each.cmdline()))
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert child.status() == psutil.STATUS_STOPPED
     assert engine.do(work_of(1, 0)).tokens == 128
 
 

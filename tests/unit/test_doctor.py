@@ -32,7 +32,7 @@ from tests.fakes.machines import (
     changed,
 )
 
-AVX512_BF16 = {"avx2", "fma", "avx512_bf16", "avx512vl", "avx512bw"}
+AVX512_BF16 = {"avx2", "fma", "avx512_bf16", "avx512_vnni", "avx512vl", "avx512bw"}
 LINEAR = "linear layers"
 
 

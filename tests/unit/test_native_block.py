@@ -18,11 +18,11 @@ from engine.backends.torch.mlp import GatedMlp
 from engine.backends.torch.native import fusing
 from engine.backends.torch.native.block import FusedBlock, Residual
 from engine.backends.torch.native.build import SWITCH
-from engine.backends.torch.native.kernels import native_library
+from engine.backends.torch.native.kernels import PATIENT_S, native_library
 from engine.backends.torch.native.layer import Fused, NativeLinear
 from engine.backends.torch.norms import RmsNorm, unchanged
 from tests.fakes.families import make_family
-from tests.fakes.native_libraries import native_or_skip
+from tests.fakes.native_libraries import native
 from tests.fakes.oracle import Driver, load_runner, never
 from tests.fakes.tiny_models import make_tiny_model
 
@@ -45,7 +45,7 @@ def make_model(folder: Path, name: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def _native() -> Iterator[None]:
-    if native_library(torch.float32, CPU, never) is None:
+    if native_library(torch.float32, CPU, never, PATIENT_S) is None:
         pytest.skip("the native kernels do not run here")
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -112,7 +112,7 @@ WIDTH, INNER, HEADS = 48, 40, 96
 
 
 def make_block(alpha: float) -> FusedBlock:
-    factory = LinearFactory(CPU, torch.float32, native_or_skip("avx2"))
+    factory = LinearFactory(CPU, torch.float32, native("avx2"))
     generator = torch.Generator().manual_seed(1)
 
     def linear(outputs: int, inputs: int, interleave: bool = False) -> NativeLinear:

@@ -26,7 +26,7 @@ from engine.backends.torch.native.build import (
 from engine.backends.torch.native.kernels import Kernels, native_isa, native_library
 from engine.backends.torch.native.layer import NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
-from tests.fakes.native_libraries import LIBRARIES, native_or_skip
+from tests.fakes.native_libraries import LIBRARIES, native
 
 CPU = torch.device("cpu")
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 31, 48, 64, 70, 200, 401)
@@ -38,7 +38,7 @@ needs_compiler = pytest.mark.skipif(not find_compiler(), reason="there is no C++
 
 @pytest.fixture(scope="module", params=LIBRARIES)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    return native_or_skip(request.param)
+    return native(request.param)
 
 
 @pytest.fixture(autouse=True)
