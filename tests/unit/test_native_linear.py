@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.linear import LinearFactory, PackedLinear, PlainLinear, kind_of
-from engine.backends.torch.native import build, kernels
+from engine.backends.torch.native import build, kernels, trial
 from engine.backends.torch.native.build import (
     SWITCH,
     CannotBuild,
@@ -241,3 +241,23 @@ def _in_a_new_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_kernels", kernels.cache(Kernels))
     monkeypatch.setattr(kernels, "native_isa", lambda: "avx2")
     monkeypatch.setattr(kernels, "cache_folder", lambda: folder)
+
+
+def test_a_library_whose_products_are_torchs_passes_its_trial(library: NativeLibrary) -> None:
+    assert trial.multiplies(library)
+
+
+@needs_compiler
+def test_a_library_that_ends_its_trial_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_TRIED_FIRST", frozenset({"avx2"}))
+    monkeypatch.setattr(build, "SOURCES", (build.SOURCES[0],))
+    monkeypatch.setattr(build, "trial_command", lambda library, isa: ["/bin/sh", "-c", "kill -ILL $$"])
+    with pytest.raises(CannotBuild, match="kernels for avx2 do not work on this machine: /bin/sh ended with -4"):
+        build_library("avx2", tmp_path)
+    assert kept_library("avx2", tmp_path) is None
+
+
+@needs_compiler
+def test_the_trial_is_a_process_that_ends_well(library: NativeLibrary) -> None:
+    isa = library.isa if library.isa != "amx-bf16" else "avx2"  # tiles in memory were tried when they were made
+    assert trial.main([str(build_library(isa, cache_folder())), isa]) == 0

@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,10 @@ ISA_FLAGS: Mapping[InstructionSet, tuple[str, ...]] = {
     "avx512-bf16": _AVX512_BF16,
     "avx2": ("-mavx2", "-mfma"),
 }
+
+_TRIED_FIRST = frozenset({"amx-bf16"})
+"""Sets of instructions that a CPU may have and a hypervisor or a system still refuse: a library for them is tried in a
+process of its own before it is kept."""
 
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=off")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -114,11 +119,25 @@ def _compile(isa: InstructionSet, folder: Path) -> Path:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(_run, commands))
         _run([compiler, "-shared", "-o", str(made), *map(str, objects)])
+        if isa in _TRIED_FIRST:
+            _try(made, isa)
         content = made.read_bytes()
         with made.open("ab") as file:
             file.write(hashlib.sha256(content).digest())
         made.replace(_path(isa, folder))
     return _path(isa, folder)
+
+
+def trial_command(library: Path, isa: InstructionSet) -> list[str]:
+    """What tries a library, in a process of its own."""
+    return [sys.executable, "-m", "engine.backends.torch.native.trial", str(library), isa]
+
+
+def _try(library: Path, isa: InstructionSet) -> None:
+    try:
+        _run(trial_command(library, isa))
+    except CannotBuild as error:
+        raise CannotBuild(f"kernels for {isa} do not work on this machine: {error}") from error
 
 
 def _run(command: list[str]) -> None:
