@@ -134,6 +134,13 @@ def test_guesses_change_no_bit(llama: Path) -> None:
 
 
 @runs_here
+def test_a_draft_model_that_torch_computes_is_welcome_and_changes_no_bit(llama: Path, tmp_path: Path) -> None:
+    draft = make_tiny_model(tmp_path, dtype="bfloat16", with_tokenizer=False, head_dim=12, seed=3)
+    drafted = load(llama, draft_model=draft)
+    assert answers(drafted, *others(2), asked("a", GREEDY))["a"] == answers(load(llama), asked("a", GREEDY))["a"]
+
+
+@runs_here
 def test_experts_are_computed_in_a_fixed_order_too(mixtral: Path) -> None:
     backend = load(mixtral)
     alone = answers(backend, asked("alone", SEEDED))["alone"]

@@ -81,7 +81,8 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
 
 
 def draft_spec(spec: ModelSpec) -> ModelSpec:
-    """How the draft model of `spec` is loaded: of the same number formats, everything else as it comes."""
+    """How the draft model of `spec` is loaded: of the same number formats, everything else as it comes. It only
+    guesses, so whatever computes it will do, even where the model itself is deterministic."""
     return msgspec.structs.replace(
         spec,
         path=spec.draft_model or spec.path,
@@ -95,6 +96,7 @@ def draft_spec(spec: ModelSpec) -> ModelSpec:
         ngram_draft=False,
         draft_tokens=None,
         attention="auto",
+        deterministic=False,
         gpu_balance=False,
         shares=(),
     )
