@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test lint format clean bench-cpu bench-peers
+.PHONY: run test lint format clean wheel bench-cpu bench-peers
 
 run: $(VENV)/.run
 	@$(BIN)/ericllm $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -22,9 +22,13 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Takes the machine for itself, for half an hour; ARGS as `python -m benchmarks --help` tells, --quick for one.
+# Takes the machine for itself, for most of an hour; ARGS as `python -m benchmarks --help` tells, --quick for one.
 bench-cpu bench-peers: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $@ $(ARGS)
+
+# With the kernels compiled in, for machines without a C++ compiler; `pip wheel .` makes one for any machine.
+wheel: $(VENV)/.made
+	HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV)

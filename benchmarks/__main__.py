@@ -32,8 +32,11 @@ def main(arguments: list[str]) -> int:
     """Measure, print, and write page and JSON. Returns the exit status: 1 where nothing could be measured."""
     given = _parsed(arguments)
     began_s, machine = time.monotonic(), this_machine()
+    sections = {
+        which: chosen(given.only, goals_only=which == "bench-cpu", flags=machine.flags) for which in given.which
+    }
     plan = Plan(
-        rows=chosen(given.only, goals_only=given.which == "bench-cpu", flags=machine.flags),
+        rows=max(sections.values(), key=len),
         shapes=tuple(given.shapes),
         clients=tuple(given.clients),
         rounds=given.rounds,
@@ -63,17 +66,24 @@ def main(arguments: list[str]) -> int:
         goals=tuple(others),
         versions=driver.measured.versions,
     )
-    text = markdown(results, TITLES[given.which])
-    print(text)
-    if given.write:
-        write_section(PAGE, given.which, text)
-        results.write(PAGE.with_name(f"{given.which}.json"))
+    for which, rows in sections.items():
+        _publish(which, results.of({row.key for row in rows}), write=given.write)
     return 0 if results.cells else 1
+
+
+def _publish(which: str, results: Results, *, write: bool) -> None:
+    text = markdown(results, TITLES[which])
+    print(text)
+    if write:
+        write_section(PAGE, which, text)
+        results.write(PAGE.with_name(f"{which}.json"))
 
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("which", choices=TITLES, help="the rows that goals speak of, or all there are")
+    parser.add_argument(
+        "which", nargs="+", choices=TITLES, help="the rows that goals speak of, all there are, or each from one run"
+    )
     parser.add_argument("--only", nargs="+", metavar="ROW", help="keys of rows, as in benchmarks/rows.py")
     parser.add_argument("--shapes", nargs="+", default=["135m", "0.5b"])
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.results import Goal, Results, Spread
-from benchmarks.rows import RATIOS, ROWS, Ratio, Row
+from benchmarks.results import Cell, Goal, Results, Spread
+from benchmarks.rows import OURS, RATIOS, ROWS, Ratio, Row
 
 TIE = 0.1
 """Rates that differ by less are the same on a machine that others use too."""
@@ -19,7 +19,7 @@ def markdown(results: Results, title: str) -> str:
     for shape in shapes:
         parts += [f"### {shape}", rates_table(results, shape, clients), ratios_table(results, shape, clients)]
         parts += [goals_table([goal for goal in results.goals if goal.shape == shape])]
-    parts += [behind(results), failures(results), _versions(results)]
+    parts += [slower(results), behind(results), failures(results), _versions(results)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -52,8 +52,38 @@ def goals_table(goals: Iterable[Goal]) -> str:
     return _table(["other goals", "measured", "goal"], lines) if lines else ""
 
 
+def slower(results: Results) -> str:
+    """Where another engine is faster, by more than a tie, than this one at its best with weights of as many bits or
+    more; "" where none was measured."""
+    others = [(row, cell) for row in ROWS for cell in results.cells if cell.row == row.key and row.runner != OURS]
+    lines = []
+    for row, cell in others:
+        ours = _best_of_ours(results, cell, row.bits)
+        if ours and cell.spread.median > ours * (1 + TIE):
+            times = cell.spread.median / ours
+            lines.append(f"* {cell.shape}, c={cell.clients}: {row.engine}, {row.weights}, {times:.2f} times ours.")
+    if lines:
+        return "Other engines that are faster than this one with weights of as many bits or more:\n\n" + "\n".join(
+            lines
+        )
+    return (
+        "No other engine is faster, by more than a tie, than this one with weights of as many bits or more."
+        if others
+        else ""
+    )
+
+
+def _best_of_ours(results: Results, cell: Cell, bits: int) -> float:
+    """In process, with weights of so many bits or more; 0 where that was not measured."""
+    keys = {row.key for row in ROWS if row.runner == OURS and row.mode != "http" and row.bits >= bits}
+    ours = [each for each in results.cells if each.row in keys]
+    return max(
+        (each.spread.median for each in ours if (each.shape, each.clients) == (cell.shape, cell.clients)), default=0
+    )
+
+
 def behind(results: Results) -> str:
-    """Where this engine is slower than another with weights of as many bits, or a goal is missed; "" where nowhere."""
+    """Which goals are missed; "" where none."""
     missed = []
     for ratio in RATIOS:
         for (shape, clients), least in ratio.least.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -80,6 +80,15 @@ class Results(msgspec.Struct, frozen=True):
     def failure(self, shape: str, row: str) -> Failure | None:
         """Why it has none, or fewer than the rounds."""
         return next((failure for failure in self.failures if (failure.shape, failure.row) == (shape, row)), None)
+
+    def of(self, rows: Collection[str]) -> Results:
+        """What concerns those rows."""
+        return msgspec.structs.replace(
+            self,
+            cells=tuple(cell for cell in self.cells if cell.row in rows),
+            failures=tuple(failure for failure in self.failures if failure.row in rows),
+            versions={row: versions for row, versions in self.versions.items() if row in rows},
+        )
 
     def write(self, path: Path) -> None:
         """As JSON."""

@@ -36,6 +36,11 @@ class Row:
     needs: str = ""
 
     @property
+    def bits(self) -> int:
+        """About how many a weight has."""
+        return {"bf16": 16, "int8": 8, "Q8_0": 8, "int4": 4, "Q4_0": 4}[self.weights]
+
+    @property
     def packages(self) -> str:
         """The name of what its venv installs."""
         return self.venv.partition("+")[0]
@@ -47,6 +52,7 @@ REPAIRED = "llamacpp+amx"
 ROWS = (
     Row("ours", "EricLLM Console, in process", "bf16", goal=True),
     Row("ours-http", "EricLLM Console, HTTP streaming", "bf16", mode="http", clients=(32,), goal=True),
+    Row("ours-same", "EricLLM Console, --deterministic", "bf16", mode="deterministic", goal=True),
     Row("ours-torch", "EricLLM Console, no compiler", "bf16", environment={"ERICLLM_NATIVE": "0"}, goal=True),
     Row("ours-int8", "EricLLM Console, in process", "int8", mode="int8", goal=True),
     Row("ours-int4", "EricLLM Console, in process", "int4", mode="int4", goal=True),
@@ -108,6 +114,7 @@ RATIOS = (
     Ratio("ours-int8", _Q4, "ours int8 / llama.cpp Q4_0", _OVER_LLAMACPP),
     Ratio("ours-int4", _Q4, "ours int4 / llama.cpp Q4_0", _OVER_LLAMACPP),
     Ratio("ours-http", ("ours",), "ours through HTTP / in process", {("135m", 32): 0.93, ("0.5b", 32): 0.93}),
+    Ratio("ours-same", ("ours",), "ours with --deterministic / without", {}),
     Ratio("ours", ("continuous",), "ours bf16 / transformers continuous batching", {}),
 )
 

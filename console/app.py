@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from textual.screen import Screen
 from console import in_view, keymap, modes
 from console.adviser import Adviser
 from console.ahead import make_ahead
+from console.bench.about import MEASURES
 from console.commands import BindingCommands
 from console.effects import Effects
 from console.habits import Habits
@@ -262,6 +264,13 @@ class EricApp(StyledApp, inherit_bindings=False):
         if not isinstance(self.screen, InsightScreen):
             self.push_screen(InsightScreen())
 
+    def action_benches(self, form: str = "") -> None:
+        """What was measured, and measuring more. form: of a bench, to be shown at once."""
+        from console.screens.benches import BenchesScreen
+
+        if not isinstance(self.screen, BenchesScreen):
+            self.push_screen(BenchesScreen(self.link, model=self.viewed_model, form=form))
+
     async def action_quit(self) -> None:
         """Quit; ask first when that would cut answers off."""
         from console.screens.confirm import ConfirmScreen
@@ -280,6 +289,9 @@ class EricApp(StyledApp, inherit_bindings=False):
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """What the palette offers besides the keys."""
         yield SystemCommand("Doctor", "What this machine has and lacks, and how to mend it", self.action_doctor)
+        yield SystemCommand("Benchmarks", "What was measured here, to be plotted and compared", self.action_benches)
+        for name, measures in {} if self.standing.read_only else MEASURES.items():
+            yield SystemCommand(f"Bench {name}", measures, partial(self.action_benches, name))
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
         yield SystemCommand("Screenshot", "Save a picture of this screen (SVG) where you are", self._picture)
 

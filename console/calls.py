@@ -16,6 +16,7 @@ import msgspec
 
 from console.link import EngineLink
 from console.links.api import ApiLink, ApiReport
+from console.links.benches import BenchesLink, BenchReport
 from console.links.conversation import ConversationLink
 from console.links.insight import InsightLink
 from console.links.models import LoadSettings, ModelsLink
@@ -34,6 +35,7 @@ GROUPS: Mapping[str, type] = {
     "requests": RequestsLink,
     "settings": SettingsLink,
     "tuning": TuningLink,
+    "benches": BenchesLink,
 }
 
 Scope = Literal["watch", "admin"]
@@ -157,6 +159,13 @@ _TABLE = (
     _call("tuning.start", "admin"),
     _call("tuning.cancel", "admin"),
     _call("tuning.use_best", "admin"),
+    _call("benches.report", "watch", blank=lambda **_: BenchReport()),
+    _call("benches.forms", "watch"),
+    _call("benches.start", "admin"),
+    _call("benches.cancel", "admin"),
+    _call("benches.history", "watch"),
+    _call("benches.result", "watch"),
+    _call("benches.forget", "admin"),
 )
 CALLS: Mapping[str, Call] = {call.name: call for call in _TABLE}
 

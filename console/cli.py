@@ -150,7 +150,7 @@ def _autotune(argv: Sequence[str]) -> int:
 
 
 def _bench(argv: Sequence[str]) -> int:
-    from console.bench import bench
+    from console.bench.command import bench
 
     return bench(_dashed(argv), _Parser(prog=f"{APP_NAME} bench", allow_abbrev=False))
 

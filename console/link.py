@@ -12,6 +12,7 @@ import msgspec
 
 from console.addresses import is_loopback
 from console.links.api import ApiLink
+from console.links.benches import BenchesLink
 from console.links.conversation import ConversationLink
 from console.links.insight import InsightLink
 from console.links.models import ModelsLink
@@ -87,6 +88,10 @@ class EngineLink(Protocol):
     @property
     def tuning(self) -> TuningLink:
         """Finding the best settings of a model by trying them."""
+
+    @property
+    def benches(self) -> BenchesLink:
+        """Measuring a model that serves, and what was measured before."""
 
     def snapshot(self) -> Snapshot:
         """The latest snapshot, at once."""

@@ -11,6 +11,7 @@ import msgspec
 from console.link import ApiStatus
 from console.links.models import LoadSettings
 from console.local_api import LocalApi
+from console.local_benches import LocalBenches
 from console.local_conversation import LocalConversation
 from console.local_insight import LocalInsight
 from console.local_models import LocalModels
@@ -40,6 +41,7 @@ class LocalLink:
         self.models = LocalModels(runtime, loop)
         self.requests = LocalRequests(runtime, loop)
         self.tuning = LocalTuning(runtime, loop)
+        self.benches = LocalBenches(runtime, loop)
 
     def snapshot(self) -> Snapshot:
         """The latest snapshot; a download under way shows as a loading model."""

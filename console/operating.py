@@ -31,6 +31,7 @@ _SETTINGS = {
     "max_model_len": "max_model_len",
     "cache_bits": "cache_bits",
     "weights": "weights",
+    "deterministic": "deterministic",
     "gpu_split": "gpu_split",
 }
 """Fields of an order, and the settings that they stand for."""

@@ -15,6 +15,7 @@ import msgspec
 
 from console.api.server import ApiServer
 from console.autotune.tuning import Tuning
+from console.bench.benches import Benches
 from console.doctor import diagnose
 from console.estimate import estimate_for
 from console.link import ApiStatus, EngineLink
@@ -74,6 +75,7 @@ class Runtime:
         self.engine.publish_for(settings.refresh_hz)
         self.api = ApiServer(self.engine, api_settings(settings, state_dir), RuntimeOperator(self), self.own_link)
         self.tuning = Tuning(self)
+        self.benches = Benches(self.engine, state_dir, lambda: self.tuning.report().under_way)
         self._api_error: ErrorInfo | None = None
         self._link: EngineLink | None = None
         self._finding: _Finding | None = None
@@ -252,6 +254,7 @@ class Runtime:
         `patience_s` later are killed. Where it is cancelled, another call with less time finishes the work."""
         self.engine.refuse_new()
         await self.tuning.cancel()
+        await self.benches.close()
         if self._finding is not None:
             self._finding.cancelled.set()
         clock = asyncio.get_running_loop().time

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from console.pauses import collect_rarely
 
 # No deadlines: machines differ and tests share them. CI draws the same examples each time; here they are new ones.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -15,3 +21,23 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 # Without a GPU, Triton's kernels run in its interpreter; it has to be told before its first import.
 if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A test computes on one thread unless it says otherwise: others run beside it, and sums stay the same."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: to look through it for garbage took a quarter of the screen tests' time."""
+    gc.collect()
+    collect_rarely()

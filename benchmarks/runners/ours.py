@@ -1,4 +1,5 @@
-"""This engine as an operator runs it, with its workers; `mode` joins by "+" how: "int8" or "int4" weights, "http"."""
+"""This engine as an operator runs it, with its workers; `mode` joins by "+" how: "int8" or "int4" weights, "http",
+"deterministic"."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def loaded(given: Given) -> Iterator[Generate]:
     """Load the model, and serve it where HTTP is asked for."""
     ways = set(given.mode.split("+")) - {""}
     with asyncio.Runner() as runner:
-        engine = runner.run(load(given, weights=next(iter(ways - {"http"}), "")))
+        weights = next(iter(ways - {"http", "deterministic"}), "")
+        engine = runner.run(load(given, weights=weights, deterministic="deterministic" in ways))
         api = ApiServer(engine, ApiSettings(port=0))
         if "http" in ways:
             runner.run(api.start())
@@ -40,11 +42,12 @@ def loaded(given: Given) -> Iterator[Generate]:
         runner.run(engine.close(drain_s=0))
 
 
-async def load(given: Given, *, weights: str = "") -> Engine:
+async def load(given: Given, *, weights: str = "", deterministic: bool = False) -> Engine:
     """An engine with the model in it. hang_s: the driver stops processes between their turns."""
     engine = Engine(EngineConfig(max_prompts=given.clients, max_queue=10_000, hang_s=0))
     await engine.start()
     more: dict[str, Any] = {"weights": weights} if weights else {}
+    more |= {"deterministic": True} if deterministic else {}
     tokens = given.clients * given.max_tokens
     await engine.load(
         ModelSpec(

@@ -27,6 +27,7 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     cache_bits: CacheBits | None = None
     weights: WeightsName | None = None
+    deterministic: bool | None = None
     gpu_split: tuple[float, ...] | None = None
 
 

@@ -30,6 +30,7 @@ class LoadBody(Body):
     max_model_len: Annotated[int | None, Field(ge=1, le=10**9)] = None
     cache_bits: CacheBits | None = None
     weights: WeightsName | None = None
+    deterministic: bool | None = None
     gpu_split: Annotated[list[Annotated[float, Field(gt=0)]] | None, Field(max_length=64)] = None
 
     def order(self) -> LoadOrder:

@@ -1,7 +1,10 @@
 """What measurements say and how sure that is: means over batches, percentiles over sections. Pure.
 
 * A rate is measured in slices of a window, one after the other; its mean has the standard error of the slices' mean
-  (batch means, Conway 1963), and each window may be off as a whole by `DRIFT`, since a machine has others to serve.
+  (batch means, Conway 1963). Four slices alone say little of how noisy they are, so what all settings showed counts in
+  as so many more (moderated t, Smyth 2004).
+* Each window may be off as a whole, since a machine has others to serve: by `DRIFT`, or by what windows of the same
+  settings showed to lie between them.
 * A percentile is taken over everything, and its standard error is that of the percentiles of the slices (sectioning,
   Asmussen and Glynn 2007, III.5): gaps of one step are as long for all who are in it, so their number says nothing.
 * Intervals are Student's t, two-sided with `CONFIDENCE`.
@@ -10,13 +13,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, stdev
 
 CONFIDENCE = 0.95
 DRIFT = 0.015
+Slice = tuple[float, float]
+"""A rate, and the seconds that it was measured for."""
+PRIOR_FREEDOM = 8
+"""As many slices, or windows, count as what is known of the noise before a setting's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +38,52 @@ class Interval:
         return f"{self.value:g} ({self.low:g} to {self.high:g})"
 
 
-def rate_of(slices: Sequence[float], windows: int) -> Interval:
-    """The mean of rates, one for each slice of so many windows."""
-    mean = fmean(slices)
-    if len(slices) < 2:
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What is known of the noise of rates, as shares of their means squared. second: of a second, None where nothing is
+    known.  window: of a window as a whole."""
+
+    second: float | None = None
+    window: float = DRIFT**2
+
+
+UNKNOWN = Noise()
+
+
+def noise_of(settings: Iterable[Sequence[Sequence[Slice]]]) -> Noise:
+    """Of all windows of all settings, each window as its slices: (rate, seconds)."""
+    within, slices, between, again = 0.0, 0, 0.0, 0
+    for windows in settings:
+        means = [_mean(window) for window in windows]
+        whole = _mean([each for window in windows for each in window])
+        if not whole:
+            continue
+        for window, mean in zip(windows, means, strict=True):
+            within += sum(((rate - mean) / whole) ** 2 * seconds for rate, seconds in window)
+            slices += len(window) - 1
+        between += sum((mean / whole - 1) ** 2 for mean in means)
+        again += len(means) - 1
+    second = within / slices if slices else None
+    return Noise(second, (PRIOR_FREEDOM * DRIFT**2 + between) / (PRIOR_FREEDOM + again))
+
+
+def rate_of(windows: Sequence[Sequence[Slice]], noise: Noise = UNKNOWN) -> Interval:
+    """The mean of rates in these windows."""
+    slices = [each for window in windows for each in window]
+    mean, seconds = _mean(slices), sum(length for _, length in slices)
+    own = sum((rate - mean) ** 2 * length for rate, length in slices)
+    freedom = len(slices) - 1
+    if noise.second is not None:
+        own += PRIOR_FREEDOM * noise.second * mean**2
+        freedom += PRIOR_FREEDOM
+    if not freedom:
         return Interval(mean)
-    variance = stdev(slices) ** 2 / len(slices) + (DRIFT * mean) ** 2 / windows
-    return _around(mean, math.sqrt(variance), len(slices) - 1)
+    variance = own / freedom / seconds + noise.window * mean**2 / len(windows)
+    return _around(mean, math.sqrt(variance), freedom)
+
+
+def _mean(slices: Sequence[Slice]) -> float:
+    return sum(rate * seconds for rate, seconds in slices) / sum(seconds for _, seconds in slices)
 
 
 def quantile_of(sections: Sequence[Sequence[float]], share: float) -> Interval | None:

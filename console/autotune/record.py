@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from console.autotune.estimates import Interval, quantile_of, rate_of
+from console.autotune.estimates import UNKNOWN, Interval, Noise, quantile_of, rate_of
 from console.autotune.space import Setting
 
 Verdict = Literal["kept", "broken", "unsure"]
@@ -46,6 +46,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         """How long it was."""
         return sum(each.seconds for each in self.slices)
 
+    @property
+    def rates(self) -> list[tuple[float, float]]:
+        """Of each slice its tokens/s, and its seconds."""
+        return [(each.tokens / each.seconds, each.seconds) for each in self.slices]
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known of a setting. tokens_per_s: output.  kept: whether it keeps the SLO.
@@ -75,8 +80,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return self.tokens_per_s.value / max(1.0, self.excess) ** 2
 
     @classmethod
-    def of(cls, setting: Setting, samples: Sequence[Sample], slo: Slo) -> Record:
-        """Pool the windows of a setting; one at least, with a slice in it."""
+    def of(cls, setting: Setting, samples: Sequence[Sample], slo: Slo, noise: Noise = UNKNOWN) -> Record:
+        """Pool the windows of a setting; one at least, with a slice in it. noise: what is known of it from others."""
         slices = [each for sample in samples for each in sample.slices]
         seconds = sum(each.seconds for each in slices)
         ttft = quantile_of([each.ttft_s for each in slices], slo.share)
@@ -87,7 +92,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             setting=setting,
             windows=len(samples),
             seconds=seconds,
-            tokens_per_s=rate_of([each.tokens / each.seconds for each in slices], len(samples)),
+            tokens_per_s=rate_of([each.rates for each in samples], noise),
             ttft_s=ttft,
             itl_s=itl,
             goodput_per_s=sum(each.kept for each in slices) / seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -114,12 +114,13 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
             found = list(dict.fromkeys(self._setting(row) for row in zip(*columns, strict=True)))
         return [self.start, *self.in_order(each for each in found if each != self.start)]
 
-    def in_order(self, settings: Iterator[Setting] | Sequence[Setting]) -> list[Setting]:
-        """So that what is dear to turn is turned least often, and begins with what is in use."""
+    def in_order(self, settings: Iterable[Setting], at: Setting | None = None) -> list[Setting]:
+        """So that what is dear to turn is turned least often, and begins with what is in use: `at`, or else `start`."""
+        used = at or self.start
         dearest_first = sorted(self.knobs, key=lambda knob: -knob.turn_s)
 
         def place(setting: Setting) -> list[tuple[bool, int]]:
-            values = [(setting.value(knob.name), self.start.value(knob.name)) for knob in dearest_first]
+            values = [(setting.value(knob.name), used.value(knob.name)) for knob in dearest_first]
             return [(value != now, value) for value, now in values]
 
         return sorted(settings, key=place)

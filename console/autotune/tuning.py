@@ -80,6 +80,8 @@ class Tuning:
     def _refuse_if_busy(self) -> None:
         if self._task is not None and not self._task.done():
             raise EngineBusy("settings are being tried already; cancel that first", state="tuning")
+        if self._runtime.benches.report().under_way:
+            raise EngineBusy("a bench goes on, which would measure what is tried; cancel that first", state="bench")
 
     def _with_slo(self, order: TuneOrder) -> TuneOrder:
         """With what the settings ask of latency, where the order leaves that open."""

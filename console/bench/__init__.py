@@ -1,7 +1,5 @@
-"""`ericllm bench`: what the engine costs, measured on this machine. The results are kept in docs/performance.md."""
+"""Benches: a model measured on this machine or behind any server, and the results kept.
 
-from __future__ import annotations
-
-from console.bench.command import bench
-
-__all__ = ["bench"]
+`command` is `ericllm bench`; `benches` runs them on an engine that serves, for a screen. What the engine itself costs
+is measured here too (`overhead`, `workers`, `screen`, `http`).
+"""

@@ -1,31 +1,25 @@
-"""The engine in this process as a target: one of its own, or that of a console."""
+"""The engine in this process as a target: one of its own (`own_engine`), or that of a console."""
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 from console.bench.engines import all_ready
-from console.bench.prompts import Material, TokenIds
+from console.bench.prompts import Fresh, Material, TokenIds
 from console.bench.result import Setting, TargetInfo
 from console.bench.target import Chunk, Counters, TargetFailed
 from console.bench.workload import Item
-from console.logs import logging_to
-from console.runtime import Runtime
-from console.settings import Settings
-from console.sources import changed
 from engine.backends.base import LoadedModel
 from engine.config import ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
 from engine.errors import InvalidRequest, NoModelLoaded
 from engine.models.headers import weight_files
-from engine.models.resolve import is_synthetic, resolve_local
+from engine.snapshot import ModelReading, ModelStatus
 
-MAX_QUEUE = 1_000_000
+SOURCE = "bench"
+_MOST_GUESSES = 7
+"""Where it was loaded without a number."""
 _TOLD = (
     *("max_model_len", "cache_bits", "alpha_value", "compress_pos_emb", "num_experts", "lora", "tensor_parallel"),
     *("draft_model", "ngram_draft", "draft_tokens", "gpu_balance", "threads"),
@@ -37,14 +31,18 @@ Reload = Callable[[Mapping[str, object]], Awaitable[None]]
 
 
 class EngineTarget:
-    """Target and EngineHere: an engine whose first model is loaded and ready. Its coroutines run on the engine's loop.
+    """Target and EngineHere: an engine with a model that is loaded and ready. Its coroutines run on the engine's loop.
 
-    reload: None where the model must stay as it is.
+    reload: None where the model must stay as it is.  model: by its name; "" is the first.
+    fresh: the engine has answered others before, so prompts are to be none of theirs.  sent: requests so far.
     """
 
-    def __init__(self, engine: Engine, reload: Reload | None = None) -> None:
+    def __init__(self, engine: Engine, reload: Reload | None = None, *, model: str = "", fresh: bool = False) -> None:
         self._engine = engine
         self._reload = reload
+        self._name = model
+        self._fresh = fresh
+        self.sent = 0
 
     @property
     def info(self) -> TargetInfo:
@@ -78,10 +76,11 @@ class EngineTarget:
     @property
     def material(self) -> Material:
         """Target: ids."""
-        tokenizer = self._engine.tokenizer
+        tokenizer = self._engine.tokenizer_of(self._name)
         if tokenizer is None:
             raise NoModelLoaded("no model is loaded")
-        return TokenIds.of(tokenizer, self._model.vocab_size)
+        ids = TokenIds.of(tokenizer, self._model.vocab_size)
+        return Fresh(ids) if self._fresh else ids
 
     @property
     def max_model_len(self) -> int | None:
@@ -91,7 +90,10 @@ class EngineTarget:
     async def send(self, item: Item) -> AsyncGenerator[Chunk, None]:
         """Target."""
         params = SamplingParams(temperature=0.0, max_tokens=item.output_tokens, ignore_eos=True, seed=0)
-        asked = GenerateRequest(prompt_ids=item.prompt.ids, params=params, source="bench", timeout_s=0)
+        asked = GenerateRequest(
+            prompt_ids=item.prompt.ids, params=params, source=SOURCE, client=SOURCE, timeout_s=0, model=self._name
+        )
+        self.sent += 1
         async with self._engine.submit(asked) as stream:
             async for delta in stream:
                 if delta.finish not in (None, "length", "stop"):
@@ -110,29 +112,37 @@ class EngineTarget:
         return Counters(draft_tokens=totals.draft_tokens, draft_accepted=totals.draft_accepted)
 
     @property
+    def guessing(self) -> int:
+        """The most tokens that it guesses ahead from a request's own text, as it was loaded."""
+        spec = self._spec
+        return (spec.draft_tokens or _MOST_GUESSES) if spec.ngram_draft else 0
+
+    @property
     def knobs(self) -> tuple[int, int]:
         """EngineHere."""
-        return self._engine.config.num_workers, self._engine.config.max_prompts
+        if not self._name:
+            return self._engine.config.num_workers, self._engine.config.max_prompts
+        reading = self._reading
+        return reading.target_workers, reading.max_prompts
 
     async def turn(self, *, workers: int, max_prompts: int) -> None:
         """EngineHere."""
-        await self._engine.reconfigure(workers=workers, max_prompts=max_prompts)
-        await all_ready(self._engine, workers)
+        await self._engine.reconfigure(workers=workers, max_prompts=max_prompts, model=self._name)
+        await all_ready(self._engine, workers, self._name)
 
     async def guess(self, tokens: int) -> None:
         """EngineHere: where it guesses so already, nothing is done."""
-        spec = self._engine.status.spec  # None where the load before was refused
-        if spec is not None and tokens == (spec.draft_tokens if spec.ngram_draft else 0):
+        if self._status.spec is not None and tokens == self.guessing:  # None where the load before was refused
             return
         await self._load({"ngram_draft": True, "draft_tokens": tokens} if tokens else {"ngram_draft": False})
 
     async def load_s(self) -> float:
         """EngineHere: until every worker is ready."""
         reload = self._may_reload()
-        await self._engine.unload(drain_s=0)
+        await self._engine.unload(self._name, drain_s=0)
         began_s = time.perf_counter()
         await reload({})
-        await all_ready(self._engine, self.knobs[0])
+        await all_ready(self._engine, self.knobs[0], self._name)
         return time.perf_counter() - began_s
 
     def weight_files(self) -> list[str]:
@@ -141,7 +151,7 @@ class EngineTarget:
 
     async def _load(self, changes: Mapping[str, object]) -> None:
         await self._may_reload()(changes)
-        await all_ready(self._engine, self.knobs[0])
+        await all_ready(self._engine, self.knobs[0], self._name)
 
     def _may_reload(self) -> Reload:
         if self._reload is None:
@@ -149,47 +159,26 @@ class EngineTarget:
         return self._reload
 
     @property
+    def _reading(self) -> ModelReading:
+        for model in self._engine.snapshot().models:
+            if model.name == self._name:
+                return model
+        raise NoModelLoaded(f"{self._name} is loaded no more")
+
+    @property
+    def _status(self) -> ModelStatus:
+        return self._reading.status if self._name else self._engine.status
+
+    @property
     def _model(self) -> LoadedModel:
-        model = self._engine.status.model
+        model = self._status.model
         if model is None:
             raise NoModelLoaded("no model is loaded")
         return model
 
     @property
     def _spec(self) -> ModelSpec:
-        spec = self._engine.status.spec
+        spec = self._status.spec
         if spec is None:
             raise NoModelLoaded("no model is loaded")
         return spec
-
-
-@asynccontextmanager
-async def engine_target(settings: Settings, show: Callable[[str], None]) -> AsyncIterator[EngineTarget]:
-    """An engine with the model of the settings, loaded as they say, without API; a synthetic model is made for it, and
-    removed afterwards if it was. Raises EngineError."""
-    name = settings.model
-    made = is_synthetic(name) and resolve_local(name, ()) is None
-    quiet = changed(settings, {"api": False, "timeout": 0, "max_queue": MAX_QUEUE})
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="ericllm-bench-")))
-        if made:
-            stack.callback(_remove, name)
-        runtime = await Runtime.open(quiet, log_dir=folder, state_dir=folder)
-        stack.enter_context(logging_to(runtime.engine.log, None, verbose=False, stderr=False))
-        stack.push_async_callback(runtime.close, drain_s=0)
-        await runtime.start()
-        show(f"making and loading {name}" if made else f"loading {name}")
-        await runtime.load(name)
-        await all_ready(runtime.engine, runtime.engine.config.num_workers)
-
-        async def reload(changes: Mapping[str, object]) -> None:
-            await runtime.load(name, changes=changes)
-
-        yield EngineTarget(runtime.engine, reload)
-
-
-def _remove(name: str) -> None:
-    """What was made for the bench alone."""
-    path = resolve_local(name, ())
-    if path is not None:
-        shutil.rmtree(path, ignore_errors=True)

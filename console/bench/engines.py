@@ -35,10 +35,10 @@ async def running(
         await engine.close(drain_s=0)
 
 
-async def all_ready(engine: Engine, workers: int) -> None:
-    """Wait until so many workers answer. Raises WorkerFailed where one cannot."""
+async def all_ready(engine: Engine, workers: int, model: str = "") -> None:
+    """Wait until so many workers answer, of all models or of one. Raises WorkerFailed where one cannot."""
     while True:
-        readings = engine.snapshot().workers
+        readings = [worker for worker in engine.snapshot().workers if model in ("", worker.model)]
         failed = next((worker for worker in readings if worker.state in ("failed", "dead")), None)
         if failed is not None:
             reason = failed.last_error.message if failed.last_error else "it did not say why"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
 from msgspec import UNSET, Meta
@@ -17,11 +17,8 @@ from engine.errors import InvalidRequest
 def add_flags(parser: argparse._ArgumentGroup, plan: type[Plan]) -> None:
     """Add them; a value that is none ends the program with one sentence."""
     defaults = plan()
-    for name, hint in get_type_hints(plan, include_extras=True).items():
-        if name not in plan.__struct_fields__:
-            continue
-        kind, meta = get_args(hint)[0], next(each for each in get_args(hint)[1:] if isinstance(each, Meta))
-        default = _written(getattr(defaults, name))
+    for name, (kind, meta) in _fields(plan).items():
+        default = written(getattr(defaults, name))
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
@@ -38,23 +35,65 @@ def plan_of(plan: type[Plan], given: dict[str, Any], *, quick: bool) -> Plan:
     return plan(**changes | {name: given[name] for name in plan.__struct_fields__ if name in given})
 
 
+def plan_from(plan: type[Plan], texts: Mapping[str, str], *, quick: bool) -> Plan:
+    """The plan with fields as their flags would be written. Raises InvalidRequest, its param the field."""
+    fields = _fields(plan)
+    given = {}
+    for name, text in texts.items():
+        if name not in fields:
+            raise InvalidRequest(f"bench {plan.name} has no {name}", param=name)
+        try:
+            given[name] = _read(*fields[name], text.strip())
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name.replace('_', ' ')}: {error.message}", param=name) from error
+    return plan_of(plan, given, quick=quick)
+
+
+def description(plan: type[Plan], name: str) -> str:
+    """What a field of a plan means."""
+    return _fields(plan)[name][1].description or ""
+
+
+def written(value: object) -> str:
+    """A value as its flag takes it."""
+    if isinstance(value, tuple):
+        return ",".join(f"{each:g}" for each in value)
+    return "" if value is None or value is UNSET else str(value)
+
+
+def _fields(plan: type[Plan]) -> dict[str, tuple[Any, Meta]]:
+    """What each field takes, and what is said of it."""
+    hints = get_type_hints(plan, include_extras=True)
+    return {
+        name: (get_args(hint)[0], next(each for each in get_args(hint)[1:] if isinstance(each, Meta)))
+        for name, hint in hints.items()
+        if name in plan.__struct_fields__
+    }
+
+
 def _reader(kind: Any, meta: Meta) -> Callable[[str], Any]:
-    """What reads one value from its text."""
-    number = _number_of(kind)
+    """What reads one value from its text, for argparse."""
 
     def read(text: str) -> Any:
         try:
-            if kind is str:
-                return text
-            if kind is Length:
-                return Length.parse(text)
-            if get_origin(kind) is tuple:
-                return tuple(_bounded(number(part), meta, part) for part in text.split(","))
-            return _bounded(number(text), meta, text)
+            return _read(kind, meta, text)
         except InvalidRequest as error:
             raise argparse.ArgumentTypeError(error.message) from error
 
     return read
+
+
+def _read(kind: Any, meta: Meta, text: str) -> Any:
+    if kind is str:
+        return text
+    if kind is Length:
+        return Length.parse(text)
+    number = _number_of(kind)
+    if get_origin(kind) is tuple:
+        return tuple(_bounded(number(part), meta, part) for part in text.split(","))
+    if not text and type(None) in get_args(kind):
+        return None
+    return _bounded(number(text), meta, text)
 
 
 def _number_of(kind: Any) -> Callable[[str], float]:
@@ -97,12 +136,6 @@ def _bounded(value: float, meta: Meta, text: str) -> float:
     if above is not None and value <= above:
         raise InvalidRequest(f"{text} is not more than {above}")
     return value
-
-
-def _written(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(f"{each:g}" for each in value)
-    return "" if value is None or value is UNSET else str(value)
 
 
 def _metavar(kind: Any) -> str:

@@ -14,14 +14,15 @@ from typing import TextIO
 
 from console.bench.csv_file import csv_text
 from console.bench.dialects import DIALECTS
-from console.bench.engine_target import engine_target
 from console.bench.flags import add_flags, plan_of
 from console.bench.history import BenchHistory
 from console.bench.http_target import HttpTarget
 from console.bench.kinds import PLANS, Plan
+from console.bench.news import BenchProgress
+from console.bench.own_engine import engine_target
 from console.bench.progress import Progress
 from console.bench.result import BenchResult, write_result
-from console.bench.run import BenchProgress, run_bench
+from console.bench.run import run_bench
 from console.bench.svg import plot
 from console.bench.target import Target
 from console.bench.text import progress_text, result_text, row_text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -71,6 +72,27 @@ class TokenIds:
     def count(self, text: str) -> int:
         """Material: exactly."""
         return len(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+class Fresh:
+    """Prompts of another material with contents that only this object's have, so that an engine which goes on from run
+    to run finds nothing of an earlier one in its cache. Lengths, and which prompts begin alike, stay as they are."""
+
+    def __init__(self, material: Material) -> None:
+        self._material = material
+        self._own = secrets.token_hex(8)
+
+    def prompt(self, tokens: int, rng: random.Random) -> Prompt:
+        """Material."""
+        return self._material.prompt(tokens, random.Random(f"{self._own}/{rng.getrandbits(64)}"))
+
+    def of_text(self, text: str) -> Prompt:
+        """Material: a text is what it is."""
+        return self._material.of_text(text)
+
+    def count(self, text: str) -> int:
+        """Material."""
+        return self._material.count(text)
 
 
 class Words:

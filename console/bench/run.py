@@ -11,29 +11,10 @@ import msgspec
 from console.bench.kinds.base import Lab, Part, Plan, SkipPart
 from console.bench.machine import these_versions, this_machine
 from console.bench.measure import BenchCancelled, Record
-from console.bench.result import BenchResult, Column, Row, Sample, TargetInfo, merged
+from console.bench.news import BenchProgress
+from console.bench.result import BenchResult, Row, Sample, TargetInfo, merged
 from console.bench.target import EngineHere, Target
 from engine.errors import EngineError
-
-
-class BenchProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a bench is. doing: the part that is being measured, in words.  done, total: requests of all parts.
-
-    left_s: seconds to go, None while nothing is known of it.  rows: those that have a repeat at least.
-    """
-
-    bench: str
-    doing: str
-    repeat: int
-    repeats: int
-    done: int
-    total: int
-    elapsed_s: float
-    left_s: float | None
-    keys: tuple[Column, ...]
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
-
 
 Report = Callable[[BenchProgress], None]
 

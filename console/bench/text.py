@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from console.bench.news import BenchProgress
 from console.bench.result import BenchResult, Column, Key, Row, said
-from console.bench.run import BenchProgress
 from console.bench.table import table
 
 _GIB = 1 << 30
@@ -13,9 +13,9 @@ _GIB = 1 << 30
 
 def result_text(result: BenchResult) -> str:
     """The table, with all that one must know to read it."""
-    parts = [_head(result), rows_text(result.keys, result.columns, result.rows)]
+    parts = [heading_text(result), rows_text(result.keys, result.columns, result.rows)]
     if result.published:
-        parts.append(f"What others got, on their hardware:\n{_published_text(result)}")
+        parts.append(published_text(result))
     if result.notes:
         parts.append("\n".join(result.notes))
     if not result.complete:
@@ -30,7 +30,8 @@ def rows_text(keys: Sequence[Column], columns: Sequence[Column], rows: Sequence[
     shown = [column for column in columns if column.shown and any(row.known(column.name) for row in rows)]
     header = [titled(column) for column in (*keys, *shown)]
     cells = [
-        [*(_key(row.keys.get(key.name, "")) for key in keys), *(cell(row, column) for column in shown)] for row in rows
+        [*(key_text(row.keys.get(key.name, "")) for key in keys), *(cell(row, column) for column in shown)]
+        for row in rows
     ]
     return table(header, cells)
 
@@ -74,7 +75,8 @@ def span(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _head(result: BenchResult) -> str:
+def heading_text(result: BenchResult) -> str:
+    """What was measured, where, with what: two lines."""
     target, machine, versions = result.target, result.machine, result.versions
     if target.kind == "http":
         what = (
@@ -91,7 +93,8 @@ def _head(result: BenchResult) -> str:
     )
 
 
-def _published_text(result: BenchResult) -> str:
+def published_text(result: BenchResult) -> str:
+    """The rows of others as a table, and where they come from."""
     names = {name for each in result.published for name in each.values}
     columns = [column for column in result.columns if column.name in names]
     keys = [key for key in result.keys if any(key.name in each.keys for each in result.published)]
@@ -99,7 +102,7 @@ def _published_text(result: BenchResult) -> str:
         [
             each.who,
             each.device,
-            *(_key(each.keys.get(key.name, "")) for key in keys),
+            *(key_text(each.keys.get(key.name, "")) for key in keys),
             *(
                 f"{each.values[column.name]:,.{column.digits}f}" if column.name in each.values else ""
                 for column in columns
@@ -109,8 +112,9 @@ def _published_text(result: BenchResult) -> str:
     ]
     sources = dict.fromkeys(each.source for each in result.published)
     header = ["", "on", *(titled(column) for column in (*keys, *columns))]
-    return f"{table(header, rows)}\nFrom {'; '.join(sources)}."
+    return f"What others got, on their hardware:\n{table(header, rows)}\nFrom {'; '.join(sources)}."
 
 
-def _key(value: Key) -> str:
+def key_text(value: Key) -> str:
+    """What a row was measured for, as it is written."""
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -15,6 +15,7 @@ import msgspec
 from console.bench.lengths import Length
 from console.bench.prompts import Material, Prompt
 from console.bench.trace import Exchange, sampled
+from engine.simulation.demand import gap_s
 
 
 class PrefixMix(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,5 +81,5 @@ def arriving(sent: Sequence[Item], *, rate: float, burstiness: float, seed: int)
     rng, at_s, timed = random.Random(f"{seed}/arrivals"), 0.0, []
     for item in sent:
         timed.append(msgspec.structs.replace(item, at_s=at_s))
-        at_s += rng.gammavariate(burstiness, 1 / (rate * burstiness))
+        at_s += gap_s(rng, rate, burstiness)
     return timed

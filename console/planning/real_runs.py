@@ -14,9 +14,9 @@ from engine.request import GenerateRequest
 from engine.simulation.demand import Ask
 
 
-async def ask_engine(engine: Engine, vocab_size: int, asks: Sequence[Ask]) -> list[Answer]:
-    """Send the requests when they are due, to the engine, and read their answers."""
-    source = random.Random(f"{len(asks)} {asks[-1].at_s}")
+async def ask_engine(engine: Engine, vocab_size: int, asks: Sequence[Ask], *, seed: int = 0) -> list[Answer]:
+    """Send the requests when they are due, to the engine, and read their answers. seed: of the prompts."""
+    source = random.Random(f"{seed} {len(asks)} {asks[-1].at_s}")
     prompts = [source.choices(range(vocab_size), k=ask.prompt_tokens) for ask in asks]
     began_s = asyncio.get_running_loop().time()
     return await asyncio.gather(

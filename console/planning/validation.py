@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from console.bench.engines import all_ready
 from console.bench.plan import Plan, plan_for
 from console.bench.progress import Show
+from console.planning.calibrating import Probes, calibrated, probe_engine
 from console.planning.comparing import Answer, Run, simulated_answers
 from console.planning.measuring import MeasuredWorker
 from console.planning.real_runs import ask_engine
@@ -57,22 +59,44 @@ async def validate(model: str, loads: Sequence[LoadName], *, rounds: int, second
         async with MeasuredWorker(model, design, plan.threads) as worker:
             await _warm(engine, plan, worker)
             found: list[Run] = []
-            before = await worker.steps(seconds)
+            before = await _measured(engine, plan, worker, seconds, 0)
             for number in range(rounds):
                 for load in loads:
                     show(f"{load}, round {number + 1} of {rounds}")
                     share, length = LOADS[load]
-                    rate = share * _capacity_per_s(_cluster(fit_steps(before).costs), MIX)
+                    rate = share * _capacity_per_s(before.cluster(), MIX)
                     asks = list(OpenDemand(MIX, rate_per_s=rate, duration_s=length * seconds, seed=number).first())
                     busy_s = await _busy_s(engine)
                     answers = await ask_engine(engine, plan.vocab_size, asks)
                     busy_s = await _busy_s(engine) - busy_s
-                    after = await worker.steps(seconds)
-                    found.append(_compared(load, rate, asks, answers, [*before, *after], busy_s))
+                    after = await _measured(engine, plan, worker, seconds, len(found) + 1)
+                    found.append(_compared(load, rate, asks, answers, before + after, busy_s))
                     before = after
             return found
     finally:
         await engine.close(drain_s=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What is known of the machine in some minutes: steps, and what the loop costs beside them."""
+
+    steps: list[StepSample]
+    probes: list[Probes]
+
+    def __add__(self, other: _Measured) -> _Measured:
+        return _Measured(self.steps + other.steps, self.probes + other.probes)
+
+    def cluster(self) -> Cluster:
+        """As it was then. The fit sets outliers apart, which slow a run all the same, so their seconds count in."""
+        costs = fit_steps(self.steps).costs
+        told_s = sum(costs.seconds(sample.shape) for sample in self.steps)
+        return calibrated(_cluster(costs.slower(sum(sample.seconds for sample in self.steps) / told_s)), self.probes)
+
+
+async def _measured(engine: Engine, plan: Plan, worker: MeasuredWorker, seconds: float, seed: int) -> _Measured:
+    steps = await worker.steps(seconds)
+    return _Measured(steps, [await probe_engine(engine, plan.vocab_size, MAX_PROMPTS, seed)])
 
 
 def _compared(
@@ -80,24 +104,22 @@ def _compared(
     rate: float,
     asks: Sequence[Ask],
     answers: list[Answer],
-    samples: Sequence[StepSample],
+    measured: _Measured,
     busy_s: float,
 ) -> Run:
-    """Simulate what was really run, with the costs of these steps. The fit sets outliers apart, which slow a run all
-    the same, so their seconds count in."""
-    fit = fit_steps(samples)
-    told_s = sum(fit.costs.seconds(sample.shape) for sample in samples)
-    costs = fit.costs.slower(sum(sample.seconds for sample in samples) / told_s)
-    outcome = simulate(_cluster(costs), TraceDemand(asks))
+    """Simulate what was really run, with what was measured around it."""
+    cluster = measured.cluster()
+    outcome = simulate(cluster, TraceDemand(asks))
     slowness = busy_s / (outcome.utilisation[0] * outcome.seconds)
+    slower = msgspec.structs.replace(cluster, costs=cluster.costs.slower(slowness))
     return Run(
         load=load,
         rate_per_s=rate,
-        fit_error=fit.error_median,
+        fit_error=fit_steps(measured.steps).error_median,
         slowness=slowness,
         real=answers,
         simulated=simulated_answers(outcome),
-        at_speed=simulated_answers(simulate(_cluster(costs.slower(slowness)), TraceDemand(asks))),
+        at_speed=simulated_answers(simulate(slower, TraceDemand(asks))),
     )
 
 

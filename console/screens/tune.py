@@ -19,10 +19,12 @@ from console.screens.base import ConsoleScreen
 from console.screens.confirm import ConfirmScreen
 from console.tried import SeenSettings, Setting
 from console.widgets import text
+from console.widgets.bench_progress import brief
 from console.widgets.effect_table import EffectTable, told
 from console.widgets.glyphs import fitted
 from console.widgets.graph import Curve, Graph, Scale, Span
 from console.widgets.knob_panel import KnobPanel
+from console.widgets.redraw import subtitle
 from console.widgets.scatter import Point, Scatter
 from console.widgets.table import Table
 from console.widgets.throughput import ZOOMS
@@ -67,6 +69,13 @@ class TuneScreen(ConsoleScreen):
             "Find best",
             id="tune.find",
             tooltip="Find the best settings by trying them, or stop doing that",
+        ),
+        Binding(
+            "b",
+            "app.benches",
+            "Bench",
+            id="tune.bench",
+            tooltip="Benchmarks: measure the model that serves, and look at what was measured before",
         ),
         Binding("w", "use_best", "Use best", id="tune.use", tooltip="Use the best settings found, from now on"),
         Binding("v", "view", "Changes/found", id="tune.view", tooltip="Show what changes did, or the settings tried"),
@@ -116,6 +125,8 @@ class TuneScreen(ConsoleScreen):
         span = Span(snapshot.history, snapshot.marks, ZOOMS[self._zoom])
         self.query_one(Graph).show(_tokens_title(snapshot, span.seconds_per_column), span)
         self._show_tuning(self.link.tuning.report())
+        bench = self.link.benches.report()
+        subtitle(self.query_one("#tune-plots"), f"{brief(bench)}; b shows it" if bench.under_way else "")
         self._show_settings(snapshot)
         self._show_effects(self.console.effects.found, named=len(snapshot.models) > 1)
 

@@ -19,7 +19,7 @@ import msgspec
 import platformdirs
 
 from engine.backends.paged_attention.choose import AttentionFacts, choose
-from engine.backends.torch.native.build import ISA_FLAGS, SWITCH, cache_folder, find_compiler, kept_library
+from engine.backends.torch.native.build import ISA_FLAGS, SHIPPED, SWITCH, cache_folder, find_compiler, kept_library
 from engine.config import AttentionName
 from engine.devices import cpu_name, usable_cores
 from engine.doctor.child import ProbeFailed, ask
@@ -110,10 +110,10 @@ def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
 
 
 def read_native() -> Native:
-    """The native kernels that were compiled here, and what would compile them."""
+    """The native kernels that were compiled here or came compiled, and what would compile them."""
     return Native(
         compiler=find_compiler(),
-        kept=tuple(isa for isa in ISA_FLAGS if kept_library(isa, cache_folder()) is not None),
+        kept=tuple(isa for isa in ISA_FLAGS if any(kept_library(isa, each) for each in (cache_folder(), SHIPPED))),
         off=os.environ.get(SWITCH) == "0",
     )
 

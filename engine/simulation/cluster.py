@@ -13,12 +13,14 @@ class FrontDoor(msgspec.Struct, frozen=True, kw_only=True):
     """CPU seconds that the one loop with the API and the engine spends (defaults as measured in docs/performance.md).
 
     request_s: a request, HTTP and admission included.  output_s: what a worker tells of one request at once, passed on
-    as one event of a stream.  slot_s: for each worker that a request might go to, when it is placed.
+    as one event of a stream.  message_s: a worker's message, whatever is in it.  slot_s: for each worker that a request
+    might go to, when it is placed.
     shared: the share of its CPU time by which steps of workers on the same cores get longer; 0 has cores of its own.
     """
 
     request_s: float = 600e-6
     output_s: float = 34e-6
+    message_s: float = 0.0
     slot_s: float = 2.5e-6
     shared: float = 0.0
 

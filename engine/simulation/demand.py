@@ -16,6 +16,12 @@ from engine.errors import InvalidRequest
 _COLUMNS = ("at_s", "prompt_tokens", "output_tokens")
 
 
+def gap_s(source: random.Random, rate_per_s: float, shape: float) -> float:
+    """Seconds until the next arrival, gamma-distributed: with shape 1 arrivals are a Poisson process, with less they
+    are burstier; the coefficient of variation is 1 / sqrt(shape). Benches and simulations draw from it alike."""
+    return source.gammavariate(shape, 1 / (shape * rate_per_s))
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One request as its client sends it: when, and how long it and its answer are.
 
@@ -136,10 +142,7 @@ class OpenDemand:
         return None
 
     def _gap(self, source: random.Random) -> float:
-        if not self._cv:
-            return 1 / self._rate
-        shape = 1 / self._cv**2
-        return source.gammavariate(shape, 1 / (shape * self._rate))
+        return gap_s(source, self._rate, 1 / self._cv**2) if self._cv else 1 / self._rate
 
 
 class ClosedDemand:

@@ -37,6 +37,10 @@ class FrontDoorLoad:
         self.most_behind_s = max(self.most_behind_s, self._behind_s)
         return now + self._behind_s
 
+    def message_s(self, outputs: int) -> float:
+        """What a message about so many requests costs."""
+        return self.costs.message_s + outputs * self.costs.output_s
+
     def stream(self, share: float, now: float) -> None:
         """Streams take so much more of the loop from now on, or so much less."""
         self._pass(now)

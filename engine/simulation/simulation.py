@@ -3,7 +3,6 @@ pages and outbox. What takes time is told by step costs, and the front door by w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -16,14 +15,14 @@ from engine.simulation.agenda import Agenda
 from engine.simulation.cluster import Cluster, Death
 from engine.simulation.demand import Ask, Demand
 from engine.simulation.front_door import FrontDoorLoad
-from engine.simulation.outcome import WHOLE, Fate, Moment, Outcome, Served, Window
+from engine.simulation.ledger import Ledger
+from engine.simulation.outcome import WHOLE, Fate, Outcome, Served, Window
 from engine.simulation.requests import request_of
 from engine.simulation.station import Station
 from engine.simulation.worker import SALT, SimulatedWorker, Stretch
 from engine.usage import UsageMeter
 from engine.worker.protocol import RequestOutput, StepBatch
 
-MOMENT_S = 1.0
 _FATES: dict[FinishReason, Fate] = {"length": "answered", "stop": "answered", "timeout": "timeout"}
 
 
@@ -47,12 +46,9 @@ class _Simulation:
         self._by_id = {station.slot.worker: station for station in self._stations}
         self._slots = [station.slot for station in self._stations]
         self._served: dict[str, Served] = {}
-        self._ends: dict[str, float] = {}
-        self._outcome = Outcome(window=window)
-        self._busy_s: list[tuple[float, ...]] = []
+        self._ledger = Ledger(window, self._lane, self._front, self._stations)
+        self._outcome = self._ledger.outcome
         self._made = 0
-        self._live = 0
-        self._counted_s = 0.0
         self._stolen_s = 0.0
 
     def run(self) -> Outcome:
@@ -60,46 +56,12 @@ class _Simulation:
         self._next_ask(asks)
         for death in self._cluster.deaths:
             self._agenda.at(death.at_s, partial(self._die, death))
-        self._agenda.at(self._outcome.window.since_s, self._note_busy)
-        if self._outcome.window.until_s < math.inf:
-            self._agenda.at(self._outcome.window.until_s, self._note_busy)
+        for at_s in self._ledger.dates:
+            self._agenda.at(at_s, self._ledger.note_busy)
         while self._agenda:
-            self._note_moments(self._agenda.next_s)
+            self._ledger.note_moments(self._agenda.next_s)
             self._agenda.turn()
-        return self._concluded()
-
-    def _concluded(self) -> Outcome:
-        outcome = self._outcome
-        outcome.seconds = max((each.ended_s for each in outcome.served), default=0.0)
-        del outcome.moments[int(outcome.seconds / MOMENT_S) + 1 :]  # deadlines of what had ended long before
-        self._note_busy(outcome.seconds)
-        began, ended = self._busy_s[0], self._busy_s[1]
-        seconds = max(min(outcome.window.until_s, outcome.seconds) - outcome.window.since_s, 1e-9)
-        shares = [max(0.0, later - earlier) / seconds for earlier, later in zip(began, ended, strict=True)]
-        outcome.front_busy, outcome.utilisation = shares[0], shares[1:]
-        for station in self._stations:
-            self._retire(station)
-            outcome.steps += station.steps
-        outcome.most_behind_s = self._front.most_behind_s
-        return outcome
-
-    def _note_busy(self, now: float) -> None:
-        """How long the front door and each worker were busy until now."""
-        front_s = self._front.busy_s_until(now)
-        self._busy_s.append((front_s, *(station.busy_until(now) for station in self._stations)))
-
-    def _note_moments(self, now: float) -> None:
-        moments = self._outcome.moments
-        while len(moments) * MOMENT_S <= now:
-            at_s = len(moments) * MOMENT_S
-            moments.append(
-                Moment(
-                    at_s=at_s,
-                    queued=self._lane.queued,
-                    running=self._lane.running,
-                    behind_s=self._front.behind_s(at_s),
-                )
-            )
+        return self._ledger.concluded()
 
     # -- requests come ------------------------------------------------------------------------------------------
 
@@ -127,7 +89,7 @@ class _Simulation:
         self._made += 1
         request = request_of(ask, self._made, self._lane, cluster.timeout_s, now)
         self._served[request.id] = served
-        self._count_live(+1, now)
+        self._ledger.count_live(+1, now)
         self._lane.enter(request, now)
         if request.timeout_s > 0:
             self._agenda.at(now + request.timeout_s, partial(self._expire, request))
@@ -203,7 +165,7 @@ class _Simulation:
         """Share of the front door that the messages about such a stretch take while it goes on."""
         assert stretch.pace is not None, "only leaps tell evenly"
         message_s = stretch.told_every * stretch.pace.first_s
-        return len(worker.scheduler.running) * self._front.costs.output_s / message_s
+        return self._front.message_s(len(worker.scheduler.running)) / message_s
 
     def _stolen(self, now: float) -> float:
         """CPU time that the front door took from a worker since the last step began."""
@@ -215,7 +177,7 @@ class _Simulation:
         return shared * taken
 
     def _tell(self, station: Station, worker: SimulatedWorker, batch: StepBatch, messages: int, now: float) -> None:
-        work_s = self._front.costs.output_s * len(batch.outputs) if messages == 1 else 0.0
+        work_s = self._front.message_s(len(batch.outputs)) if messages == 1 else 0.0
         done_s = self._front.take(work_s, now + self._cluster.hop_s)
         self._agenda.at(done_s, partial(self._told, station, worker, batch, messages))
 
@@ -255,7 +217,7 @@ class _Simulation:
             station.count()
         served = self._served.pop(request.id)
         served.output_tokens = len(request.generated)
-        self._count_live(-1, now)
+        self._ledger.count_live(-1, now)
         self._conclude(served, _FATES.get(reason, "failed"), now)
 
     def _conclude(self, served: Served, fate: Fate, now: float) -> None:
@@ -273,11 +235,6 @@ class _Simulation:
             self._commanded(station, station.worker.cancel(request.wire_id, now), now)
         self._assign(now)
 
-    def _count_live(self, change: int, now: float) -> None:
-        self._outcome.area += self._live * (now - self._counted_s)
-        self._live += change
-        self._counted_s = now
-
     # -- nodes die ----------------------------------------------------------------------------------------------
 
     def _die(self, death: Death, now: float) -> None:
@@ -288,16 +245,9 @@ class _Simulation:
                 continue
             if worker.stretch is not None and worker.stretch.pace is not None:
                 self._front.stream(-self._share(worker, worker.stretch), now)
-            self._retire(station)
+            self._ledger.retire(station)
             self._agenda.at(now + death.detected_s, partial(self._lose, station))
             self._agenda.at(now + death.detected_s + death.restart_s, partial(self._restart, station))
-
-    def _retire(self, station: Station) -> None:
-        worker, station.worker = station.worker, None
-        if worker is not None:
-            station.busy_s += worker.busy_s
-            station.steps += worker.steps
-            self._outcome.preemptions += worker.scheduler.counters.preemptions
 
     def _lose(self, station: Station, now: float) -> None:
         """The engine knows: its requests go back to the head of the queue, and whoever saw too many deaths fails."""

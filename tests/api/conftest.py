@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from console.api.server import ApiSettings
 from tests.api.harness import Served, serving
+from tests.api.operators import FolderOperator
 from tests.fakes.backend import FakeBackend, Gate
 
 
@@ -26,6 +28,21 @@ async def paced_api(tmp_path: Path) -> AsyncIterator[Served]:
     """A server whose backend steps only as often as the test allows."""
     async with serving(tmp_path, FakeBackend(gate=Gate())) as served:
         yield served
+
+
+@pytest.fixture
+async def keyed(tmp_path: Path) -> AsyncIterator[Served]:
+    """A server with the settings' key, whose made keys are kept in a folder."""
+    settings = ApiSettings(port=0, api_key="open sesame", state_dir=tmp_path / "state")
+    async with serving(tmp_path, settings=settings, operator=FolderOperator(tmp_path)) as api:
+        yield api
+
+
+@pytest.fixture
+async def unlocked(tmp_path: Path) -> AsyncIterator[Served]:
+    """A server that may be open to everybody."""
+    async with serving(tmp_path, settings=ApiSettings(port=0, no_auth=True)) as api:
+        yield api
 
 
 @pytest.fixture

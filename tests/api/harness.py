@@ -14,6 +14,7 @@ import aiohttp
 
 from console.api.server import ApiServer, ApiSettings
 from console.link import EngineLink
+from console.links.api import Scope
 from engine.config import EngineConfig, ModelSpec
 from engine.devices import DeviceProbe
 from engine.engine import Engine
@@ -23,6 +24,7 @@ from tests.fakes.engines import Backends
 from tests.fakes.model import fake_spec
 
 PATIENCE_S = 20.0
+PROMPT = {"prompt": "x", "max_tokens": 2}
 
 
 @dataclass(slots=True)
@@ -158,3 +160,18 @@ async def until(condition: Callable[[], bool]) -> None:
 def text_of(events: list[Any]) -> str:
     """The text of a completion stream's events."""
     return "".join(choice["text"] for event in events if event != "[DONE]" for choice in event["choices"])
+
+
+async def bearer(api: Served, name: str, *scopes: Scope) -> dict[str, str]:
+    """The headers of a new key."""
+    made = await api.server.make_key(name, scopes)
+    return {"Authorization": f"Bearer {made.key}"}
+
+
+async def told(api: Served, method: str, path: str, headers: dict[str, str], **body: Any) -> tuple[int, str]:
+    """The status and the error's sentence, "" where there is none."""
+    options = {"json": body} if method == "POST" else {}
+    async with api.http.request(method, path, headers=headers, **options) as response:
+        if response.content_type != "application/json":
+            return response.status, ""
+        return response.status, (await response.json()).get("error", {}).get("message", "")

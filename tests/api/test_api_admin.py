@@ -284,6 +284,8 @@ async def test_an_unknown_adapter_cannot_be_detached(admin: Served) -> None:
         ("/admin/load", {"model": "one", "max_prompts": 5000}, "max_prompts"),
         ("/admin/load", {"model": "one", "max_model_len": 0}, "max_model_len"),
         ("/admin/load", {"model": "one", "cache_bits": 5}, "cache_bits"),
+        ("/admin/load", {"model": "one", "weights": "int3"}, "weights"),
+        ("/admin/load", {"model": "one", "deterministic": "yes"}, "deterministic"),
         ("/admin/load", {"model": "one", "gpu_split": [16, -1]}, "gpu_split[1]"),
         ("/admin/load", {"model": "one", "gpu_split": "16,24"}, "gpu_split"),
         ("/admin/load", {"model": "one", "idle_unload_s": -1}, "idle_unload_s"),

@@ -13,9 +13,8 @@ from aiohttp.web_request import BaseRequest
 
 from console.api.server import ApiSettings
 from console.links.api import KeyLimits
-from tests.api.harness import Served, serving, until
+from tests.api.harness import PROMPT, Served, serving, told, until
 from tests.api.operators import FolderOperator
-from tests.api.test_api_access import PROMPT, answer
 
 PAGE = "https://chat.example"
 PREFLIGHT = {
@@ -173,17 +172,17 @@ async def refused(api: Served, headers: dict[str, str], path: str = "/v1/complet
 async def test_a_key_that_asks_too_often_is_told_when_to_come_back(api: Served) -> None:
     headers, other = await limited(api, requests_per_min=3), await limited(api)
     for _ in range(3):
-        assert (await answer(api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
+        assert (await told(api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
     sentence, wait_s = await refused(api, headers)
     assert sentence.startswith("The key k0 may ask 3 times a minute")
     assert 1 <= wait_s <= 20
-    assert (await answer(api, "GET", "/v1/models", headers))[0] == 200
-    assert (await answer(api, "POST", "/v1/completions", other, **PROMPT))[0] == 200
+    assert (await told(api, "GET", "/v1/models", headers))[0] == 200
+    assert (await told(api, "POST", "/v1/completions", other, **PROMPT))[0] == 200
 
 
 async def test_a_key_that_used_its_tokens_waits_until_they_are_made_up_for(api: Served) -> None:
     headers = await limited(api, tokens_per_min=2)  # a prompt of one and an answer of two
-    assert (await answer(api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
+    assert (await told(api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
     sentence, wait_s = await refused(api, headers)
     assert "may use 2 tokens a minute" in sentence
     assert 20 <= wait_s <= 30
@@ -192,7 +191,7 @@ async def test_a_key_that_used_its_tokens_waits_until_they_are_made_up_for(api: 
 async def test_a_key_has_so_many_requests_under_way_and_no_more(paced_api: Served) -> None:
     api = paced_api
     headers = await limited(api, concurrent=1)
-    first = asyncio.create_task(answer(api, "POST", "/v1/completions", headers, **PROMPT))
+    first = asyncio.create_task(told(api, "POST", "/v1/completions", headers, **PROMPT))
     await api.until_row(state="prefill")
     sentence, wait_s = await refused(api, headers)
     assert "may have 1 requests under way at once" in sentence
@@ -200,7 +199,7 @@ async def test_a_key_has_so_many_requests_under_way_and_no_more(paced_api: Serve
     assert api.backend.gate is not None
     api.backend.gate.open()
     assert (await first)[0] == 200
-    assert (await answer(api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
+    assert (await told(api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
 
 
 async def test_a_websocket_takes_a_place_of_its_key_s(api: Served) -> None:
@@ -208,18 +207,18 @@ async def test_a_websocket_takes_a_place_of_its_key_s(api: Served) -> None:
     async with api.http.ws_connect("/api/v1/stream", headers=headers):
         await refused(api, headers)
     await until(lambda: api.server.report().under_way == 0)
-    assert (await answer(api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
+    assert (await told(api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
 
 
 async def test_a_client_that_leaves_gives_its_place_back(paced_api: Served) -> None:
     headers = await limited(paced_api, concurrent=1)
-    first = asyncio.create_task(answer(paced_api, "POST", "/v1/completions", headers, **PROMPT))
+    first = asyncio.create_task(told(paced_api, "POST", "/v1/completions", headers, **PROMPT))
     await paced_api.until_row(state="prefill")
     first.cancel()
     await until(lambda: paced_api.server.report().under_way == 0)
     assert paced_api.backend.gate is not None
     paced_api.backend.gate.open()
-    assert (await answer(paced_api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
+    assert (await told(paced_api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
 
 
 async def test_an_address_beyond_this_machine_that_asks_too_often_is_refused(
@@ -228,15 +227,15 @@ async def test_an_address_beyond_this_machine_that_asks_too_often_is_refused(
     settings = ApiSettings(port=0, api_key="k", address_rate=2)
     async with serving(tmp_path, settings=settings, load=False) as api:
         for _ in range(5):
-            assert (await answer(api, "GET", "/v1/models", {}))[0] == 401
+            assert (await told(api, "GET", "/v1/models", {}))[0] == 401
         monkeypatch.setattr(BaseRequest, "remote", "203.0.113.7")
         for _ in range(2):  # wrong keys count, too
-            assert (await answer(api, "GET", "/v1/models", {"X-API-Key": "guess"}))[0] == 401
-        status, sentence = await answer(api, "GET", "/v1/models", {"X-API-Key": "k"})
+            assert (await told(api, "GET", "/v1/models", {"X-API-Key": "guess"}))[0] == 401
+        status, sentence = await told(api, "GET", "/v1/models", {"X-API-Key": "k"})
         assert (status, sentence.startswith("One address may ask 2 times a minute")) == (429, True)
-        assert (await answer(api, "GET", "/health", {}))[0] == 200
+        assert (await told(api, "GET", "/health", {}))[0] == 200
         monkeypatch.setattr(BaseRequest, "remote", "203.0.113.8")
-        assert (await answer(api, "GET", "/v1/models", {"X-API-Key": "k"}))[0] == 200
+        assert (await told(api, "GET", "/v1/models", {"X-API-Key": "k"}))[0] == 200
 
 
 async def test_one_who_has_many_addresses_of_the_newer_kind_is_one(
@@ -246,5 +245,5 @@ async def test_one_who_has_many_addresses_of_the_newer_kind_is_one(
         found = []
         for address in ("2001:db8::1", "2001:db8::2", "2001:db8:1::1"):
             monkeypatch.setattr(BaseRequest, "remote", address)
-            found.append((await answer(api, "GET", "/v1/models", {}))[0])
+            found.append((await told(api, "GET", "/v1/models", {}))[0])
     assert found == [200, 429, 200]

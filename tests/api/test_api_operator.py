@@ -50,12 +50,17 @@ class Operated:
 
     async def load(self, **order: Any) -> None:
         """Load a model, to the end."""
+        report = await self.ended(**order)
+        assert report.get("state") == "ready", report
+
+    async def ended(self, **order: Any) -> dict[str, Any]:
+        """The report of a load that has ended, however it did."""
         async with self._http.post("/admin/load", json=order) as response:
             report = await response.json()
         while report.get("state") == "loading":
             async with self._http.get("/admin/load") as response:
                 report = await response.json()
-        assert report.get("state") == "ready", report
+        return dict(report)
 
     def models(self) -> dict[str, Any]:
         """What is shown of each model, by name."""
@@ -180,6 +185,20 @@ async def test_a_setting_that_the_backend_lacks_is_refused(folders: Path) -> Non
     async with operated(folders) as api:
         assert "cache_bits" in await api.refusal("/admin/load", model="tiny", cache_bits=6)
         assert "max_model_len" in await api.refusal("/admin/load", model="tiny", max_model_len=10**6)
+
+
+async def test_weights_and_determinism_are_those_of_one_load_alone(folders: Path) -> None:
+    async with operated(folders, devices="sim:1,1") as api:
+        refused = await api.ended(model="tiny", weights="int8")
+        assert "weights smaller for a CPU alone" in str(refused["error"])
+        fixed = await api.ended(model="tiny", deterministic=True)  # refused where the native kernels cannot run
+        if fixed["state"] == "ready":
+            assert api.models()["tiny"].status.spec.deterministic is True
+        else:
+            assert "deterministic" in str(fixed["error"])
+        await api.load(model="tiny")
+        plain = api.models()["tiny"].status.spec
+        assert (plain.weights, plain.deterministic) == ("auto", False)
 
 
 async def test_an_estimate_is_a_table_and_a_verdict_before_anything_is_loaded(folders: Path) -> None:

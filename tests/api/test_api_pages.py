@@ -1,4 +1,4 @@
-"""GET /chat and /docs as they are served; what they do in a browser is in tests/integration/test_chat_page.py."""
+"""GET /chat and /docs as they are served; what they do in a browser is in tests/integration/chat_page."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from console.called import as_link
 from console.calls import CALLS
 from console.deltas import plain
 from console.frames import Frame, FrameEvent
+from console.links.benches import BenchOrder
 from console.links.conversation import ChatMessage
 from console.links.models import LoadSettings
 from console.links.tuning import TuneOrder
@@ -33,7 +34,7 @@ from engine.config import EngineConfig, SamplingParams
 from engine.engine import Engine
 from engine.errors import InvalidRequest, ModelLoadFailed
 from tests.api.operators import FolderOperator
-from tests.fakes import scenes
+from tests.fakes import bench_scenes, scenes
 from tests.fakes.link import MODELS, FakeLink
 
 HI = [ChatMessage(role="user", content="hi")]
@@ -59,15 +60,25 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "api.switch_dialect": {"name": "generate", "on": False},
     "settings.save": {"name": "theme", "value": "ericllm-light"},
     "tuning.start": {"order": TuneOrder(minutes=2, slo_itl_s=0.05)},
+    "benches.start": {"order": BenchOrder(bench="users", settings={"users": "1,2"})},
+    "benches.result": {"number": 1},
+    "benches.forget": {"number": 1},
 }
 """What a call is made with; nothing where it is not here."""
+
+
+def remembering() -> FakeLink:
+    """A busy engine with results of benches."""
+    link = FakeLink(scenes.busy())
+    link.benches.results = bench_scenes.results()
+    return link
 
 
 class Served:
     """A fake behind a real server, and a link to it."""
 
     def __init__(self, folder: Path) -> None:
-        self.fake = FakeLink(scenes.busy())
+        self.fake = remembering()
         self.engine = Engine(EngineConfig(worker_host="thread"))
         self.server = ApiServer(self.engine, ApiSettings(port=0), FolderOperator(folder, "demo"), lambda: self.fake)
         self.loop = LoopThread("remote")
@@ -111,7 +122,7 @@ async def until(met: Callable[[], bool]) -> None:
 async def test_every_call_gives_elsewhere_what_it_gives_here(served: Served, tmp_path: Path, name: str) -> None:
     call, arguments = CALLS[name], ARGUMENTS.get(name, {})
     assert served.link is not None
-    here = FakeLink(scenes.busy())
+    here = remembering()
     answer = call.on(as_link(served.link))(**arguments)
     expected = call.on(here)(**arguments)
     if not call.at_once:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,14 +26,6 @@ EXLLAMA: dict[str, Callable[[], FakeExllama]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer model of 320 tokens and a context of 512."""
@@ -54,10 +46,12 @@ def _torch(folder: Path) -> Subject:
     class FailingRunner(ModelRunner):
         """Raises what the test put into `errors`."""
 
-        def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None) -> torch.Tensor:
+        def forward(
+            self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: torch.Tensor | None = None
+        ) -> torch.Tensor:
             if errors:
                 raise errors.pop()
-            return super().forward(chunks, tell)
+            return super().forward(chunks, tell, drawn)
 
     return Subject(
         create=lambda: TorchBackend(FailingRunner),

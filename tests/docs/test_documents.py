@@ -14,6 +14,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from console import endpoint_page, settings_page
+from tests.fakes.kernel_cache import share_kernels
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -84,6 +85,7 @@ def runnable() -> Iterator[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "commands"), [pytest.param(*each, id=each[0]) for each in runnable()])
 def test_commands_that_are_marked_run(place: str, commands: str, tmp_path: Path) -> None:
+    share_kernels(tmp_path / ".cache")
     environ = {**os.environ, "HOME": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environ = {name: value for name, value in environ.items() if not name.startswith(("XDG_", "ERICLLM_"))}
 

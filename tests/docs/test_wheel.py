@@ -10,9 +10,13 @@ import sys
 import sysconfig
 import urllib.request
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
+
+from engine.backends.torch.native.build import ISA_FLAGS
+from tests.fakes.kernel_cache import share_kernels
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,11 +52,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel alone. What the project depends on is taken from the environment of the tests, of
     which the folder's own .pth files, the checkout's among them, do not count."""
     folder = tmp_path_factory.mktemp("wheel")
+    share_kernels(folder / ".cache")
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT), cwd=folder)
     (wheel,) = folder.glob("*.whl")
-    venv.create(folder / "venv", with_pip=True, symlinks=True)
+    venv.create(folder / "venv", symlinks=True)
     python = folder / "venv" / "bin" / "python"
-    run(str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel), cwd=folder)
+    pip = (sys.executable, "-m", "pip", "--python", str(python))
+    run(*pip, "install", "-q", "--no-deps", "--no-index", str(wheel), cwd=folder)
     site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
     (site / "zz_dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
     return folder
@@ -87,3 +93,19 @@ def test_the_wheel_has_what_is_no_python_too(installed: Path) -> None:
     for name in ("console/themes/ericllm-dark.toml", "console/bench/plot.css", "engine/demo/model/model.safetensors"):
         assert name in names, name
     assert ".cpp" in names and "LICENSE" in names
+
+
+@pytest.mark.slow
+def test_a_wheel_with_kernels_has_one_library_for_each_instruction_set(tmp_path: Path) -> None:
+    """That they compile is shown elsewhere: here something that is no compiler writes what it is told to."""
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho kernels > "$2"\n')
+    compiler.chmod(0o755)
+    hook = environ(tmp_path) | {"HATCH_BUILD_HOOK_ENABLE_CUSTOM": "true"}
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(command, env=hook | {"PATH": f"{compiler.parent}:{hook['PATH']}"}, check=True, timeout=300)
+    (wheel,) = tmp_path.glob("*-py3-none-manylinux_*_x86_64.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        shipped = [name for name in packed.namelist() if "/shipped/" in name]
+    assert sorted(Path(name).name.rpartition("-")[0] for name in shipped) == sorted(ISA_FLAGS)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
 from zlib import crc32
 
 from engine.backends.base import (
@@ -345,61 +341,3 @@ def nearest(token_id: int, mask: TokenMask, vocab_size: int = VOCAB_SIZE) -> int
         if bits[candidate // 8] >> candidate % 8 & 1:
             return candidate
     raise AssertionError(f"the mask allows nothing: {mask.error}")
-
-
-class NoisyBackend(FakeBackend):
-    """Writes to the process's stdout and stderr below Python with every load, as native libraries do."""
-
-    def load(self, spec: ModelSpec, **settings: Any) -> LoadedModel:
-        """Load, loudly."""
-        os.write(1, b"native out\n")
-        os.write(2, b"native \xff err, unfinished")
-        return super().load(spec, **settings)
-
-
-class CrashingBackend(FakeBackend):
-    """Brings its process down with a segmentation fault's signal in its third step."""
-
-    def step(self) -> Sequence[TokenEvent]:
-        """Step, or crash."""
-        if self.steps == 2:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        return super().step()
-
-
-class StuckBackend(FakeBackend):
-    """Says so on stdout and never comes back from its third step, deaf to SIGTERM, as a hung kernel is."""
-
-    def step(self) -> Sequence[TokenEvent]:
-        """Step, or hang."""
-        if self.steps == 2:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            os.write(1, b"stuck\n")
-            ctypes.CDLL(None).pause()
-        return super().step()
-
-
-def make(spec: ModelSpec) -> FakeBackend:
-    """A plain FakeBackend: what ERICLLM_BACKEND_FACTORY names to run one in a child process."""
-    return FakeBackend(max_model_len=10**6)
-
-
-def make_noisy(spec: ModelSpec) -> FakeBackend:
-    """Likewise, a NoisyBackend."""
-    return NoisyBackend()
-
-
-def make_crashing(spec: ModelSpec) -> FakeBackend:
-    """Likewise, a CrashingBackend."""
-    return CrashingBackend()
-
-
-def make_stuck(spec: ModelSpec) -> FakeBackend:
-    """Likewise, a StuckBackend."""
-    return StuckBackend()
-
-
-def make_telling(spec: ModelSpec) -> FakeBackend:
-    """A FakeBackend; the thread count that it finds in its environment goes to stdout."""
-    os.write(1, b"OMP_NUM_THREADS=%d\n" % int(os.environ["OMP_NUM_THREADS"]))
-    return FakeBackend()

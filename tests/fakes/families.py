@@ -40,7 +40,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "gemma2": {
             "model_type": "gemma2",
-            "head_dim": 24,
+            "head_dim": 32,
             "query_pre_attn_scalar": 20,
             "sliding_window": 13,
             "attn_logit_softcapping": 3.0,
@@ -50,14 +50,14 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "gemma3": {
             "model_type": "gemma3_text",
-            "head_dim": 24,
+            "head_dim": 32,
             "query_pre_attn_scalar": 20,
             "num_hidden_layers": 7,
             "sliding_window": 11,
         },
         "gemma3 scaled": {
             "model_type": "gemma3_text",
-            "head_dim": 24,
+            "head_dim": 32,
             "sliding_window": 11,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "rope_parameters": {

@@ -30,6 +30,7 @@ from engine.models.catalog import ModelEntry
 from engine.snapshot import LogEntry, ModelStatus, RequestRow, Snapshot
 from tests.fakes import estimates, machines, scenes
 from tests.fakes.link_api import FakeApi
+from tests.fakes.link_benches import FakeBenches
 from tests.fakes.link_conversation import FakeConversation
 from tests.fakes.link_insight import FakeInsight
 from tests.fakes.link_models import FakeModels
@@ -107,6 +108,7 @@ class FakeLink:
         self.models = FakeModels(self)
         self.requests = FakeRequests(self)
         self.tuning = FakeTuning(self)
+        self.benches = FakeBenches(self)
         self.report = examine(machines.H100_WITH_EVERYTHING, "exllamav2")
         self.commands: list[tuple[str, dict[str, Any]]] = []
         self.failures: dict[str, EngineError] = {}

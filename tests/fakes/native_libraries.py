@@ -52,6 +52,6 @@ def native(name: LibraryName) -> NativeLibrary:
         return NativeLibrary(name, build_library(name, cache_folder()))
     version = hashlib.sha256(_TILES.read_bytes()).hexdigest()[:16]
     tiles = (f'-DERICLLM_TILES="{_TILES}"', f"-DTILES_VERSION=0x{version}")
-    flags = (*build.ISA_FLAGS[_below()], "-DERICLLM_AMX", *tiles)
+    flags = (*build.ISA_FLAGS[_below()], "-DERICLLM_AMX", *tiles, "-O1")  # compiled in two thirds of the time
     with mock.patch.object(build, "ISA_FLAGS", {**build.ISA_FLAGS, "amx-bf16": flags}):
         return NativeLibrary("amx-bf16", build_library("amx-bf16", cache_folder()))

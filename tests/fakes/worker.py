@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,10 +11,12 @@ from engine.backends.base import BackendRequest
 from engine.config import ModelSpec, SamplingParams
 from engine.worker.hosts import WorkerExit, WorkerHost
 from engine.worker.protocol import Event, Hello, Load, Loaded, RequestOutput, StepBatch, Submit
-from tests.fakes.backend import PATIENCE_S
+from tests.fakes.backend import PATIENCE_S, FakeBackend, Gate
 from tests.fakes.model import EOS_ID
 
 T = TypeVar("T")
+PROMPT_IDS = list(b"hello")
+"""What submit_command asks unless told."""
 
 
 def load_command(folder: Path, max_prompts: int = 4) -> Load:
@@ -97,3 +99,17 @@ class Probe:
     def _on_exit(self, reason: WorkerExit) -> None:
         self.exits.append(reason)
         self._arrived.put_nowait(reason)
+
+
+StartWorker = Callable[[FakeBackend], Awaitable[Probe]]
+"""Starts a worker around a backend."""
+
+
+async def step_until(probe: Probe, gate: Gate, *, decoding: int, waiting: int = 0) -> StepBatch:
+    """Let steps through one by one until that many requests are on their way; the batch that says so."""
+    while True:
+        gate.allow(1)
+        batch = await probe.wait_for(StepBatch)
+        if (batch.stats.decoding, batch.stats.waiting) == (decoding, waiting):
+            await asyncio.to_thread(gate.wait_until_reached)
+            return batch

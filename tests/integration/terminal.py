@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.fakes.kernel_cache import share_kernels
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 90.0
 LOOK_S = 0.05
@@ -75,8 +77,9 @@ class Terminal:
 def console(
     *flags: str, home: Path, size: tuple[int, int] = (120, 36), env: dict[str, str] | None = None
 ) -> Iterator[Terminal]:
-    """The real `ericllm` in a terminal, with folders of its own."""
+    """The real `ericllm` in a terminal, with folders of its own but for compiled kernels."""
     settings = {f"XDG_{kind}_HOME": str(home / kind.lower()) for kind in ("CONFIG", "DATA", "STATE", "CACHE")}
+    share_kernels(home / "cache")
     settings |= {"TERM": "xterm-256color", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
     terminal = Terminal([sys.executable, "-m", "console", *flags], size=size, env=settings | (env or {}))
     try:

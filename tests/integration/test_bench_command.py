@@ -159,7 +159,7 @@ def test_a_spread_is_the_middle_and_the_ends() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_screen_reports_every_promise_of_the_screen_with_its_goal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "screen", "--seconds", "2", "--concurrent", "2", "--json"]) == 0
+    assert main(["bench", "screen", "--seconds", "1", "--concurrent", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     goals = {goal["name"]: goal for goal in report["goals"]}
     assert {"first frame", "quit", "quit with a worker that hangs", "CPU of the screen, idle"} < goals.keys()

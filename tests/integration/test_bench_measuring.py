@@ -13,6 +13,7 @@ import pytest
 
 from console.bench.result import read_result
 from console.cli import main
+from tests.fakes.kernel_cache import share_kernels
 from tests.fakes.tiny_models import make_tiny_model
 
 PATIENCE_S = 60.0
@@ -20,6 +21,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_kernels(tmp_path / "cache")
     for name in ("CONFIG", "STATE", "CACHE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
     monkeypatch.delenv("ERICLLM_CONFIG", raising=False)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.config import CacheBits
 from tests.fakes.tiny_models import make_tiny_model
-from tests.integration.test_torch_backend import Run, ask, load, prompt
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from tests.integration.torch_backend.running import Run, ask, load, prompt
 
 
 @pytest.fixture(scope="module")

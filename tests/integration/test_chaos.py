@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.run import Plan, fake_plan, run, torch_plan
 
-SECONDS = float(os.environ.get("CHAOS_SECONDS", "8"))
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "6"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 180)]
 

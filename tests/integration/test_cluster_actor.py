@@ -29,7 +29,7 @@ WEIGHTS = (2).to_bytes(8, "little") + b"{}"
 @pytest.fixture(autouse=True)
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the actors' processes compute with."""
-    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend:make")
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make")
 
 
 class ActorHost(ChannelHost):

@@ -15,18 +15,7 @@ from engine.engine import Engine
 from engine.errors import NoModelLoaded
 from engine.worker.hosts import ProcessHost
 from tests.fakes.backend import FakeBackend, Gate, expected_text
-from tests.fakes.engines import (
-    Backends,
-    DyingBackend,
-    StillProbe,
-    all_ready,
-    ask,
-    config,
-    read,
-    serving,
-    until,
-    worker,
-)
+from tests.fakes.engines import Backends, DyingBackend, StillProbe, all_ready, ask, config, read, serving, until, worker
 from tests.fakes.model import fake_spec
 
 
@@ -34,7 +23,7 @@ from tests.fakes.model import fake_spec
 async def test_a_process_that_hangs_is_replaced_and_its_requests_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend:make")
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make")
     engine = Engine(config(worker_host="process", hang_s=1.5), probe=StillProbe())
     await engine.start()
     try:
@@ -67,7 +56,7 @@ async def test_who_closes_in_a_hurry_does_not_wait_for_a_process_that_hangs(
         return True
 
     monkeypatch.setattr(ProcessHost, "_told_within", until_it_ended)  # the patient way would never end
-    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend:make")
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make")
     engine = Engine(config(worker_host="process"), probe=StillProbe())
     await engine.start()
     await engine.load(fake_spec(tmp_path))

@@ -26,7 +26,7 @@ async def processes(
     monkeypatch: pytest.MonkeyPatch, folder: Path, *, factory: str = "make", **settings: object
 ) -> AsyncIterator[Engine]:
     """An engine whose workers are processes; none of them is left at the end."""
-    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", f"tests.fakes.backend:{factory}")
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", f"tests.fakes.backend_factories:{factory}")
     before = children()
     engine = Engine(config(worker_host="process", **settings), probe=StillProbe())
     await engine.start()

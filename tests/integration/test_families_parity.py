@@ -1,9 +1,9 @@
-"""Every family computes what transformers computes: logits and 200 greedy tokens, in float32 on small random models."""
+"""Every family computes what transformers computes: logits and 200 greedy tokens, in float32 on small random models,
+over pages that are gathered and over pages of a size that the native kernel takes."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +12,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.backends.torch.model_config import read_model_config
+from engine.backends.torch.native.kernels import attention_library
 from tests.fakes.families import FAMILIES, as_older_folder, make_family, make_multimodal
-from tests.fakes.oracle import Driver, load_runner, reference_logits
+from tests.fakes.oracle import NUM_PAGES, Driver, ignore_progress, load_runner, never, reference_logits
 
 PROMPT = [7 * position % 300 + 3 for position in range(45)]
 STEPS = 200
+NATIVE_PAGE_TOKENS = 16
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def assert_same_as_transformers(folder: Path, **spec: Any) -> None:
+def assert_same_as_transformers(folder: Path, **spec: Any) -> str:
     """Greedy tokens, and the logits at every position: fed token by token, as a whole prompt, and in uneven chunks
-    beside another sequence. Tokens are greedy where each is what transformers' logits for those before it say."""
-    driver = Driver(load_runner(folder, **spec))
+    beside another sequence. Tokens are greedy where each is what transformers' logits for those before it say. The same
+    logits come over larger pages; returns what attends over those."""
+    runner = load_runner(folder, **spec)
+    driver = Driver(runner)
     running, beside = driver.add(PROMPT, room=STEPS), driver.add(PROMPT[5:25], room=STEPS)
     for _ in PROMPT:
         driver.feed((running, 1))
@@ -45,11 +41,28 @@ def assert_same_as_transformers(folder: Path, **spec: Any) -> None:
     driver.feed((chunked, 3))
     driver.feed((chunked, 40))
     torch.testing.assert_close(driver.feed((chunked, None))[0], expected[59], atol=3e-4, rtol=1e-4)
+    runner.allocate_kv(NUM_PAGES, NATIVE_PAGE_TOKENS, report=ignore_progress)
+    assert_same_logits(Driver(runner), running.tokens[:-1], expected)
+    assert runner.attention is not None
+    return runner.attention.name
+
+
+def assert_same_logits(driver: Driver, tokens: list[int], expected: torch.Tensor) -> None:
+    """Fed as a prompt in uneven chunks beside another sequence, and from there on token by token."""
+    sequence, beside = driver.add(tokens), driver.add(PROMPT[::-1])
+    driver.feed((sequence, 3), (beside, 17))
+    driver.feed((beside, 1), (sequence, 40))
+    for _ in range(32):
+        driver.feed((sequence, 1))
+    driver.feed((sequence, None))
+    ends = [2, *range(42, 75), len(tokens) - 1]
+    torch.testing.assert_close(torch.stack(sequence.logits), expected[ends], atol=3e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_computes_what_transformers_computes(tmp_path: Path, family: str) -> None:
-    assert_same_as_transformers(make_family(tmp_path, family))
+    attending = assert_same_as_transformers(make_family(tmp_path, family))
+    assert attending == ("native" if attention_library(torch.device("cpu"), never) is not None else "gathered")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,12 @@ from engine.errors import InsufficientMemory, InvalidRequest, UnsupportedModel
 from tests.fakes.adapters import ATTENTION, MLP, MadeAdapter, make_adapter, merge_by_hand
 from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model
-from tests.integration.test_torch_backend import Run, load, load_spec, prompt
+from tests.integration.torch_backend.running import Run, load, load_spec, prompt
 
 GREEDY = SamplingParams(temperature=0)
 SEEDED = SamplingParams(seed=11, temperature=1.2, top_p=0.95, repetition_penalty=1.1)
 PARAMS = pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 STEPS = 48
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

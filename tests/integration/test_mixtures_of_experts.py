@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,6 @@ LAYOUTS = {
     "qwen3-plain-weights": ("Qwen3MoeForCausalLM", {"norm_topk_prob": False, "mlp_only_layers": [0]}),
     "qwen3-window": ("Qwen3MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 9}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=MIXTURES)

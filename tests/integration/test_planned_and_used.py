@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.native.build import find_compiler
@@ -39,14 +37,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "experts": {"architecture": "Qwen2MoeForCausalLM", "mlp_only_layers": [1]},
     "bfloat16": {"dtype": "bfloat16"},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def planned(folder: Path, devices: tuple[DeviceReading, ...], **settings: Any) -> tuple[Placement, ModelSpec]:

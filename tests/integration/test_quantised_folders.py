@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +67,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "fp8-tied-with-a-head": {"method": "fp8", "tie": True, "num_hidden_layers": 1},
     "fp8-channel-qwen2": {"method": "fp8-channel", "architecture": "Qwen2ForCausalLM", "num_hidden_layers": 1},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=MODELS)

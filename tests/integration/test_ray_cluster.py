@@ -41,7 +41,7 @@ def nodes() -> Iterator[RayNodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else a token would be looked for in, or put into, the home folder
-        patch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend:make_noisy")
+        patch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_noisy")
         cluster = RayNodes(initialize_head=True, head_node_args={**NODE, "ray_client_server_port": free_port()})
         patch.setenv("RAY_ADDRESS", cluster.address)
         cluster.add_node(node_name="left", num_gpus=2, **NODE)

@@ -36,14 +36,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sealed files of
 PROMPT = [3 + 7 * number for number in range(20)]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path / "model", dtype="bfloat16", with_tokenizer=False)

@@ -1,5 +1,6 @@
-"""A minute of 32 streaming clients against the real server: nothing lost, nothing mixed up, whatever dies meanwhile.
+"""32 streaming clients against the real server: nothing lost, nothing mixed up, whatever dies meanwhile.
 
+12 seconds of it; ERICLLM_SOAK_S=60 makes it a minute.
 Nobody reads the server's stderr meanwhile: a full pipe must not stop it either.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 import urllib.request
 from collections.abc import AsyncIterator
@@ -18,12 +20,13 @@ import psutil
 import pytest
 
 from tests.fakes.tiny_models import make_tiny_model
-from tests.integration.test_headless import Headless
+from tests.integration.headless import Headless
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+SOAK_S = float(os.environ.get("ERICLLM_SOAK_S", "12"))
 CLIENTS = 32
-SOAK_S = 60.0
 PROMPTS = 48
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SOAK_S + 240)]
 
 
 @dataclass
@@ -100,7 +103,7 @@ async def soak(server: Headless, url: str) -> Tally:
     return tally
 
 
-def test_32_streaming_clients_for_a_minute_lose_nothing_and_mix_nothing_up(tmp_path: Path) -> None:
+def test_32_streaming_clients_lose_nothing_and_mix_nothing_up(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny")
     flags = ["--headless", "--model", str(model), "--port", "0", "--dtype", "float32", "--num_workers", "2"]
     server = Headless(*flags, "--max_prompts", "8", home=tmp_path)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.backends.base import BackendRequest
 from engine.backends.paged_attention import gathered
@@ -36,14 +34,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"architecture": "Qwen2ForCausalLM"},
     "qwen3": {"architecture": "Qwen3ForCausalLM"},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.backends.base import BackendRequest, TokenEvent
 from engine.backends.torch.backend import TorchBackend
@@ -19,14 +17,6 @@ FEW_TOKENS = dict.fromkeys((5, 6, 7), 60.0)  # so that what was said is said aga
 GREEDY = SamplingParams(temperature=0, logit_bias=FEW_TOKENS)
 COOL = SamplingParams(temperature=0.05, seed=5, logprobs=2, logit_bias=FEW_TOKENS)
 PROMPTS = {name: [3 + (7 * at + salt) % 11 for at in range(24)] for salt, name in enumerate("abc")}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

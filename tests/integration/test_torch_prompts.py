@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,14 +24,6 @@ PROMPT = [7 * position % 300 + 3 for position in range(45)]
 TOP = 4
 
 Told = tuple[TokenLogprob | None, ...]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -175,8 +167,10 @@ def test_a_step_that_is_done_again_tells_once(llama: Path) -> None:
 
         steps = 0
 
-        def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None) -> Tensor:
-            logits = super().forward(chunks, tell)
+        def forward(
+            self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: Tensor | None = None
+        ) -> Tensor:
+            logits = super().forward(chunks, tell, drawn)
             self.steps += 1
             if self.steps == 3:
                 raise torch.OutOfMemoryError("out of memory")
@@ -191,7 +185,9 @@ def test_a_prompt_without_finite_probabilities_fails_alone(llama: Path) -> None:
     class Spoiling(ModelRunner):
         """Tells of NaN where a chunk has the token 318."""
 
-        def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None) -> Tensor:
+        def forward(
+            self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: Tensor | None = None
+        ) -> Tensor:
             def spoilt(index: int, states: object) -> None:
                 assert tell is not None
                 if 318 in chunks[index].token_ids:

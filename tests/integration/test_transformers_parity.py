@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,6 @@ from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model
 
 PROMPT = [7 * position % 300 + 3 for position in range(45)]
 STEPS = 24
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_same_as_transformers(folder: Path, prompt: list[int] = PROMPT, **spec: Any) -> None:

@@ -39,7 +39,7 @@ async def start_worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartWo
     started: list[Probe] = []
 
     async def start(factory: str = "make", log_path: Path | None = None) -> Probe:
-        monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", f"tests.fakes.backend:{factory}")
+        monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", f"tests.fakes.backend_factories:{factory}")
         probe = Probe(ProcessHost(f"w{len(started)}", log_path=log_path))
         started.append(probe)
         return await probe.start()
@@ -198,7 +198,7 @@ def in_thread(main: Callable[[], Awaitable[None]]) -> None:
 
 
 def test_a_worker_is_driven_from_a_loop_on_another_thread(model_folder, monkeypatch):
-    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend:make")
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make")
 
     async def main() -> None:
         probe = await Probe(ProcessHost("w0")).start()

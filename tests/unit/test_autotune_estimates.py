@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from console.autotune.estimates import DRIFT, quantile, quantile_of, rate_of, student_t
+from console.autotune.estimates import DRIFT, noise_of, quantile, quantile_of, rate_of, student_t
 from console.autotune.record import Record, Sample, Slice, Slo
 from console.autotune.space import Knob, Setting, Space
 from tests.fakes.simulated_tuning import knobs
+
+
+def seconds(rates: Sequence[float]) -> list[tuple[float, float]]:
+    """A window of slices of a second."""
+    return [(float(rate), 1.0) for rate in rates]
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 15, 60])
@@ -24,20 +30,46 @@ def test_the_mean_lies_in_its_interval_as_often_as_is_said() -> None:
     draw = random.Random(1)
     held = 0
     for _ in range(1000):
-        found = rate_of([draw.gauss(100, 8) for _ in range(4)], 1)
+        found = rate_of([seconds([draw.gauss(100, 8) for _ in range(4)])])
         held += found.low <= 100 <= found.high
     assert held >= 950
 
 
 def test_a_rate_of_one_slice_is_known_and_not_how_surely() -> None:
-    found = rate_of([5.0], 1)
+    found = rate_of([seconds([5.0])])
     assert (found.value, found.low, found.high) == (5.0, 0.0, float("inf"))
 
 
 def test_slices_that_are_all_alike_leave_what_a_whole_window_may_be_off() -> None:
-    one, four = rate_of([100.0] * 4, 1), rate_of([100.0] * 16, 4)
+    one, four = rate_of([seconds([100.0] * 4)]), rate_of([seconds([100.0] * 4)] * 4)
     assert one.high - 100 > 100 * DRIFT
     assert four.high < one.high
+
+
+def test_what_all_settings_show_of_the_noise_makes_four_slices_that_happen_to_agree_less_sure() -> None:
+    noise = noise_of([[seconds([90, 110, 80, 120])], [seconds([9, 11, 8, 12])]])
+    assert noise.second == pytest.approx(0.1 / 3)
+    lucky = seconds([100.0, 100.1, 99.9, 100.0])
+    alone, judged = rate_of([lucky]), rate_of([lucky], noise)
+    assert judged.high - judged.low > 2 * (alone.high - alone.low)
+
+
+def test_and_four_that_happen_to_differ_surer() -> None:
+    noise = noise_of([[seconds([99, 101, 98, 102])]] * 5)
+    unlucky = seconds([60.0, 140.0, 80.0, 120.0])
+    assert rate_of([unlucky], noise).high < rate_of([unlucky]).high
+
+
+def test_windows_of_a_setting_that_lie_apart_make_all_less_sure() -> None:
+    calm = noise_of([[seconds([100.0] * 4)] * 4])
+    drifting = noise_of([[seconds([100.0] * 4), seconds([130.0] * 4), seconds([80.0] * 4), seconds([110.0] * 4)]])
+    assert calm.window <= DRIFT**2 < drifting.window
+    one = seconds([50.0] * 4)
+    assert rate_of([one], drifting).high > rate_of([one], calm).high
+
+
+def test_settings_that_gave_nothing_say_nothing_of_noise() -> None:
+    assert noise_of([[seconds([0.0] * 4)]]).second is None
 
 
 def test_a_percentile_lies_where_numpy_has_it() -> None:

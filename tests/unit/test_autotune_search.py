@@ -111,7 +111,7 @@ def test_a_setting_that_fits_no_more_when_it_is_measured_again_is_given_up() -> 
             search.refuse(trial)
             continue
         seen.add(trial.setting)
-        rates = (90, 110) if trial.setting.max_prompts == 8 else (9, 11)
+        rates = (90, 110) if trial.setting.max_prompts >= 4 else (9, 11)
         search.observe(trial, Sample(slices=tuple(Slice(seconds=1.0, tokens=rate) for rate in rates)))
     best = search.best()
     assert best is not None and best.setting.max_prompts < 8
@@ -124,6 +124,28 @@ def test_of_two_as_fast_the_one_with_more_goodput_is_the_best() -> None:
         search.observe(trial, steady(100, kept=5 * trial.setting.max_prompts))
     best = search.best()
     assert best is not None and best.setting.max_prompts == 2
+
+
+def test_a_setting_that_is_not_known_is_looked_at_before_alike_ones_are_measured_a_third_time() -> None:
+    space = Space(knobs=knobs(max_prompts=(1, 2, 4, 8, 16, 32, 64)), start=Setting(max_prompts=8))
+    search, tried = Search(space, Slo(), budget_s=1000), []
+    while (trial := search.propose()) is not None:
+        tried.append(trial.setting)
+        search.observe(trial, steady(100))
+    third = next((place for place, each in enumerate(tried) if tried[:place].count(each) == 2), len(tried))
+    assert len(set(tried[:third])) == space.size
+
+
+def test_a_dear_turn_that_promised_too_little_elsewhere_is_not_made() -> None:
+    space = Space(knobs=knobs(workers=(1, 2), max_prompts=(1, 2, 4, 8, 16, 32, 64)), start=Setting(max_prompts=8))
+    search, tried = Search(space, Slo(), budget_s=1000, window_s=2.0), []
+    while (trial := search.propose()) is not None:
+        tried.append(trial.setting)
+        search.observe(trial, steady(100 * trial.setting.max_prompts * (4 if trial.setting.workers == 2 else 1)))
+    turned = next(place for place, each in enumerate(tried) if each.workers == 2)
+    assert all(each.workers == 2 for each in tried[turned:])
+    best = search.best()
+    assert best is not None and best.setting == Setting(workers=2, max_prompts=64)
 
 
 def test_the_front_holds_what_nothing_beats_in_both() -> None:

@@ -16,7 +16,8 @@ from console.bench.kinds.serve import Serve
 from console.bench.kinds.users import Users
 from console.bench.lengths import TRACE, Length, fixed
 from console.bench.measure import Record
-from console.bench.run import BenchProgress, run_bench
+from console.bench.news import BenchProgress
+from console.bench.run import run_bench
 from console.bench.target import TargetFailed
 from console.bench.text import progress_text, result_text, row_text, span
 from engine.errors import InvalidRequest

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.goals import linear_flops
 from benchmarks.machine import Machine, this_machine
 from benchmarks.page import with_section, write_section
-from benchmarks.report import behind, failures, goals_table, markdown, rates_table, ratios_table
+from benchmarks.report import behind, failures, goals_table, markdown, rates_table, ratios_table, slower
 from benchmarks.results import Cell, Failure, Goal, Results, Spread
 
 MACHINE = Machine("CPU", ("avx2",), 2, 8 << 30, "Linux", "3.11")
@@ -56,6 +56,24 @@ def test_a_missed_goal_is_named_with_its_number(results: Results) -> None:
     )
     kept = msgspec.structs.replace(results, cells=results.cells[:2])
     assert behind(kept) == ""
+
+
+def test_an_engine_is_said_to_be_faster_beyond_a_tie_of_ours_with_as_many_bits(results: Results) -> None:
+    assert slower(results).startswith("No other engine is faster")
+    more = Cell("135m", "llamacpp-q4", 1, (95.0,)), Cell("135m", "llamacpp-q8", 8, (480.0,))
+    with_more = msgspec.structs.replace(results, cells=(*results.cells, *more))
+    assert slower(with_more).splitlines()[2:] == ["* 135m, c=8: llama.cpp, Q8_0, 1.20 times ours."]
+    quantised = msgspec.structs.replace(with_more, cells=(*with_more.cells, Cell("135m", "ours-int4", 8, (500.0,))))
+    assert "Q8_0, 1.20" in slower(quantised)
+    assert slower(msgspec.structs.replace(results, cells=results.cells[:1])) == ""
+
+
+def test_a_section_has_its_own_rows_of_a_run(results: Results) -> None:
+    ours = results.of({"ours"})
+    assert {cell.row for cell in ours.cells} == {"ours"}
+    assert not ours.failures
+    assert list(ours.versions) == ["ours"]
+    assert ours.goals == results.goals
 
 
 def test_an_engine_that_failed_is_quoted(results: Results) -> None:

@@ -15,16 +15,7 @@ from console.deltas import difference, patched, plain, shaped
 from engine.backends.base import BackendStats, SequenceStats
 from engine.config import ModelSpec
 from engine.errors import ErrorInfo
-from engine.snapshot import (
-    DeviceReading,
-    Mark,
-    ModelStatus,
-    RequestRow,
-    Second,
-    Snapshot,
-    Totals,
-    WorkerReading,
-)
+from engine.snapshot import DeviceReading, Mark, ModelStatus, RequestRow, Second, Snapshot, Totals, WorkerReading
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
 counts = st.integers(0, 5)

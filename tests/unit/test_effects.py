@@ -8,18 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.effects import (
-    BAND,
-    ENOUGH_S,
-    SETTLE_S,
-    WINDOW_S,
-    Change,
-    Effect,
-    Effects,
-    changes,
-    effect_of,
-    load_of,
-)
+from console.effects import BAND, ENOUGH_S, SETTLE_S, WINDOW_S, Change, Effect, Effects, changes, effect_of, load_of
 from console.tried import SeenSettings, settings_seen
 from engine.snapshot import Mark, Second, Snapshot
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -22,14 +22,6 @@ MIXES = {
     "3 and 2": (3, 3, 2),
 }
 """Bits of three groups of rows, most important first."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_weight(columns: int, rows: int, *, seed: int = 0, scale: float = 0.02) -> Tensor:

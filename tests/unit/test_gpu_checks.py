@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,9 +16,10 @@ from engine.backends.paged_attention.choose import Choice
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
+from tests.fakes import queued
 from tests.fakes.paged import Case
 from tests.fakes.recording import FakeRecorder, use
-from tests.gpu import check_graphs, check_life, check_parity, check_tokens
+from tests.gpu import check_ahead, check_graphs, check_life, check_parity, check_tokens
 from tests.gpu.answers import Answers, Step, agreement, ask, prompts
 from tests.gpu.check_attention import deviation
 from tests.gpu.check_throughput import Rates
@@ -49,14 +49,6 @@ _MODEL = LoadedModel(
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("gpu"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -204,6 +196,15 @@ def test_recorded_decodes_are_held_against_launched_ones(place: Place, monkeypat
     rows = check_graphs.recorded(folder, "cpu", 3)
     assert [row.verdict for row in rows] == ["passed", "measured", "measured"]
     assert recorder.replayed > check_graphs._STEPS
+
+
+def test_answers_of_steps_planned_ahead_are_held_against_those_of_steps_that_are_waited_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = plain_model(place, TINY, "float32")
+    assert [row.verdict for row in check_ahead.alike(folder, "cpu", 3)] == ["failed", "passed"]
+    queued.use(monkeypatch)
+    assert [row.verdict for row in check_ahead.alike(folder, "cpu", 3)] == ["passed", "passed"]
 
 
 def test_answers_with_a_draft_model_are_held_against_those_without(place: Place) -> None:

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SCREENS = ("textual", "rich")
 WEB = ("aiohttp",)
@@ -53,18 +51,12 @@ def test_deciding_needs_no_torch() -> None:
     assert loaded_after(light, TORCH) == []
 
 
-@pytest.mark.parametrize("name", ["console.headless", "console.runtime", "console.loading", "console.local"])
-def test_the_headless_path_loads_neither_textual_nor_torch(name: str) -> None:
-    assert loaded_after([name], (*SCREENS, *TORCH)) == []
-
-
-def test_consoles_on_other_instances_and_recordings_load_no_toolkit_before_there_is_a_screen() -> None:
-    rooms = [*modules("console/remote"), *modules("console/recording"), "console.attach", "console.top"]
-    assert loaded_after([*rooms, "console.readonly", "console.calls"], (*SCREENS, *TORCH)) == []
-
-
-def test_the_api_loads_neither_textual_nor_torch() -> None:
-    assert loaded_after(modules("console/api"), (*SCREENS, *TORCH)) == []
+def test_neither_the_headless_path_nor_the_api_nor_a_console_on_another_instance_loads_textual_or_torch() -> None:
+    """The last before there is a screen."""
+    headless = ["console.headless", "console.runtime", "console.loading", "console.local"]
+    elsewhere = [*modules("console/remote"), *modules("console/recording"), "console.attach", "console.top"]
+    names = [*headless, *modules("console/api"), *elsewhere, "console.readonly", "console.calls"]
+    assert loaded_after(names, (*SCREENS, *TORCH)) == []
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:

@@ -124,12 +124,17 @@ def test_a_native_product_that_differs_turns_the_kernels_off_with_one_warning(
     ]
 
 
-@needs_compiler
-def test_two_processes_at_once_compile_once(tmp_path: Path) -> None:
+def test_two_processes_at_once_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, folder = tmp_path / "g++", tmp_path / "kept"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho $$ > "$2"\necho "$2" >> "$MADE"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("MADE", str(tmp_path / "made"))
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
-        made = list(pool.map(_build_and_stat, [tmp_path, tmp_path]))
+        made = list(pool.map(_build_and_stat, [folder, folder]))
     assert made[0] == made[1]
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".lock", ".so"]
+    assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
+    assert len((tmp_path / "made").read_text().splitlines()) == len(build.SOURCES) + 1
 
 
 def _build_and_stat(folder: Path) -> tuple[str, int, int]:
@@ -178,6 +183,21 @@ def test_without_a_compiler_there_is_no_library_and_it_is_said_once(
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(said) == 1
     assert "no C++ compiler is on PATH (g++, clang++, c++)" in said[0]
+
+
+def test_a_library_that_came_with_the_wheel_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped, cache = tmp_path / "shipped", tmp_path / "cache"
+    _compile_to(monkeypatch, b"the library")
+    (made,) = [each for each in build.ship_libraries(shipped) if each.name.startswith("avx2")]
+    monkeypatch.setattr(build, "find_compiler", lambda: "")
+    copied = build_library("avx2", cache, shipped)
+    assert copied.parent == cache
+    assert copied.read_bytes() == made.read_bytes()
+
+    made.write_bytes(made.read_bytes()[:-1])
+    copied.unlink()
+    with pytest.raises(CannotBuild, match=r"no C\+\+ compiler is on PATH"):
+        build_library("avx2", cache, shipped)
 
 
 def test_a_load_does_not_wait_longer_than_it_may_for_the_compiler(
@@ -258,6 +278,17 @@ def test_a_library_that_ends_its_trial_is_not_kept(tmp_path: Path, monkeypatch: 
 
 
 @needs_compiler
+def test_a_shipped_library_is_tried_on_the_machine_that_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _compile_to(monkeypatch, b"for tiles")
+    build.ship_libraries(tmp_path / "shipped")
+    tried: list[str] = []
+    monkeypatch.setattr(build, "_try", lambda made, isa: tried.append(isa))
+    build_library("amx-bf16", tmp_path / "cache", tmp_path / "shipped")
+    assert tried == ["amx-bf16"]
+
+
 def test_the_trial_is_a_process_that_ends_well(library: NativeLibrary) -> None:
     isa = library.isa if library.isa != "amx-bf16" else "avx2"  # tiles in memory were tried when they were made
     assert trial.main([str(build_library(isa, cache_folder())), isa]) == 0

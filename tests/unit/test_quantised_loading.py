@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,6 @@ PROMPT = [3 + 7 * number for number in range(20)]
 WEIGHTS: tuple[WeightsName, ...] = ("int8", "int4")
 
 runs = pytest.mark.skipif(native_isa() is None or not find_compiler(), reason="no compiler, or a CPU without AVX2")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def load(folder: Path, weights: WeightsName, **settings: Any) -> ModelRunner:

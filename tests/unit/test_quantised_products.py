@@ -125,8 +125,18 @@ def test_rounding_loses_little_of_normally_distributed_weights(library: NativeLi
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6, 1e4, 1e30])
 def test_weights_of_any_size_are_kept(library: NativeLibrary, bits: Bits, size: float) -> None:
     weight = random(40, 70) * size
-    lost = weight_of(quantised(library, weight, None, bits)) - weight.float()
-    assert float(lost.norm()) <= 0.08 * float(weight.float().norm())
+    lost = weight_of(quantised(library, weight, None, bits)).double() - weight.double()
+    assert float(lost.norm()) <= 0.08 * float(weight.double().norm())
+
+
+@both_bits
+def test_threads_do_not_change_how_weights_are_rounded(library: NativeLibrary, bits: Bits) -> None:
+    weight = random(330, 200)
+    torch.set_num_threads(1)
+    expected = quantised(library, weight, None, bits).weight
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(quantised(library, weight, None, bits).weight, expected)
 
 
 @both_bits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.worker.protocol import Codec, SetStepTokens, SetThreads
-from tests.unit.test_scheduler import scheduler, step, submit
+from tests.fakes.scheduling import scheduler, step, submit
 
 
 def test_a_smaller_budget_cuts_prompts_from_the_next_step_on() -> None:

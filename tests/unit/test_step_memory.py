@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -52,14 +51,6 @@ STEPS: dict[str, list[tuple[int, int]]] = {
     "many decodes": [(1, 20)] * 100,
 }
 """(tokens fed, tokens before them) of each sequence."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=MODELS)

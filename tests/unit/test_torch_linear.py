@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch import linear
-from engine.backends.torch.linear import PACK_FLOAT32_MIN_ELEMENTS, LinearFactory, PackedLinear, PlainLinear
+from engine.backends.torch.linear import PACK_FLOAT32_MIN_ELEMENTS, LinearFactory, PackedLinear, PlainLinear, sum_onto
 
 CPU = torch.device("cpu")
 
@@ -34,6 +34,31 @@ def test_a_packed_product_that_differs_is_not_used(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(linear, "PackedLinear", Wrong)
     weight = torch.ones(512, PACK_FLOAT32_MIN_ELEMENTS // 512)
     assert type(LinearFactory(CPU, torch.float32).make(weight)) is PlainLinear
+
+
+def test_a_packed_sum_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(PackedLinear):
+        def onto(self, residual: Tensor, x: Tensor) -> Tensor:
+            return self(x)
+
+    monkeypatch.setattr(linear, "PackedLinear", Wrong)
+    weight = torch.ones(512, PACK_FLOAT32_MIN_ELEMENTS // 512)
+    assert type(LinearFactory(CPU, torch.float32).make(weight)) is PlainLinear
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_added_to_what_was_there_leaves_that_as_it_is(pack: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(576, 512, generator=generator).to(dtype)
+    layer = LinearFactory(CPU, dtype).make(weight, pack=pack)
+    for rows in (1, 7):
+        x = torch.randn(rows, 512, generator=generator).to(dtype)
+        residual = torch.randn(rows, 576, generator=generator).to(dtype)
+        before = residual.clone()
+        tolerance = 1e-3 if dtype == torch.float32 else 0.5
+        torch.testing.assert_close(sum_onto(residual, layer, x), residual + layer(x), atol=tolerance, rtol=2e-2)
+        assert torch.equal(residual, before)
 
 
 def test_packing_that_fails_falls_back_to_plain(monkeypatch: pytest.MonkeyPatch) -> None:

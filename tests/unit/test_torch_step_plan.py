@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
@@ -20,14 +19,6 @@ from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import make_tiny_model
 
 PAGE_TOKENS = 16
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

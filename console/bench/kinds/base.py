@@ -168,6 +168,12 @@ def enough(requests: int, clients: int) -> None:
         )
 
 
+def at_least_one(name: str, numbers: Collection[int]) -> None:
+    """Raise InvalidRequest where there is no number, or one of them is less than 1."""
+    if min(numbers, default=0) < 1:
+        raise InvalidRequest(f"{name} are numbers of at least 1", param=name)
+
+
 def engine_here(target: Target) -> EngineHere:
     """The target, where it is an engine in this process. Raises InvalidRequest."""
     if not isinstance(target, EngineHere):

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan, SkipPart, enough
+from console.bench.kinds.base import Lab, Part, Plan, SkipPart, at_least_one, enough
 from console.bench.lengths import Length, fixed
 from console.bench.result import Column, Published
 from console.bench.summary import Values, columns, summarised
@@ -55,6 +55,7 @@ class Threads(Plan, frozen=True, kw_only=True):
 
     def parts(self, target: Target) -> list[Part]:
         """Plan: those of a server, which cannot be told to guess, without guessing."""
+        at_least_one("clients", self.clients)
         enough(self.requests, max(self.clients))
         guessed = self.guessed if isinstance(target, EngineHere) else (0,)
         return [

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan
+from console.bench.kinds.base import Lab, Part, Plan, at_least_one
 from console.bench.lengths import Length, fixed
 from console.bench.result import Column, Published
 from console.bench.summary import Values, columns, summarised
@@ -56,6 +56,7 @@ class Users(Plan, frozen=True, kw_only=True):
 
     def parts(self, target: Target) -> list[Part]:
         """Plan."""
+        at_least_one("users", self.users)
         return [Part(keys={"users": users}, requests=users * self.requests) for users in self.users]
 
     async def measure(self, part: Part, lab: Lab) -> Values:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
-
-import torch
 
 from engine.backends.base import (
     BackendRequest,
@@ -21,19 +16,18 @@ from engine.backends.base import (
     TokenMask,
 )
 from engine.backends.faults import device_is_lost, is_out_of_memory, reason
-from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.described import described
 from engine.backends.torch.determinism import refuse_adapters
 from engine.backends.torch.draft_model import DraftModel
+from engine.backends.torch.drawn import SampledToken
 from engine.backends.torch.gauges import gauges
-from engine.backends.torch.guesses import held
 from engine.backends.torch.jobs import NOT_FINITE, Job
 from engine.backends.torch.kv_size import CPU_SHARE, CUDA_SHARE, kv_pages
 from engine.backends.torch.pages import PagePool
-from engine.backends.torch.prompts import FinalStates
+from engine.backends.torch.pipeline import Pipeline
 from engine.backends.torch.refusals import refuse_unknown_tokens
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampler import SampledToken, SampleRow, sample
+from engine.backends.torch.sampler import SampleRow
 from engine.backends.torch.scheduler import Scheduler
 from engine.backends.torch.sequences import Plan
 from engine.backends.torch.speculation import Speculation
@@ -55,6 +49,7 @@ class TorchBackend:
         self._runner_type = runner_type
         self._runner: ModelRunner | None = None
         self._scheduler: Scheduler | None = None
+        self._pipeline: Pipeline | None = None
         self._jobs: dict[str, Job] = {}
         self._draft: DraftModel | None = None
         self._speculation = Speculation()
@@ -95,6 +90,7 @@ class TorchBackend:
             max_model_len=runner.config.max_model_len,
             max_input_len=spec.max_input_len,
         )
+        self._pipeline = Pipeline(runner, self._scheduler, self._jobs)
         self._speculation = Speculation(lookup=spec.ngram_draft, draft=self._draft, most=spec.draft_tokens)
         return described(runner, pool, self._kv_bytes, self._draft)
 
@@ -128,24 +124,25 @@ class TorchBackend:
         self._loaded()[1].set_step_tokens(step_tokens)
 
     def has_work(self) -> bool:
-        """Whether any request is live."""
-        return bool(self._jobs)
+        """Whether any request is live, or a step is launched that is nobody's any more."""
+        return bool(self._jobs) or (self._pipeline is not None and self._pipeline.ahead)
 
     def step(self) -> Sequence[TokenEvent]:
         """One forward pass for everybody, and the tokens it gave."""
-        if self._scheduler is None or not self._jobs:
+        if self._scheduler is None or self._pipeline is None or not self.has_work():
             return []
         events: list[TokenEvent] = []
         admit = True
         while True:
-            plan = self._scheduler.plan(admit=admit)
+            planned = self._pipeline.launched()
+            plan = planned or self._scheduler.plan(admit=admit)
             events += [self._end(sequence.id, "length") for sequence in plan.exhausted]
             if not plan.chunks:
                 return events
-            if admit:
+            if admit and planned is None:
                 self._speculation.add(plan, self._scheduler, self._row_of)
             try:
-                tokens = self._compute(plan)
+                tokens = self._pipeline.compute(plan, self._speculation)
             except Exception as error:
                 if device_is_lost(error):
                     raise
@@ -194,7 +191,7 @@ class TorchBackend:
     def unload(self) -> None:
         """Give all memory back and forget every request."""
         runners = self._runners()
-        self._runner = self._scheduler = self._draft = None
+        self._runner = self._scheduler = self._pipeline = self._draft = None
         self._jobs.clear()
         self._speculation = Speculation()
         self._kv_bytes = 0
@@ -233,33 +230,10 @@ class TorchBackend:
             free_bytes=runner.free_bytes(),
             share=CPU_SHARE if runner.devices == ("cpu",) else CUDA_SHARE,
         )
-        self._kv_bytes = sum(each.allocate_kv(pages, page_tokens, report=report) for each in self._runners())
+        self._kv_bytes = runner.allocate_kv(pages, page_tokens, report=report, most_sequences=max_prompts)
+        if self._draft is not None:
+            self._kv_bytes += self._draft.runner.allocate_kv(pages, page_tokens, report=report)
         return PagePool(pages, page_tokens, spec.prefix_salt)
-
-    @torch.inference_mode()
-    def _compute(self, plan: Plan) -> list[list[SampledToken]]:
-        """The tokens of each sequence of `plan.sampled`: one, as many more as guesses held, or none where it failed."""
-        began_s = time.perf_counter()
-        logits = self._loaded()[0].forward(plan.chunks, partial(self._tell, plan))
-        chunks = [chunk for chunk in plan.chunks if chunk.sample]
-        rows = [
-            self._jobs[sequence.id].row.ahead(tokens)
-            for sequence, chunk in zip(plan.sampled, chunks, strict=True)
-            for tokens in range(chunk.sampled)
-        ]
-        drawn = sample(logits, rows) if rows else []
-        if len(rows) == sum(len(chunk.token_ids) for chunk in plan.chunks):
-            self._speculation.stepped(len(rows), len(chunks), time.perf_counter() - began_s)
-        if len(rows) == len(chunks):  # nothing was guessed
-            return [[] if token is None else [token] for token in drawn]
-        left = iter(drawn)
-        return [_kept(chunk, list(itertools.islice(left, chunk.sampled))) for chunk in chunks]
-
-    def _tell(self, plan: Plan, index: int, states: FinalStates) -> None:
-        """A step has what is to be told of the prompt of its sequence number `index`."""
-        telling = self._jobs[plan.sequences[index].id].telling
-        assert telling is not None, f"nothing is to be told of {plan.sequences[index].id}"
-        telling.read(plan.chunks[index], states)
 
     def _commit(self, plan: Plan, tokens: list[list[SampledToken]]) -> list[TokenEvent]:
         sampled = plan.sampled
@@ -303,13 +277,6 @@ class TorchBackend:
     def _end(self, request_id: str, finish: FinishReason, message: str = "") -> TokenEvent:
         self.cancel(request_id)
         return TokenEvent(request_id=request_id, finish=finish, message=message)
-
-
-def _kept(chunk: ChunkInput, drawn: Sequence[SampledToken | None]) -> list[SampledToken]:
-    """The tokens that stay of those drawn for a chunk: its own, and behind it as long as the guesses held."""
-    guesses = chunk.token_ids[len(chunk.token_ids) - chunk.guessed :]
-    count = held(guesses, [token.token_id if token is not None else None for token in drawn])
-    return [token for token in drawn[:count] if token is not None]
 
 
 def _raise_if(cancelled: Callable[[], bool]) -> None:

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 class ChunkInput:
     """The tokens of one sequence to feed in one step, and where its keys and values lie.
 
-    token_ids: tokens to feed now, at positions start, start + 1, ...
+    token_ids: tokens to feed now, at positions start, start + 1, ...; `unread` in place of one that is not known yet.
     start: position of the first of them, which is the number of tokens whose KV is already in the pages.
     pages: page ids in order; position p lies in pages[p // page_tokens]. They cover at least
         start + len(token_ids) tokens. Lent for the step: neither to be kept nor to be changed.
     sample: whether the logits of the last token are wanted.
     adapter: key of the LoRA adapter to compute with; "" for none.
     guessed: how many of the last tokens are guesses. The logits of each are wanted, and of the token before them.
+    stay: a number that this sequence alone has for as long as it holds its pages; 0 where nothing is to be kept of it
+        from step to step.
     told: which of the tokens' final states are wanted for what is told of the prompt; the first of them is token 0.
     """
 
@@ -27,6 +29,7 @@ class ChunkInput:
     adapter: str = ""
     guessed: int = 0
     told: range = range(0)
+    stay: int = 0
 
     @property
     def end(self) -> int:
@@ -37,3 +40,8 @@ class ChunkInput:
     def sampled(self) -> int:
         """How many of the last tokens' logits are wanted."""
         return 1 + self.guessed if self.sample else 0
+
+
+def unread(row: int) -> int:
+    """What stands for the token that the step before draws in row `row`, as long as only the device knows it."""
+    return -1 - row

@@ -1,14 +1,16 @@
-"""What CUDA alone does for steps: graphs of recorded work, and copies out of pinned memory that nothing waits for.
-None of it has been run on a GPU yet."""
+"""What CUDA alone does for steps: graphs of recorded work, and copies out of and into pinned memory that nothing
+waits for. None of it has been run on a GPU yet."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.backends.torch.graphs import Recorder
+from engine.backends.torch.landing import Landing
 from engine.backends.torch.step_upload import Staging, TurnStaging, Wait
 
 
@@ -48,9 +50,31 @@ def staging_for(device: torch.device) -> Staging | None:
     def pinned(size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def copied() -> Wait:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        return event.synchronize
+    return TurnStaging(device, pinned, partial(_queued, device))
 
-    return TurnStaging(device, pinned, copied)
+
+class CudaLanding:
+    """Copies from one device into pinned memory, which torch hands out again only once such a copy is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Queue the copy."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def mark(self) -> Wait:
+        """A wait for all that was queued so far."""
+        return _queued(self._device)
+
+
+def landing_for(device: torch.device) -> Landing | None:
+    """The way of what is drawn on `device` back to the host; None where the host waits for every step anyway."""
+    return CudaLanding(device) if device.type == "cuda" else None
+
+
+def _queued(device: torch.device) -> Wait:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize

@@ -43,7 +43,7 @@ def draw_filtered(logits: Tensor, knobs: Knobs) -> Tensor:
     2024); tfs and typical_p; dynamic temperature or, with temperature_last, the temperature; XTC (see `filters`).
     """
     tokens, done = _draw_among(logits, knobs, knobs.width)
-    if not bool(done.all()):
+    if knobs.width < knobs.largest_k and not bool(done.all()):  # waits for the device
         rest = (~done).nonzero().squeeze(1)
         tokens[rest] = draw_filtered(logits[rest], knobs.wider(rest, logits.shape[1]))
     return tokens

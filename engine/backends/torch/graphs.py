@@ -20,6 +20,7 @@ from engine.backends.paged_attention.face import PagedAttention
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv import KvPool
+from engine.backends.torch.landing import fill_unread
 from engine.backends.torch.model import Decoder
 from engine.backends.torch.paged_plan import PagedGroup, PagedPlan
 from engine.backends.torch.step_memory import graph_bytes
@@ -191,15 +192,17 @@ class DecodeGraphs:
         for batch in self.buckets.batches:
             self.logits([ChunkInput([0], 0, [0], sample=True)] * batch)
 
-    def logits(self, chunks: Sequence[ChunkInput]) -> Tensor | None:
+    def logits(self, chunks: Sequence[ChunkInput], drawn: Tensor | None = None) -> Tensor | None:
         """Float32 logits [len(chunks), vocab] of a step, good until the next one; None for a step that is none of
-        these, or is not recorded and cannot be."""
+        these, or is not recorded and cannot be. drawn: what the step before drew, for ids that are unread."""
         bucket = self.buckets.of(chunks, self._page_tokens)
         if bucket is None or (self._full and bucket not in self._recordings):
             return None
         host = self._staging.host(StepInputs.size_bytes(bucket))
         StepInputs.over(host, bucket).fill(chunks, self._page_tokens)
         self._staging.send(host, self._inputs)
+        if drawn is not None:
+            fill_unread(StepInputs.over(self._inputs, bucket).ids, drawn)
         recording = self._recordings.get(bucket) or self._record(bucket)
         if recording is None:
             return None

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.backends.base import BackendRequest, TokenEvent, TokenMask
+from engine.backends.torch.drawn import SampledToken
 from engine.backends.torch.lora import LoraAdapter
 from engine.backends.torch.prompts import Telling, telling_of
-from engine.backends.torch.sampler import SampledToken, SampleRow
+from engine.backends.torch.sampler import SampleRow
 from engine.backends.torch.sequences import Sequence as TokenSequence
 
 NOT_FINITE = "the model gave no finite probabilities for it"
@@ -29,12 +30,14 @@ class Job:
     def of(cls, request: BackendRequest, adapter: LoraAdapter | None, mask: TokenMask | None, vocab_size: int) -> Job:
         """A request, before anything of it happens."""
         telling = telling_of(request)
+        prompt_tokens, most = len(request.prompt_ids), request.params.max_tokens
         sequence = TokenSequence(
             request.id,
             [*request.prompt_ids, *request.generated],
-            prompt_tokens=len(request.prompt_ids),
+            prompt_tokens=prompt_tokens,
             adapter=adapter.key if adapter is not None else "",
-            answers=request.params.max_tokens != 0,
+            answers=most != 0,
+            limit=prompt_tokens + most if most is not None else None,
             tell=telling.until if telling is not None else 0,
         )
         row = SampleRow(

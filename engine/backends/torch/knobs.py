@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.noise import uniform
+from engine.backends.torch.sending import sent
 from engine.config import SamplingParams
 
 FIRST_LOOK = 256
@@ -118,7 +119,7 @@ class Knobs:
         used = {name: each for name, each in values.items() if each is not None}
         named |= zip(used, columns(list(used.values()), device), strict=True)
         width = max(k if p.top_k > 0 else look if bounded(p) else vocab for k, p in zip(top_k, params, strict=True))
-        ends = None if named["xtc_threshold"] is None else _padded(draws).to(device)
+        ends = None if named["xtc_threshold"] is None else sent(_padded(draws), device)
         return cls(**named, ends=ends, largest_k=max(top_k), width=width)  # type: ignore[arg-type]
 
     def wider(self, rows: Tensor, vocab: int) -> Knobs:
@@ -130,7 +131,7 @@ class Knobs:
 
 def columns(values: Sequence[Sequence[float]], device: torch.device) -> tuple[Tensor, ...]:
     """Each of `values` as a [R, 1] float64 column; one copy to the device for all."""
-    return torch.tensor(values, dtype=torch.float64).to(device).unsqueeze(-1).unbind(0)
+    return sent(torch.tensor(values, dtype=torch.float64), device).unsqueeze(-1).unbind(0)
 
 
 def _used(values: list[float], neutral: float, anyway: bool = False) -> list[float] | None:

@@ -45,10 +45,16 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self._add_product = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x: Tensor) -> Tensor:
         product: Tensor = self._multiply(x, self.weight, self.bias, "none", [], "")
         return product
+
+    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [T, out] + the product with x [T, in], rounded once."""
+        total: Tensor = self._add_product(x, residual, self.weight, self.bias, "add")
+        return total
 
 
 class LinearFactory:
@@ -126,11 +132,18 @@ class LinearFactory:
             packed = PackedLinear(pack_weight(weight), bias)
             key = (weight.shape, bias is not None)
             if key not in self._trusted:
-                self._trusted[key] = _agree(packed, PlainLinear(weight, bias), weight)
+                self._trusted[key] = _agree(packed, PlainLinear(weight, bias), weight) and _sums_agree(packed, weight)
         except RuntimeError:
             self._may_pack = False
             return PlainLinear(weight, bias)
         return packed if self._trusted[key] else PlainLinear(weight, bias)
+
+
+def sum_onto(residual: Tensor, linear: Linear, x: Tensor) -> Tensor:
+    """residual [T, out] + linear(x), in one call where the layer has one."""
+    if isinstance(linear, PackedLinear):
+        return linear.onto(residual, x)
+    return residual + linear(x)
 
 
 def packing_pays(weight: Tensor) -> bool:
@@ -184,6 +197,13 @@ def _agree(packed: Linear, plain: Linear, weight: Tensor) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_CHECK_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
     return close_enough(torch.cat((packed(x[:1]), packed(x[1:]))), plain(x), weight.dtype)
+
+
+def _sums_agree(packed: PackedLinear, weight: Tensor) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    x, residual = (torch.randn(_CHECK_ROWS, size, generator=generator).to(weight.dtype) for size in weight.shape[::-1])
+    sums = torch.cat((packed.onto(residual[:1], x[:1]), packed.onto(residual[1:], x[1:])))
+    return close_enough(sums, packed(x) + residual, weight.dtype)
 
 
 def close_enough(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:

@@ -203,17 +203,21 @@ class DecoderLoader:
             return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
 
         norms = self._norms(device, prefix)
+        mlp = self._mlp(layer, names, linear)
+        out_norms = [norms.norm(names.attention_out_norm), norms.norm(names.mlp_out_norm)]
+        sums = not traits.parallel and traits.residual_scale == 1.0 and out_norms == [unchanged, unchanged]
         return Block(
             input_norm=norms.norm(names.input_norm),
             qkv=linear(*names.qkv, bias=traits.qkv_bias),
             qk_norm=norms.qk_norm(names),
             o=linear(names.o, bias=traits.o_bias),
-            attention_out_norm=norms.norm(names.attention_out_norm),
+            attention_out_norm=out_norms[0],
             mlp_norm=norms.norm("" if traits.parallel else names.mlp_norm),
-            mlp=self._mlp(layer, names, linear),
-            mlp_out_norm=norms.norm(names.mlp_out_norm),
+            mlp=mlp,
+            mlp_out_norm=out_norms[1],
             window=traits.windows[layer],
             rotary=rotary,
+            sums=mlp if sums and isinstance(mlp, GatedMlp) else None,
         )
 
     def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear) -> Mlp:

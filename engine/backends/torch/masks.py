@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.backends.base import TokenMask
+from engine.backends.torch.sending import sent
 
 _BYTE = 8
 
@@ -20,9 +21,9 @@ def hold(logits: Tensor, masks: Mapping[int, TokenMask]) -> None:
     What goes to the device is a bit per token; there, each byte of bits is looked up as eight numbers to add.
     """
     words = bytearray().join(mask.allowed() for mask in masks.values())
-    bits = torch.frombuffer(words, dtype=torch.uint8).view(len(masks), -1).to(logits.device)
+    bits = sent(torch.frombuffer(words, dtype=torch.uint8).view(len(masks), -1), logits.device)
     added = functional.embedding(bits.int(), _additions(logits.device)).view(len(masks), -1)[:, : logits.shape[1]]
-    logits.index_add_(0, torch.tensor(list(masks), device=logits.device), added)
+    logits.index_add_(0, sent(torch.tensor(list(masks)), logits.device), added)
 
 
 @lru_cache

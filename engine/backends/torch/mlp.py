@@ -11,7 +11,7 @@ from typing import Protocol
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from engine.backends.torch.linear import Linear
+from engine.backends.torch.linear import Linear, sum_onto
 from engine.backends.torch.lora import AdaptedRows, add_adapters
 from engine.backends.torch.model_config import Activation
 
@@ -40,11 +40,18 @@ class GatedMlp:
     fused: Linear | None = None
 
     def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
-        if self.fused is None:
-            gated = self.opened(add_adapters(self.gate_up(x), x, layer, "gate_up", adapted))
-        else:
-            gated = self.adapt_(self.fused(x), lambda rows: x[rows], layer, adapted)
+        gated = self.gated(x, layer, adapted)
         return add_adapters(self.down(gated), gated, layer, "down", adapted)
+
+    def onto(self, residual: Tensor, x: Tensor, layer: int) -> Tensor:
+        """residual + what it makes of x, without adapters."""
+        return sum_onto(residual, self.down, self.gated(x, layer))
+
+    def gated(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
+        """activation(gate(x)) * up(x), adapted."""
+        if self.fused is None:
+            return self.opened(add_adapters(self.gate_up(x), x, layer, "gate_up", adapted))
+        return self.adapt_(self.fused(x), lambda rows: x[rows], layer, adapted)
 
     def opened(self, both: Tensor) -> Tensor:
         """activation(gate) * up, of both side by side."""

@@ -12,12 +12,13 @@ from torch import Tensor
 from engine.backends.torch.attention import attend
 from engine.backends.torch.capped import Scores, capped_
 from engine.backends.torch.kv import KvPool
-from engine.backends.torch.linear import Linear
+from engine.backends.torch.linear import Linear, sum_onto
 from engine.backends.torch.lora import add_adapters
-from engine.backends.torch.mlp import Mlp
+from engine.backends.torch.mlp import GatedMlp, Mlp
 from engine.backends.torch.model_config import ModelConfig
 from engine.backends.torch.native.block import FusedBlock
 from engine.backends.torch.native.layer import Fused
+from engine.backends.torch.native.stack import Stack
 from engine.backends.torch.norms import Norm
 from engine.backends.torch.rope import Angles, RotaryEmbedding, rotate_
 from engine.backends.torch.step_plan import StepPlan
@@ -28,6 +29,7 @@ class Block:
     """Weights of one layer. qkv is fused; qk_norm is over [T, heads + kv_heads, head_dim].
 
     rotary: what turns its queries and keys; None where nothing does.  fused: what computes the same in fewer calls.
+    sums: its MLP, where attention and MLP are added to the hidden states one after the other as they come out.
     """
 
     input_norm: Norm
@@ -41,6 +43,7 @@ class Block:
     window: int | None
     rotary: RotaryEmbedding | None
     fused: FusedBlock | None = None
+    sums: GatedMlp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Decoder:
     Its stages compute one after another. The embedding lies where the first does, final norm and head where the last.
 
     fused_head: float32 logits, scaled, of states before the final norm in one call, where there is such a kernel.
+    stack: all blocks in one call, for rows without adapters that attend natively.
     """
 
     config: ModelConfig
@@ -72,6 +76,7 @@ class Decoder:
     final_norm: Norm
     head: Linear
     fused_head: Fused | None = None
+    stack: Stack | None = None
 
     @property
     def fused(self) -> bool:
@@ -90,6 +95,8 @@ class Decoder:
         for stage in self.stages:
             plan, hidden = plan.on(stage.device), hidden.to(stage.device)
             angles = stage.angles(plan.positions, hidden.dtype if plan.native is None else torch.float32)
+            if self.stack is not None and plan.native is not None and not plan.adapted:
+                return self.stack(hidden, plan.native, angles)
             for layer, block in enumerate(stage.blocks, stage.first_layer):
                 hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary])
         return hidden
@@ -109,7 +116,12 @@ class Decoder:
         if block.fused is not None:
             qkv = block.fused.into_attention(hidden, layer, plan.adapted)
             attended = self._attend(layer, block, qkv, plan, kv, angles)
+            del qkv  # its memory is that of the products to come
             return block.fused.out_of_attention(attended, hidden, layer, plan.adapted)
+        if block.sums is not None and not plan.adapted:
+            attended = self._attend(layer, block, block.qkv(block.input_norm(hidden)), plan, kv, angles)
+            hidden = sum_onto(hidden, block.o, attended)
+            return block.sums.onto(hidden, block.mlp_norm(hidden), layer)
         scale = self.config.traits.residual_scale
         normed = block.input_norm(hidden)
         attended = block.attention_out_norm(self._attention(layer, block, normed, plan, kv, angles))

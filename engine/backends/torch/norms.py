@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,15 +22,25 @@ def unchanged(x: Tensor) -> Tensor:
     return x
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class RmsNorm:
-    """x / rms(x) * weight (Zhang and Sennrich 2019)."""
+    """x / rms(x) * weight (Zhang and Sennrich 2019).
 
-    weight: Tensor
-    eps: float
+    On a CPU, for which torch has no kernel of it, with fewer operations than torch's own way takes: x over its length,
+    to which that of a vector of epsilons is added at a right angle, times weight * sqrt(width); in float32.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+        self._on_cpu = weight.device.type == "cpu"
+        self._scaled = weight.float() * math.sqrt(len(weight))
+        self._least = torch.tensor(math.sqrt(eps * len(weight)), device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self._on_cpu:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = x.float() if x.dtype != torch.float32 else x.clone()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self._least)
+        return wide.mul_(self._scaled).div_(length).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.recent import RecentTokens
+from engine.backends.torch.sending import sent
 from engine.config import SamplingParams
 
 
@@ -122,9 +123,9 @@ def penalise(logits: Tensor, rows: Sequence[int], params: Sequence[SamplingParam
         [p.frequency_penalty for p in params],
         [p.presence_penalty for p in params],
     ]
-    row, *penalties = torch.tensor(knobs, dtype=torch.float64).repeat_interleave(lengths, dim=1).to(logits.device)
+    row, *penalties = sent(torch.tensor(knobs, dtype=torch.float64).repeat_interleave(lengths, dim=1), logits.device)
     ids, uses, repeated, used = (
-        torch.cat(parts).to(logits.device)
+        sent(torch.cat(parts), logits.device)
         for parts in zip(*((each.ids, each.uses, each.repeated, each.used) for each in seen), strict=True)
     )
     repetition, frequency, presence = (penalty.to(logits.dtype) for penalty in penalties)

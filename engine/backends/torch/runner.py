@@ -18,24 +18,27 @@ from engine.backends.torch import memory
 from engine.backends.torch.archs.experts import idle_elements
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.checkpoint import Checkpoint
-from engine.backends.torch.cuda_graphs import recorder_for, staging_for
+from engine.backends.torch.cuda_graphs import landing_for, recorder_for, staging_for
 from engine.backends.torch.determinism import refuse_undetermined
 from engine.backends.torch.device_memory import DeviceMemory, open_devices
 from engine.backends.torch.fused_experts import by_expert
 from engine.backends.torch.graphs import DecodeGraphs, recorded_decodes
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.kv_format import HeadFormat
+from engine.backends.torch.landing import fill_unread
 from engine.backends.torch.layout import Layout, lay_out
 from engine.backends.torch.linear import kind_of, native_bfloat16
 from engine.backends.torch.loading import DecoderLoader, as_stored, tensor_shapes
 from engine.backends.torch.lora_factors import locate_factors
 from engine.backends.torch.lora_loading import AdapterLoader, merged
 from engine.backends.torch.lora_names import AttachedAdapters
+from engine.backends.torch.mirror import Mirror, mirror_for
 from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
 from engine.backends.torch.native.attention import NativeAttention
 from engine.backends.torch.native.attention_fit import native_obstacle, turned_heads
 from engine.backends.torch.native.kernels import PATIENT_S, WAIT_S, attention_library, native_library, quantised_library
+from engine.backends.torch.native.stack import stacked
 from engine.backends.torch.prompts import FinalStates, Tell
 from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.shared_weights import weight_store
@@ -56,6 +59,8 @@ class ModelRunner:
     active_parameters: those that a token is computed with.
     shared_bytes: how much of the weights all workers of this machine have once.  linear: what multiplies by weights.
     deterministic: whether every row's result is to be its own affair.
+    landing: what is drawn goes back to the host by it, where steps run while the host goes on: on a GPU, if it is one
+        alone; a mixture of experts asks the host in every layer.
     """
 
     def __init__(
@@ -83,8 +88,11 @@ class ModelRunner:
         self._kv: KvPool | None = None
         self._planner: StepPlanner | None = None
         self._paged: PagedAttention | None = None
+        self._mirror: Mirror | None = None
         self._graphs: DecodeGraphs | None = None
         self._staging = staging_for(layout.first.device)
+        on_host = len(layout.spans) > 1 or decoder.config.traits.experts is not None
+        self.landing = None if on_host else landing_for(layout.first.device)
         self._most_sampled = 0
 
     @classmethod
@@ -176,14 +184,19 @@ class ModelRunner:
         """Bytes that KV pages may take, as far as the devices can give them."""
         return self._layout.kv_room_bytes()
 
-    def allocate_kv(self, num_pages: int, page_tokens: int, *, report: Callable[[LoadProgress], None]) -> int:
-        """Hold `num_pages` pages of `page_tokens` tokens in place of any earlier ones; returns their bytes.
+    def allocate_kv(
+        self, num_pages: int, page_tokens: int, *, report: Callable[[LoadProgress], None], most_sequences: int = 0
+    ) -> int:
+        """Hold `num_pages` pages of `page_tokens` tokens in place of any earlier ones; returns their bytes. Where they
+        are gathered, up to `most_sequences` that decode may be kept side by side besides (see `mirror`).
 
         Raises InvalidRequest where the attention or the determinism asked for cannot be, InsufficientMemory with the
         numbers where they do not fit.
         """
-        self._kv = self._planner = self._graphs = None
+        self._kv = self._planner = self._graphs = self._mirror = None
         self._most_sampled = 0
+        if self._decoder is not None:
+            self._decoder = replace(self._decoder, stack=None)  # which keeps the pages that it reads
         for each in self._layout.memories:
             each.forget_kv()
         self.attention, self._paged = self.pick_attention(page_tokens)
@@ -199,6 +212,8 @@ class ModelRunner:
                 layout=self._layout,
                 report=report,
             )
+            if self.attention.name == "gathered":
+                self._mirror = mirror_for(kv, self.config, self._layout, most_sequences)
         self._planner = StepPlanner(
             frozenset(self.config.traits.windows),
             self.config.heads // self.config.kv_heads,
@@ -208,10 +223,11 @@ class ModelRunner:
             paged=self._paged,
             native=self._native_attention(kv) if self.attention.name == "native" else None,
             masks=bool(self.config.traits.score_cap),
+            mirror=self._mirror,
             adapters=self.adapters.by_key,
         )
         self._kv = kv
-        return kv.total_bytes
+        return self.kv_bytes
 
     def pick_attention(self, page_tokens: int) -> tuple[Choice, PagedAttention | None]:
         """What attends over pages of this size; None where pages are gathered, which this backend does by itself.
@@ -252,24 +268,32 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None) -> Tensor:
+    def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: Tensor | None = None) -> Tensor:
         """Feed `chunks` in one batch; returns float32 logits [sum of the chunks' `sampled`, vocab], in their order.
 
         tell: given what is to be told of prompts, chunk by chunk, before there are any of those logits.
+        drawn: the ids that the step before drew, on the device, for those of the chunks that are unread.
         Raises StepOutOfMemory, with nothing computed, where a device is known to have too little left for it.
         """
         if self._decoder is None or self._kv is None or self._planner is None:
             raise RuntimeError("forward needs a loaded model with its KV pages allocated")
-        if self._graphs is not None and (logits := self._graphs.logits(chunks)) is not None:
+        if self._graphs is not None and (logits := self._graphs.logits(chunks, drawn)) is not None:
             return logits
         plan = self._planner.plan(chunks)
         if self._staging is not None:
             plan = uploaded(plan, self._staging)
+        if drawn is not None:
+            fill_unread(plan.ids, drawn)
         self._most_sampled = max(self._most_sampled, len(plan.sampled_rows))
         most_told = told_at_once(self._most_sampled)
         sizes = plan.sizes(self._kv.page_tokens, copies_runs=self._heads.coded, most_told=most_told)
         self._begin_step(replace(sizes, fused=self._decoder.fused and not plan.adapted))
-        hidden = self._decoder.hidden(plan, self._kv)
+        try:
+            hidden = self._decoder.hidden(plan, self._kv)
+        except BaseException:
+            if self._mirror is not None:
+                self._mirror.forget()
+            raise
         if tell is not None:
             for index, rows in plan.told.items():
                 tell(index, FinalStates(self._decoder, hidden[rows.start : rows.stop], most_told))
@@ -277,7 +301,7 @@ class ModelRunner:
 
     def unload(self) -> None:
         """Give the weights and the KV pages back; idempotent."""
-        self._decoder = self._kv = self._planner = self._graphs = None
+        self._decoder = self._kv = self._planner = self._graphs = self._mirror = None
         self.adapters.clear()
         for each in self._layout.memories:
             each.weights_bytes = each.kv_bytes = 0
@@ -298,12 +322,16 @@ class ModelRunner:
         library = attention_library(self._layout.first.device, lambda: False)
         if self._decoder is None or library is None:
             raise RuntimeError("native attention was chosen without a model or its library")
-        return NativeAttention(library, [each.heads for each in turned_heads(self._decoder)], kv.layers)
+        attention = NativeAttention(library, [each.heads for each in turned_heads(self._decoder)], kv.layers)
+        self._decoder = replace(self._decoder, stack=stacked(self._decoder, library, attention))
+        return attention
 
     def _begin_step(self, sizes: StepSizes) -> None:
+        kept_bytes = self._mirror.size_bytes if self._mirror is not None else 0
         for span in self._layout.spans:
             layers, head = bool(span.layers), span.memory is self._layout.last
-            span.memory.begin_step(step_bytes(self.config, sizes, self._heads, layers=layers, head=head))
+            needed_bytes = step_bytes(self.config, sizes, self._heads, layers=layers, head=head)
+            span.memory.begin_step(needed_bytes + kept_bytes)
 
 
 def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device) -> torch.dtype:

@@ -11,26 +11,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.backends.base import TokenLogprob, TokenMask
-from engine.backends.torch.draw import draw_filtered, draw_plain, rank
+from engine.backends.base import TokenMask
+from engine.backends.torch.draw import draw_filtered, draw_plain
+from engine.backends.torch.drawn import Drawn, SampledToken, drawn_logprobs
 from engine.backends.torch.dry import DryPenalty
 from engine.backends.torch.knobs import Draw, Knobs, bounded, columns, filtered
 from engine.backends.torch.masks import hold
 from engine.backends.torch.penalties import penalise, seen_by
+from engine.backends.torch.sending import sent
 from engine.config import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """A chosen token, with its log-probability where the request asked for it."""
-
-    token_id: int
-    logprob: TokenLogprob | None = None
 
 
 class SampleRow:
@@ -112,13 +105,23 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
 
     None for a row that has no distribution to draw from: a NaN or infinite logit, or every token masked.
     """
-    chosen = choose(logits, rows)
-    logprobs = _logprobs(logits, rows, chosen)
-    return [None if token < 0 else SampledToken(token, logprobs.get(index)) for index, token in enumerate(chosen)]
+    return draw(logits, rows).tokens()
 
 
 def choose(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """The ids alone of what `sample` gives, -1 for none."""
+    chosen: list[int] = _choose(logits, rows).tolist()
+    return chosen
+
+
+def draw(logits: Tensor, rows: Sequence[SampleRow]) -> Drawn:
+    """The same as `sample`, still where the logits are. Nothing waits for them, unless filters have to look at more
+    than the best few tokens where those do not do."""
+    ids = _choose(logits, rows)
+    return Drawn(ids, drawn_logprobs(logits, ids, [row.params.logprobs for row in rows]))
+
+
+def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     edited = _edit(logits, rows)
     best, tokens = edited.max(dim=-1)
     drawn = [index for index, row in enumerate(rows) if not row.greedy]
@@ -130,8 +133,7 @@ def choose(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     for index in (few, whole):  # apart, so that no row has the whole vocabulary sorted for another's sake
         if index:
             _draw(edited, rows, index, tokens, _draw_filtered)
-    chosen: list[int] = torch.where(best.isfinite(), tokens, -1).tolist()
-    return chosen
+    return torch.where(best.isfinite(), tokens, -1)
 
 
 def _draw(
@@ -142,7 +144,7 @@ def _draw(
     draw: Callable[[Tensor, Sequence[Draw]], Tensor],
 ) -> None:
     """Fill `tokens` at `index` with what `draw` draws from those rows."""
-    where = torch.tensor(index, device=logits.device)
+    where = sent(torch.tensor(index), logits.device)
     tokens[where] = draw(logits if len(index) == len(rows) else logits[where], [rows[i].draw() for i in index])
 
 
@@ -173,31 +175,11 @@ def _edit(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         where = torch.tensor([index for index, _ in added]).repeat_interleave(lengths)
         ids = torch.cat([ids for _, (ids, _) in added])
         values = torch.cat([values for _, (_, values) in added])
-        target = (where.to(logits.device), ids.to(logits.device))
-        edited.index_put_(target, values.to(logits.device), accumulate=True)
+        target = (sent(where, logits.device), sent(ids, logits.device))
+        edited.index_put_(target, sent(values, logits.device), accumulate=True)
     if masks:
         hold(edited, masks)
     return edited
-
-
-def _logprobs(logits: Tensor, rows: Sequence[SampleRow], chosen: Sequence[int]) -> dict[int, TokenLogprob]:
-    """Log-probabilities by row, of the rows that want them, from the model's own logits."""
-    wanted = {
-        i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None and chosen[i] >= 0
-    }
-    if not wanted:
-        return {}
-    part = logits[list(wanted)]
-    logs = part.log_softmax(dim=-1)
-    own = logs.gather(1, torch.tensor([[chosen[i]] for i in wanted], device=logits.device)).squeeze(1).tolist()
-    width = min(max(wanted.values()), logits.shape[1])
-    top_ids = rank(part, width) if width else torch.zeros(len(wanted), 0, dtype=torch.int64, device=logits.device)
-    top_logs = logs.gather(1, top_ids).tolist()
-    found = {}
-    for (index, count), logprob, ids, values in zip(wanted.items(), own, top_ids.tolist(), top_logs, strict=True):
-        top = tuple(zip(ids[:count], values[:count], strict=True))
-        found[index] = TokenLogprob(token_id=chosen[index], logprob=logprob, top=top)
-    return found
 
 
 def _mask(token_ids: Sequence[int]) -> tuple[Tensor, Tensor] | None:

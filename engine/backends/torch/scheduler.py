@@ -8,6 +8,7 @@ prompt, a decode, a prefix hit and a preempted sequence that starts over are all
 from __future__ import annotations
 
 import collections.abc as abc
+import itertools
 from collections import deque
 from dataclasses import replace
 
@@ -51,6 +52,8 @@ class Scheduler:
         self.counters = Counters()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._stays = itertools.count(1)
+        self._written: list[list[int]] = []
 
     @property
     def waiting(self) -> abc.Sequence[Sequence]:
@@ -120,7 +123,8 @@ class Scheduler:
             ahead = guesses.get(sequence.id, ()) if sequence.missing == 1 else ()
             if fitting := ahead[: self.room_ahead(sequence, len(ahead))]:
                 fed = [*chunk.token_ids, *fitting]
-                plan.chunks[index] = replace(chunk, token_ids=fed, guessed=len(fitting))
+                plan.chunks[index] = replace(chunk, token_ids=fed, guessed=len(fitting), stay=0)
+                sequence.stay = 0  # copied again whenever nothing is guessed, it would cost more than it brings
 
     def room_ahead(self, sequence: Sequence, wanted: int) -> int:
         """As many of `wanted` tokens behind its last one as pages are free for, which it takes. Nobody is preempted
@@ -174,9 +178,26 @@ class Scheduler:
         self.step_tokens = self._full_step_tokens
         return True
 
+    def outgrown(self, sequence: Sequence) -> bool:
+        """Whether its output so far (brought along from another worker) already fills all there is."""
+        return sequence.known >= self.max_model_len or self.pool.pages_for(sequence.known) > self.pool.num_pages
+
+    def hold_written(self, plan: Plan) -> list[int]:
+        """The pages that a step writes to: nobody else gets them before `let_go`, whatever becomes of its sequences."""
+        size = self.pool.page_tokens
+        written = [page for each in plan.chunks for page in each.pages[each.start // size : -(-each.end // size)]]
+        self.pool.hold(written)
+        self._written.append(written)
+        return written
+
+    def let_go(self, written: list[int]) -> None:
+        """A step whose pages were held writes no more."""
+        self._written.remove(written)
+        self.pool.release(written)
+
     def check(self) -> None:
         """Prove that pages and sequences agree; raises AssertionError with the numbers."""
-        self.pool.check([seq.pages for seq in self._running])
+        self.pool.check([*(seq.pages for seq in self._running), *self._written])
         for seq in self._waiting:
             assert not seq.pages and not seq.computed, f"{seq.id} waits but holds {len(seq.pages)} pages"
         for seq in self._running:
@@ -200,7 +221,7 @@ class Scheduler:
     def _admit(self, plan: Plan, budget: int) -> None:
         while self._waiting and budget > 0 and len(self._running) < self.places:
             sequence = self._waiting[0]
-            if self._outgrown(sequence):
+            if self.outgrown(sequence):
                 plan.exhausted.append(self._waiting.popleft())
                 continue
             if not self._start(sequence):
@@ -209,10 +230,6 @@ class Scheduler:
             count = min(sequence.missing, budget)
             budget -= count
             self._feed(plan, sequence, count)
-
-    def _outgrown(self, sequence: Sequence) -> bool:
-        """Whether its output so far (brought along from another worker) already fills all there is."""
-        return sequence.known >= self.max_model_len or self.pool.pages_for(sequence.known) > self.pool.num_pages
 
     def _start(self, sequence: Sequence) -> bool:
         """Take pages for all its known tokens, cached ones first; False, and nothing taken, where they lack."""
@@ -228,6 +245,7 @@ class Scheduler:
             pool.release(cached)
             return False
         sequence.pages = cached + fresh
+        sequence.stay = next(self._stays)
         sequence.remembered = len(cached)
         sequence.computed = len(cached) * pool.page_tokens
         sequence.drafted = pool.leading_drafted(cached) * pool.page_tokens
@@ -265,7 +283,7 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
         sequence.pages = []
-        sequence.computed = sequence.remembered = sequence.drafted = 0
+        sequence.computed = sequence.remembered = sequence.drafted = sequence.stay = 0
 
     def _key(self, sequence: Sequence, index: int) -> PageKey:
         """Key of its page `index`, all of whose tokens are known; computed once."""
@@ -295,5 +313,6 @@ class Scheduler:
                 told=range(max(0, sequence.told - start), min(end, sequence.tell) - start)
                 if sequence.tell
                 else _NOTHING,
+                stay=sequence.stay,
             )
         )

@@ -8,12 +8,13 @@ tells a complete file from one whose writer is still at it or was killed. Linux 
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from engine.backends.torch.huge_pages import LARGE_PAGE_BYTES, FileMapping
 
 _PROCESSES = Path("/proc")
 _WINDOW_BYTES = 1 << 30
@@ -25,7 +26,10 @@ class SealedFile:
     """A file of RAM, open for reading, that nobody can change any more."""
 
     def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        size_bytes = os.fstat(fd).st_size
+        mapping = FileMapping(fd, size_bytes)
+        mapping.enlarge_pages(size_bytes)  # its writer had them made large: now this process's table says so
+        self._memory = mapping.view
 
     @classmethod
     def find(cls, name: str) -> SealedFile | None:
@@ -43,8 +47,8 @@ class SealedFile:
         return None
 
     @property
-    def memory(self) -> mmap.mmap:
-        """All of it, mapped read-only. It stays mapped, and can be found by others, while this object is alive."""
+    def memory(self) -> memoryview:
+        """All of it, mapped read-only. It stays mapped, and can be found by others, while this is used."""
         return self._memory
 
 
@@ -56,25 +60,26 @@ class UnsealedFile:
 
     def __init__(self, name: str) -> None:
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._window: mmap.mmap | None = None
+        self._window: FileMapping | None = None
         self._window_start = self._window_end = self._end = 0
 
-    def append(self, piece: memoryview) -> tuple[mmap.mmap, int, int]:
+    def append(self, piece: memoryview) -> tuple[memoryview, int, int]:
         """Add a piece. Returns a read-only mapping in which it lies, where in that, and where in the file."""
         start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
         if self._window is None or start + piece.nbytes > self._window_end:
-            start = -(-start // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            start = -(-start // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
             self._open_window(start, max(_WINDOW_BYTES, piece.nbytes))
         assert self._window is not None
         written = 0
         while written < piece.nbytes:
             written += os.pwrite(self._fd, piece[written:], start + written)
         self._end = start + piece.nbytes
-        return self._window, start - self._window_start, start
+        return self._window.view, start - self._window_start, start
 
     def seal(self) -> None:
         """Let nothing be changed from now on, and others find it."""
         os.truncate(self._fd, self._end)
+        self._close_window()
         fcntl.fcntl(
             self._fd,
             fcntl.F_ADD_SEALS,
@@ -92,13 +97,19 @@ class UnsealedFile:
 
         Through a descriptor that cannot write: a mapping that could would forbid the seal.
         """
+        self._close_window()
         reader = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.truncate(self._fd, max(start + size_bytes, os.fstat(self._fd).st_size))
-            self._window = mmap.mmap(reader, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start)
+            self._window = FileMapping(reader, size_bytes, start)
         finally:
             os.close(reader)
         self._window_start, self._window_end = start, start + size_bytes
+
+    def _close_window(self) -> None:
+        if self._window is not None:
+            self._window.enlarge_pages(self._end - self._window_start)
+            self._window = None
 
 
 @contextmanager

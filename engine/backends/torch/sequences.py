@@ -19,6 +19,8 @@ class Sequence:
     cached_tokens: prompt tokens found in the prefix cache when first admitted; None before that.
     adapter: key of the LoRA adapter that it computes with, "" for none; pages are shared within one key alone.
     answers: whether tokens are wanted; else it ends with its prompt computed.
+    stay: number of this stay in the pages, which no other has; 0 while it holds none, or is guessed for.
+    limit: how many tokens are known when its answer is as long as it may be; None for nothing but the context.
     drafted: of how many leading tokens a draft model has its own KV in the pages too.
     tell: how many leading tokens' final states are wanted. told: of how many they were had, which outlives a
         preemption. Only tokens of those may be taken from the prefix cache: what is cached is keys and values.
@@ -34,9 +36,11 @@ class Sequence:
     cached_tokens: int | None = None
     adapter: str = ""
     answers: bool = True
+    limit: int | None = None
     tell: int = 0
     told: int = 0
     drafted: int = 0
+    stay: int = 0
 
     @property
     def known(self) -> int:

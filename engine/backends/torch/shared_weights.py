@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import mmap
 import os
 import sys
 import warnings
@@ -93,7 +92,7 @@ class SharedWriter:
         self._file: UnsealedFile | None = file
         self._places: dict[str, _Place] = {}
         self._plain: dict[int, _Place] = {}
-        self._window: tuple[mmap.mmap, Tensor] | None = None
+        self._window: tuple[memoryview, Tensor] | None = None
 
     def tensor(self, key: str, make: Callable[[], Tensor]) -> Tensor:
         """What `make` makes, out of the file."""
@@ -155,7 +154,7 @@ class SharedWriter:
             self._plain[placed.data_ptr()] = place
         return placed
 
-    def _mapped(self, memory: mmap.mmap) -> Tensor:
+    def _mapped(self, memory: memoryview) -> Tensor:
         if self._window is None or self._window[0] is not memory:
             self._window = memory, _as_tensor(memory)
         return self._window[1]
@@ -266,7 +265,7 @@ def _bytes_of(tensor: Tensor) -> Packed:
     return Packed(tensor.data_ptr(), tensor.nbytes, b"")
 
 
-def _as_tensor(memory: mmap.mmap) -> Tensor:
+def _as_tensor(memory: memoryview) -> Tensor:
     """The bytes of a mapping, which stays mapped while the tensor is alive."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes to weights

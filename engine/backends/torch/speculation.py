@@ -53,6 +53,11 @@ class Speculation:
         self._foreseeable: set[str] = set()
         self._drafted: set[str] = set()
 
+    @property
+    def guesses(self) -> bool:
+        """Whether there is anything that guesses."""
+        return self._on
+
     def begin(self, request_id: str, token_ids: Sequence[int]) -> None:
         """A request with these tokens, for which may be guessed."""
         if self._on:

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from engine.backends.paged_attention.face import PagedAttention
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.chunk_groups import by_length, equally_long, grouped
 from engine.backends.torch.lora import AdaptedRows, LoraAdapter, adapted_rows
+from engine.backends.torch.mirror import Mirror, MirrorStep
 from engine.backends.torch.native.attention import NativeAttention, NativeStep
 from engine.backends.torch.paged_plan import PagedGroup, PagedPlan, paged_groups
-from engine.backends.torch.step_memory import SLACK_PAIRS, StepSizes
-
-MAX_BATCHED_WIDTH = 32
-"""Chunks longer than this attend by themselves; shorter ones are padded together."""
+from engine.backends.torch.step_memory import StepSizes
 
 _NONE: Mapping[str, LoraAdapter] = MappingProxyType({})
 
@@ -70,8 +69,8 @@ class StepPlan:
     """One step as tensors on the model's device; rows are ordered so that each group's are adjacent.
 
     ids, positions, slots: [T].  sampled_rows: rows whose logits are wanted, in the order of the chunks.
-    groups: how rows attend over gathered pages; empty where `paged` says how they attend over pages as they lie, or
-    `native`, which needs no `slots` either.
+    mirrored: how the first rows attend, where there is a mirror.  groups: how the others attend over gathered pages;
+    empty where `paged` says how they attend over pages as they lie, or `native`, which needs no `slots` either.
     adapted: the rows that compute with LoRA adapters.
     told: by number of the chunk, the rows whose final states are wanted besides.
     """
@@ -85,6 +84,7 @@ class StepPlan:
     adapted: tuple[AdaptedRows, ...] = ()
     told: Mapping[int, range] = field(default_factory=dict)
     native: NativeStep | None = None
+    mirrored: MirrorStep | None = None
 
     def on(self, device: torch.device) -> StepPlan:
         """The same step on `device`; itself where it is there."""
@@ -100,12 +100,13 @@ class StepPlan:
         worked on at once.
         """
         views = [view for group in self.groups for view in group.views.values()]
+        mirrored, copied, masked = self.mirrored.sizes if self.mirrored is not None else (0, 0, 0)
         return StepSizes(
             rows=len(self.ids),
             sampled=len(self.sampled_rows),
-            padded=max((group.sequences * group.width for group in self.groups), default=0),
-            gathered=page_tokens * max((view.copied_pages(copies_runs) for view in views), default=0),
-            masked=sum(view.mask.numel() for view in views if view.mask is not None),
+            padded=max((mirrored, *(group.sequences * group.width for group in self.groups))),
+            gathered=max(copied, page_tokens * max((view.copied_pages(copies_runs) for view in views), default=0)),
+            masked=masked + sum(view.mask.numel() for view in views if view.mask is not None),
             native=self.native is not None,
             told=min(most_told, max(map(len, self.told.values()), default=0)),
         )
@@ -115,7 +116,8 @@ class StepPlanner:
     """Plans steps for one model. windows: the distinct windows of its layers.  shared: query heads per key head.
 
     paged, native: what attends over the pages as they lie; with neither they are gathered.  masks: whether what attends
-    takes a mask even for a plain triangle.  adapters: by the keys that chunks name.
+    takes a mask even for a plain triangle.  mirror: where decodes are kept side by side.  adapters: by the keys that
+    chunks name.
     """
 
     def __init__(
@@ -129,28 +131,31 @@ class StepPlanner:
         paged: PagedAttention | None = None,
         native: NativeAttention | None = None,
         masks: bool = False,
+        mirror: Mirror | None = None,
         adapters: Mapping[str, LoraAdapter] = _NONE,
     ) -> None:
         self._windows, self._shared, self._page_tokens = windows, shared, page_tokens
         self._dtype, self._device, self._paged, self._masks = dtype, device, paged, masks
-        self._adapters, self._native = adapters, native
+        self._adapters, self._native, self._mirror = adapters, native, mirror
 
     def plan(self, chunks: Sequence[ChunkInput]) -> StepPlan:
         """Order `chunks` by length and group them, those of one adapter adjacent in each group where that can be, and
         build what the layers need."""
         if self._native is not None:
             return self._natively(chunks, self._native)
-        order = sorted(range(len(chunks)), key=lambda index: (len(chunks[index].token_ids), chunks[index].end))
-        runs = _grouped(order, chunks) if self._paged is None else _equally_long(order, chunks)
+        mirrored = self._mirror.step(chunks) if self._mirror is not None else None
+        first = list(mirrored.chunks) if mirrored is not None else []
+        others = by_length(set(range(len(chunks))).difference(first), chunks)
+        runs = grouped(others, chunks) if self._paged is None else equally_long(others, chunks)
         if any(chunk.adapter for chunk in chunks):
             runs = [sorted(run, key=lambda index: chunks[index].adapter) for run in runs]
-        order = [index for run in runs for index in run]
+        order = [*first, *(index for run in runs for index in run)]
         ordered = [chunks[index] for index in order]
         ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in ordered))
         last_row = {index: end - 1 for index, end in zip(order, ends, strict=True)}
         groups: list[QueryGroup] = []
         for run in runs if self._paged is None else ():
-            first_row = groups[-1].end_row if groups else 0
+            first_row = groups[-1].end_row if groups else len(first)
             groups.append(self._group([chunks[index] for index in run], first_row))
         paged = None
         if self._paged is not None:
@@ -164,6 +169,7 @@ class StepPlanner:
             paged=paged,
             adapted=adapted_rows(ordered, self._adapters, self._device),
             told=_told_rows(chunks, last_row),
+            mirrored=mirrored,
         )
 
     def _natively(self, chunks: Sequence[ChunkInput], attention: NativeAttention) -> StepPlan:
@@ -295,28 +301,3 @@ def _told_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> dic
 def _first_page(chunk: ChunkInput, window: int | None, page_tokens: int) -> int:
     """Index of the page that holds the first token seen by the chunk's first query."""
     return 0 if window is None else max(0, chunk.start - window + 1) // page_tokens
-
-
-def _equally_long(order: Sequence[int], chunks: Sequence[ChunkInput]) -> list[list[int]]:
-    """Split the numbers of chunks, in order of their length, by that length."""
-    return [list(run) for _, run in itertools.groupby(order, key=lambda index: len(chunks[index].token_ids))]
-
-
-def _grouped(order: Sequence[int], chunks: Sequence[ChunkInput]) -> list[list[int]]:
-    """Split the numbers of chunks, in order of their length, so that padding costs less than further calls would."""
-    groups: list[list[int]] = []
-    real_pairs = longest = 0
-    for index in order:
-        chunk = chunks[index]
-        width = len(chunk.token_ids)
-        pairs = width * chunk.end
-        joined_longest = max(longest, chunk.end)
-        if groups and width <= MAX_BATCHED_WIDTH:
-            padded_pairs = (len(groups[-1]) + 1) * width * joined_longest
-            if padded_pairs <= 1.5 * (real_pairs + pairs) + SLACK_PAIRS:
-                groups[-1].append(index)
-                real_pairs, longest = real_pairs + pairs, joined_longest
-                continue
-        groups.append([index])
-        real_pairs, longest = pairs, chunk.end
-    return groups

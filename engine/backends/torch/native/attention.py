@@ -72,6 +72,8 @@ class NativeAttention:
 
     What a query attends depends on itself and the keys before it alone, whatever the rest of the batch, the chunks in
     which its sequence came, and the threads.
+
+    floats: whether all is float32.  addresses: of what each layer is told.
     """
 
     def __init__(self, library: NativeLibrary, layers: Sequence[Heads], pages: Sequence[Tensor]) -> None:
@@ -79,12 +81,12 @@ class NativeAttention:
         all of bfloat16 or all of float32. Raises AttributeError where the library has no such kernel."""
         self._library, self._layers, self._pages = library, layers, pages  # whose addresses the kernel is given
         self._dtype, self._page_tokens = pages[0].dtype, pages[0].shape[1]
-        self._floats = self._dtype is torch.float32
+        self.floats: Final = self._dtype is torch.float32
         self._described = (Layer * len(layers))(
             *(_described(heads, kept) for heads, kept in zip(layers, pages, strict=True))
         )
         first = ctypes.addressof(self._described)
-        self._addresses = [first + index * ctypes.sizeof(Layer) for index in range(len(layers))]
+        self.addresses: Final = [first + index * ctypes.sizeof(Layer) for index in range(len(layers))]
         self._attend = library.functions["ericllm_attention"]
         self._attend.restype = None
         self._attend.argtypes = (
@@ -111,7 +113,7 @@ class NativeAttention:
         self._attend(
             self._library.threads,
             torch.get_num_threads(),
-            self._addresses[layer],
+            self.addresses[layer],
             step.address,
             qkv.data_ptr(),
             qkv.stride(0),
@@ -119,7 +121,7 @@ class NativeAttention:
             None if sines is None else sines.data_ptr(),
             0 if cosines is None else cosines.shape[-1],
             out.data_ptr(),
-            self._floats,
+            self.floats,
         )
         return out
 

@@ -1,5 +1,6 @@
 """The compiled kernels on disk: made once for each instruction set and source, kept in the user's cache folder.
 
+A wheel may bring them (`hatch_build.py`): then they are copied from there, and no compiler is needed.
 A kept library ends in a digest of all before it, so one that was cut short or damaged is never loaded but made anew.
 """
 
@@ -22,8 +23,12 @@ import platformdirs
 InstructionSet = Literal["amx-bf16", "avx512-bf16", "avx2"]
 
 _FOLDER = Path(__file__).parent
+SHIPPED = _FOLDER / "shipped"
+"""Where a wheel has libraries that were compiled for it."""
+
 SOURCES = tuple(
-    _FOLDER / name for name in ("linear.cpp", "float32.cpp", "quantised.cpp", "quantise.cpp", "attention.cpp")
+    _FOLDER / name
+    for name in ("linear.cpp", "float32.cpp", "quantised.cpp", "quantise.cpp", "attention.cpp", "blocks.cpp")
 )
 HEADERS = tuple(
     _FOLDER / f"{name}.h"
@@ -58,6 +63,7 @@ _TRIED_FIRST = frozenset({"amx-bf16"})
 process of its own before it is kept."""
 
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=off")
+_LINK_FLAGS = ("-Wl,--as-needed", "-static-libgcc")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -73,7 +79,7 @@ def cache_folder() -> Path:
 def library_key(isa: InstructionSet) -> str:
     """Changes whenever the library would compute or be called otherwise."""
     texts = [path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES)]
-    facts = (texts, _FLAGS, ISA_FLAGS[isa])
+    facts = (texts, _FLAGS, _LINK_FLAGS, ISA_FLAGS[isa])
     return f"{isa}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
 
@@ -88,16 +94,26 @@ def kept_library(isa: InstructionSet, folder: Path) -> Path | None:
     return path if whole else None
 
 
-def build_library(isa: InstructionSet, folder: Path) -> Path:
-    """The library in `folder`, compiled unless it is there. Of several processes at once, one compiles and the others
-    wait for it. Raises CannotBuild."""
+def build_library(isa: InstructionSet, folder: Path, shipped: Path = SHIPPED) -> Path:
+    """The library in `folder`; unless it is there, a copy of the one in `shipped`, else compiled. Of several processes
+    at once, one makes it and the others wait. Raises CannotBuild."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (folder / f"{isa}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it when its holder dies
-            return kept_library(isa, folder) or _compile(isa, folder)
+            return kept_library(isa, folder) or _make(isa, folder, kept_library(isa, shipped))
     except OSError as error:
         raise CannotBuild(f"{folder} cannot be written: {error}") from error
+
+
+def ship_libraries(folder: Path) -> list[Path]:
+    """Compile the kernels for every instruction set into `folder`, untried: this machine may have none of them.
+    Raises CannotBuild."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for isa in ISA_FLAGS:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            _keep(_compile(isa, Path(scratch)), _path(isa, folder))
+    return [_path(isa, folder) for isa in ISA_FLAGS]
 
 
 def find_compiler() -> str:
@@ -105,27 +121,41 @@ def find_compiler() -> str:
     return next((found for name in COMPILERS if (found := shutil.which(name))), "")
 
 
-def _compile(isa: InstructionSet, folder: Path) -> Path:
+def _make(isa: InstructionSet, folder: Path, shipped: Path | None) -> Path:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        if shipped is None:
+            made = _compile(isa, Path(scratch))
+        else:
+            made = Path(scratch, "library.so")
+            made.write_bytes(shipped.read_bytes()[:-_DIGEST_BYTES])
+        if isa in _TRIED_FIRST:
+            _try(made, isa)
+        _keep(made, _path(isa, folder))
+    return _path(isa, folder)
+
+
+def _compile(isa: InstructionSet, scratch: Path) -> Path:
     compiler = find_compiler()
     if not compiler:
         raise CannotBuild(f"no C++ compiler is on PATH ({', '.join(COMPILERS)})")
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch, "library.so")
-        objects = [Path(scratch, f"{source.stem}.o") for source in SOURCES]
-        commands = (
-            [compiler, "-c", *_FLAGS, *ISA_FLAGS[isa], "-o", str(each), str(source)]
-            for each, source in zip(objects, SOURCES, strict=True)
-        )
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            list(threads.map(_run, commands))
-        _run([compiler, "-shared", "-o", str(made), *map(str, objects)])
-        if isa in _TRIED_FIRST:
-            _try(made, isa)
-        content = made.read_bytes()
-        with made.open("ab") as file:
-            file.write(hashlib.sha256(content).digest())
-        made.replace(_path(isa, folder))
-    return _path(isa, folder)
+    made = scratch / "library.so"
+    objects = [scratch / f"{source.stem}.o" for source in SOURCES]
+    commands = (
+        [compiler, "-c", *_FLAGS, *ISA_FLAGS[isa], "-o", str(each), str(source)]
+        for each, source in zip(objects, SOURCES, strict=True)
+    )
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(_run, commands))
+    _run([compiler, "-shared", *_LINK_FLAGS, "-o", str(made), *map(str, objects)])
+    return made
+
+
+def _keep(made: Path, path: Path) -> None:
+    """Put a digest at the end of `made`, and it in its place at once."""
+    content = made.read_bytes()
+    with made.open("ab") as file:
+        file.write(hashlib.sha256(content).digest())
+    made.replace(path)
 
 
 def trial_command(library: Path, isa: InstructionSet) -> list[str]:

@@ -108,6 +108,16 @@ class Fused:
         )
         self._address = ctypes.addressof(self._layer)
 
+    @property
+    def address(self) -> int:
+        """That of the Layer which its kernel is given."""
+        return self._address
+
+    @property
+    def product(self) -> int | None:
+        """The address of its kernel."""
+        return self._kept[0].address(self.form.kernel)
+
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """What it makes of x [rows, in]; with a `residual` [rows, out] without gaps, in its place."""
         rows, inputs = x.shape

@@ -101,6 +101,10 @@ class NativeLibrary:
         function.restype = None
         return function
 
+    def address(self, kernel: str) -> int | None:
+        """Where the kernel of that name lies."""
+        return ctypes.cast(self.functions[f"ericllm_linear_{kernel}"], ctypes.c_void_p).value
+
 
 @cache
 def _torch_threads() -> Threads:

@@ -180,27 +180,29 @@ class Product {
         const int64_t fitting = kPanelBytes / Kernel::panel_stride(l) / Kernel::kRows * Kernel::kRows;
         panel_rows_ = std::max<int64_t>(std::min<int64_t>(fitting, 16 * Kernel::kRows), 4 * Kernel::kRows);
         if (call.rows < 2 * panel_rows_) panel_rows_ = std::max<int64_t>(1, call.rows);
-        panel_tasks_ = divide_up(l.blocks(), kTaskBlocks);
     }
 
     void run(const Threads& by, int threads) const {
-        const int64_t tasks = divide_up(call_.rows, panel_rows_) * panel_tasks_;
-        on_threads(by, threads, tasks, [this](const auto& next) {
+        const int64_t pairs = divide_up(call_.layer.blocks(), 2);
+        // As many for each thread, of blocks that differ by a pair at most: nobody waits long for the last one.
+        const int64_t parts = round_up(divide_up(pairs, kTaskPairs), threads);
+        const int64_t tasks = divide_up(call_.rows, panel_rows_) * parts;
+        on_threads(by, threads, tasks, [this, pairs, parts](const auto& next) {
             Kernel kernel;
             int64_t prepared = -1;
             const char* x = nullptr;
             for (int64_t task; (task = next()) >= 0;) {
-                const int64_t panel = task / panel_tasks_, row = panel * panel_rows_;
+                const int64_t panel = task / parts, row = panel * panel_rows_, part = task % parts;
                 const int64_t rows = std::min(panel_rows_, call_.rows - row);
                 if (panel != prepared) x = prepare(row, rows);
                 prepared = panel;
-                multiply(kernel, x, row, rows, task % panel_tasks_ * kTaskBlocks);
+                multiply(kernel, x, row, rows, pairs * part / parts * 2, pairs * (part + 1) / parts * 2);
             }
         });
     }
 
   private:
-    static constexpr int64_t kTaskBlocks = 4;
+    static constexpr int64_t kTaskPairs = 2;  // of blocks
 
     const char* prepare(int64_t row, int64_t rows) const {
         static thread_local Scratch panels, normed;
@@ -223,9 +225,10 @@ class Product {
         return panel;
     }
 
-    void multiply(Kernel& kernel, const char* x, int64_t row, int64_t rows, int64_t block) const {
+    void multiply(Kernel& kernel, const char* x, int64_t row, int64_t rows, int64_t block, int64_t end) const {
         const Layer& l = call_.layer;
-        const int64_t end = std::min(l.blocks(), block + kTaskBlocks), groups = divide_up(rows, Kernel::kRows);
+        end = std::min(l.blocks(), end);
+        const int64_t groups = divide_up(rows, Kernel::kRows);
         const int64_t step = Kernel::step(divide_up(rows, groups));
         alignas(64) float sums[Kernel::kRows * kMaxStep * kBlock];
         for (; block < end; block += step) {
@@ -258,7 +261,7 @@ class Product {
 
     const Call& call_;
     bool in_place_;
-    int64_t stride_, panel_rows_, panel_tasks_;
+    int64_t stride_, panel_rows_;
 };
 
 }  // namespace ericllm

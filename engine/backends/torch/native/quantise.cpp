@@ -1,4 +1,6 @@
-// From weights as a checkpoint has them to codes and scales.
+// From weights as a checkpoint has them to codes and scales, sixteen outputs at a time.
+
+#include <cfloat>
 
 #include "quantised.h"
 
@@ -6,66 +8,123 @@ using namespace ericllm;
 
 namespace {
 
-float largest_of(const float* x, int64_t count) {
-    float most = 0.0f;
-    for (int64_t k = 0; k < count; ++k) most = std::max(most, std::fabs(x[k]));
-    return most;
+using Word = uint32_t;
+
+// A group of a block: weights, or codes as whole numbers, [group][16], one output next to the other.
+template <class Format>
+using Tile = float[Format::kGroup][kBlock];
+
+#if defined(__AVX512F__)
+
+inline Floats add_above(Floats sum, Floats x, Floats threshold, Floats more) {  // x > threshold ? sum + more : sum
+    return {_mm512_mask_add_ps(sum.v, _mm512_cmp_ps_mask(x.v, threshold.v, _CMP_GT_OQ), sum.v, more.v)};
 }
 
-// Put the codes of `x` into `codes`, one byte each, and return their scale, which codes are made for once it is rounded.
-Bfloat16 encode(Int8, const float* x, uint8_t* codes) {
-    const float exact = largest_of(x, Int8::kGroup) / 127.0f;
-    Bfloat16 scale = to_bfloat16(exact);
-    if (to_float(scale) < exact) ++scale.bits;  // or the largest would be cut
-    const float inverse = exact > 0.0f ? 1.0f / to_float(scale) : 0.0f;
-    for (int64_t k = 0; k < Int8::kGroup; ++k)
-        codes[k] = static_cast<uint8_t>(static_cast<int>(std::nearbyint(x[k] * inverse)) + kZero);
-    return scale;
+#else
+
+inline __m256 add_above(__m256 sum, __m256 x, __m256 threshold, __m256 more) {
+    return _mm256_add_ps(sum, _mm256_and_ps(_mm256_cmp_ps(x, threshold, _CMP_GT_OQ), more));
+}
+inline Floats add_above(Floats sum, Floats x, Floats threshold, Floats more) {
+    return {add_above(sum.low, x.low, threshold.low, more.low), add_above(sum.high, x.high, threshold.high, more.high)};
 }
 
-// The nearest codes of x * inverse: their values, and their places in kTable.
-void nearest(const float* x, float inverse, float* values, uint8_t* places) {
-    for (int64_t k = 0; k < Int4::kGroup; ++k) {
-        const float scaled = x[k] * inverse;
-        float value = kTable[0];
-        int place = 0;
-        for (int i = 0; i < 15; ++i) {
-            const bool above = scaled > 0.5f * (kTable[i] + kTable[i + 1]);
-            value += above ? static_cast<float>(kTable[i + 1] - kTable[i]) : 0.0f;
-            place += above;
-        }
-        values[k] = value;
-        places[k] = static_cast<uint8_t>(place);
+#endif
+
+template <class Format>
+Floats largest_of(const Tile<Format>& x) {
+    Floats most_of_all = all(0.0f);
+    for (int64_t k = 0; k < Format::kGroup; ++k) most_of_all = most(most_of_all, magnitude(load(x[k])));
+    return most_of_all;
+}
+
+// 1 / scale for sixteen scales that were rounded; 0 for those that are 0.
+Floats inverse_of(const Bfloat16* scales) {
+    alignas(64) float inverse[kBlock];
+    for (int64_t n = 0; n < kBlock; ++n) {
+        const float scale = to_float(scales[n]);
+        inverse[n] = scale != 0.0f ? 1.0f / scale : 0.0f;
     }
+    return load(inverse);
 }
 
-// Of 20 scales around the one by which the largest weight becomes the largest code, as it is or with the other sign,
-// the one that loses least: with the best factor of the same codes, what is lost is |x|^2 - (x . codes)^2 / |codes|^2.
-Bfloat16 encode(Int4, const float* x, uint8_t* codes) {
-    float values[Int4::kGroup], most_kept = 0.0f, best = 0.0f;
-    const float largest = largest_of(x, Int4::kGroup);
-    for (int step = largest > 0.0f ? 11 : 21; step <= 20; ++step)
-        for (const float sign : {1.0f, -1.0f}) {
-            nearest(x, sign * 127.0f * 16.0f / (largest * static_cast<float>(step)), values, codes);
-            Floats products = all(0.0f), squares = all(0.0f);
-            for (int64_t k = 0; k < Int4::kGroup; k += kLanes) {
-                const Floats value = load(values + k);
-                products = fused(value, load(x + k), products);
-                squares = fused(value, value, squares);
-            }
-            const float product = sum(products), square = sum(squares);
-            if (product * product > most_kept * square) most_kept = product * product / square, best = product / square;
+// Put the codes of `x` in its place, and their scales, for which codes are made once they are rounded, into `scales`.
+void encode(Int8, Tile<Int8>& x, Bfloat16* scales) {
+    alignas(64) float exact[kBlock];
+    store(exact, largest_of<Int8>(x) / all(127.0f));
+    for (int64_t n = 0; n < kBlock; ++n) {
+        scales[n] = to_bfloat16(exact[n]);
+        if (to_float(scales[n]) < exact[n]) ++scales[n].bits;  // or the largest would be cut
+    }
+    const Floats inverse = inverse_of(scales), zero = all(kZero);
+    for (int64_t k = 0; k < Int8::kGroup; ++k) store(x[k], rounded(load(x[k]) * inverse) + zero);
+}
+
+constexpr float threshold(int i) { return 0.5f * (kTable[i] + kTable[i + 1]); }
+
+Floats nearest_code(Floats x) {
+    Floats code = all(kTable[0]);
+#pragma GCC unroll 15
+    for (int i = 0; i < 15; ++i) code = add_above(code, x, all(threshold(i)), all(static_cast<float>(kTable[i + 1] - kTable[i])));
+    return code;
+}
+
+Floats nearest_place(Floats x) {
+    Floats place = all(0.0f);
+#pragma GCC unroll 15
+    for (int i = 0; i < 15; ++i) place = add_above(place, x, all(threshold(i)), all(1.0f));
+    return place;
+}
+
+// The scale that loses least so far: with the best factor of some codes, |x|^2 - (x . codes)^2 / |codes|^2 is lost.
+struct Best {
+    Floats kept = all(0.0f), scale = all(0.0f);
+
+    // Try the codes that are nearest to x * inverse.
+    void attempt(const Tile<Int4>& x, Floats inverse) {
+        Floats products = all(0.0f), squares = all(0.0f);
+        for (int64_t k = 0; k < Int4::kGroup; ++k) {
+            const Floats weight = load(x[k]), code = nearest_code(weight * inverse);
+            products = fused(code, weight, products);
+            squares = fused(code, code, squares);
         }
-    const Bfloat16 scale = to_bfloat16(best);
-    const float rounded = to_float(scale);
-    nearest(x, rounded != 0.0f ? 1.0f / rounded : 0.0f, values, codes);
-    return scale;
+        const Floats factor = products / squares, now = products * factor;
+        scale = add_above(scale, now, kept, factor - scale);
+        kept = most(kept, now);
+    }
+};
+
+// Of scales around the one by which the largest weight becomes the largest code, as it is or with the other sign, the
+// best, then that which suits its codes, if it is better still.
+void encode(Int4, Tile<Int4>& x, Bfloat16* scales) {
+    const Floats size = most(largest_of<Int4>(x), all(FLT_TRUE_MIN));
+    for (auto& lane : x) store(lane, load(lane) / size);
+    Best best;
+    for (const float share : {0.8125f, 0.90625f, 1.0f, 1.125f})
+        for (const float sign : {1.0f, -1.0f}) best.attempt(x, all(sign * 127.0f / share));
+    best.attempt(x, all(1.0f) / best.scale);
+    store(scales, best.scale * size);
+    const Floats inverse = size * inverse_of(scales);
+    for (auto& lane : x) store(lane, nearest_place(load(lane) * inverse));
 }
 
-// Put code `k` of output `n` of a group where products look for it.
-void put(Int8, uint8_t code, int64_t k, int64_t n, uint8_t* group) { group[(k / 4 * kBlock + n) * 4 + k % 4] = code; }
-void put(Int4, uint8_t code, int64_t k, int64_t n, uint8_t* group) {
-    group[(k / 8 * kBlock + n) * 4 + k % 4] |= static_cast<uint8_t>(k / 4 % 2 ? code << 4 : code);
+// Put codes where products look for them.
+void put(Int8, const Tile<Int8>& codes, Word* to) {
+    for (int64_t k = 0; k < Int8::kGroup; k += 4, to += kBlock)
+        for (int64_t n = 0; n < kBlock; ++n) {
+            Word word = 0;
+            for (int i = 0; i < 4; ++i) word |= static_cast<Word>(static_cast<int32_t>(codes[k + i][n])) << 8 * i;
+            to[n] = word;
+        }
+}
+void put(Int4, const Tile<Int4>& codes, Word* to) {
+    for (int64_t k = 0; k < Int4::kGroup; k += 8, to += kBlock)
+        for (int64_t n = 0; n < kBlock; ++n) {
+            Word word = 0;
+            for (int i = 0; i < 8; ++i)
+                word |= static_cast<Word>(static_cast<int32_t>(codes[k + i][n])) << (8 * (i % 4) + i / 4 * 4);
+            to[n] = word;
+        }
 }
 
 template <class Format, class Value>
@@ -73,18 +132,14 @@ void quantise_block(const Layer& l, const Value* weight, int64_t stride, int64_t
     const Quantised<Format> to(l, out);
     auto* codes = const_cast<uint8_t*>(to.codes_of(block));
     auto* scales = const_cast<Bfloat16*>(to.scales_of(block));
-    std::memset(codes, 0, static_cast<size_t>(to.groups * Format::kBytes));
-    std::memset(scales, 0, static_cast<size_t>(to.groups * kBlock) * sizeof *scales);
-    for (int64_t n = 0; n < l.count(block); ++n) {
-        const Value* row = weight + (l.first(block) + n) * stride;
-        for (int64_t g = 0; g < to.groups; ++g) {
-            float x[Format::kGroup] = {};
-            uint8_t found[Format::kGroup];
-            const int64_t count = std::min(Format::kGroup, l.inputs - g * Format::kGroup);
-            for (int64_t k = 0; k < count; ++k) x[k] = to_float(row[g * Format::kGroup + k]);
-            scales[g * kBlock + n] = encode(Format{}, x, found);
-            for (int64_t k = 0; k < Format::kGroup; ++k) put(Format{}, found[k], k, n, codes + g * Format::kBytes);
-        }
+    weight += l.first(block) * stride;
+    for (int64_t g = 0; g < to.groups; ++g, codes += Format::kBytes, scales += kBlock) {
+        alignas(64) Tile<Format> x = {};
+        const int64_t first = g * Format::kGroup, count = std::min(Format::kGroup, l.inputs - first);
+        for (int64_t n = 0; n < l.count(block); ++n)
+            for (int64_t k = 0; k < count; ++k) x[k][n] = to_float(weight[n * stride + first + k]);
+        encode(Format{}, x, scales);
+        put(Format{}, x, reinterpret_cast<Word*>(codes));
     }
 }
 

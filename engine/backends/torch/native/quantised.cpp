@@ -7,8 +7,6 @@ using namespace ericllm;
 
 namespace {
 
-constexpr int64_t kPrefetchBytes = 4096;
-
 // A group of a row as it lies in a panel: codes, what they are multiplied by, and what a sum over them begins with.
 template <class Format>
 struct Group {
@@ -19,7 +17,7 @@ struct Group {
 
 #if defined(ERICLLM_AVX512_BF16)
 
-constexpr int64_t kTileRows = 12;  // x 2 blocks: 24 of 32 registers add up
+constexpr int64_t kTileRows = 8;  // x 2 blocks: 16 of 32 registers add up, and none has to be put away
 constexpr int64_t blocks_for(int64_t rows) { return rows <= 6 ? 4 : 2; }
 constexpr int kOffset = kZero;  // what codes of weights are too high by
 
@@ -45,6 +43,7 @@ inline void unpack(const uint8_t* from, Codes (&w)[2]) {
 }
 
 inline float highest(Floats x) { return _mm512_reduce_max_ps(x.v); }
+inline bool has_nan(Floats x) { return _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q) != 0; }
 
 // Put sixteen whole numbers from -127 to 127 into `to`, and return their sum with `sum`.
 inline Sums put(Floats x, int8_t* to, Sums sum) {
@@ -102,6 +101,10 @@ inline float highest(Floats x) {
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
+inline bool has_nan(Floats x) {
+    const __m256 both = _mm256_add_ps(x.low, x.high);
+    return _mm256_movemask_ps(_mm256_cmp_ps(both, both, _CMP_UNORD_Q)) != 0;
+}
 
 inline Sums put(Floats x, int8_t* to, Sums sum) {
     const __m256i low = _mm256_cvtps_epi32(x.low), high = _mm256_cvtps_epi32(x.high);
@@ -114,10 +117,34 @@ inline int32_t total(Sums) { return 0; }
 
 #endif
 
-// R rows times C blocks from `codes` and `scales` on. Few sums stay in registers from group to group; the order of
-// what is added to each is the same.
-template <class Format, int R, int C>
-void tile(const char* x, int64_t x_stride, const uint8_t* codes, const Bfloat16* scales, int64_t groups, float* to) {
+// Some blocks of a weight, and where those lie that are used next.
+struct Blocks {
+    const uint8_t* codes;
+    const Bfloat16* scales;
+    int64_t groups;
+    Ahead ahead;
+    int64_t scales_ahead;
+};
+
+// Into the first level where so many rows use the same blocks that it comes in slowly.
+template <bool slow>
+void fetch(const void* from) {
+    if constexpr (slow)
+        _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T0);
+    else
+        _mm_prefetch(static_cast<const char*>(from), _MM_HINT_T1);
+}
+
+constexpr int64_t kSlowStep = kLineBytes / 3;  // of Ahead, where three or more groups of rows use the same blocks
+
+// R rows times C blocks, `slow` where many other rows use these too. Few sums stay in registers from group to group; the
+// order of what is added to each is the same.
+template <class Format, int R, int C, bool slow>
+void tile(const char* x, int64_t x_stride, const Blocks& weight, float* to) {
+    const uint8_t* codes = weight.codes;
+    const Bfloat16* scales = weight.scales;
+    const int64_t groups = weight.groups;
+    const char* next = reinterpret_cast<const char*>(codes) + weight.ahead.bytes;
     constexpr bool kept = R * C <= kTileRows / 2;
     constexpr int fours = Format::kFours, vectors = Format::kGroup / 4 / fours;
     Floats total[kept ? R : 1][kept ? C : 1];
@@ -134,12 +161,11 @@ void tile(const char* x, int64_t x_stride, const uint8_t* codes, const Bfloat16*
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < C; ++c) sum[r][c] = all(row[r]->start);
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; ++v) {
+        for (int v = 0; v < vectors; ++v, next += weight.ahead.step) {
             Codes w[C][fours];
             for (int c = 0; c < C; ++c) {
-                const uint8_t* from = codes + c * groups * Format::kBytes + v * 64;
-                _mm_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes, _MM_HINT_T0);
-                unpack(from, w[c]);
+                fetch<slow>(next + c * groups * Format::kBytes);
+                unpack(codes + c * groups * Format::kBytes + v * 64, w[c]);
             }
             for (int f = 0; f < fours; ++f)
                 for (int r = 0; r < R; ++r)
@@ -147,6 +173,7 @@ void tile(const char* x, int64_t x_stride, const uint8_t* codes, const Bfloat16*
         }
         for (int c = 0; c < C; ++c) {
             const Floats scale = load(scales + c * groups * kBlock);
+            fetch<slow>(scales + c * groups * kBlock + weight.scales_ahead);
             for (int r = 0; r < R; ++r) {
                 const Floats part = floats(sum[r][c]) * ericllm::all(row[r]->scale);
                 if constexpr (kept) {
@@ -165,29 +192,32 @@ void tile(const char* x, int64_t x_stride, const uint8_t* codes, const Bfloat16*
 }
 
 template <class Format, int C, int R = kTileRows>
-void tile_of(int64_t rows, const char* x, int64_t x_stride, const uint8_t* codes, const Bfloat16* scales,
-             int64_t groups, float* to) {
+void tile_of(int64_t rows, const char* x, int64_t x_stride, const Blocks& weight, float* to) {
     if constexpr (C <= blocks_for(R)) {
-        if (rows == R) return tile<Format, R, C>(x, x_stride, codes, scales, groups, to);
+        if (rows == R) {
+            if constexpr (2 * R > kTileRows)
+                if (weight.ahead.step <= kSlowStep) return tile<Format, R, C, true>(x, x_stride, weight, to);
+            return tile<Format, R, C, false>(x, x_stride, weight, to);
+        }
     }
-    if constexpr (R > 1) tile_of<Format, C, R - 1>(rows, x, x_stride, codes, scales, groups, to);
+    if constexpr (R > 1) tile_of<Format, C, R - 1>(rows, x, x_stride, weight, to);
 }
 
 template <class Format>
 void multiply_blocks(const Quantised<Format>& weight, const char* x, int64_t x_stride, int64_t rows, int64_t block,
-                     int64_t blocks, float* sums) {
+                     int64_t blocks, const Ahead& ahead, float* sums) {
     const int64_t wide = blocks_for(rows);
     for (int64_t b = 0; b < blocks;) {
         const int64_t c = blocks - b >= wide ? wide : blocks - b >= 2 && wide > 2 ? 2 : 1;
-        const uint8_t* codes = weight.codes_of(block + b);
-        const Bfloat16* scales = weight.scales_of(block + b);
+        const Blocks some{weight.codes_of(block + b), weight.scales_of(block + b), weight.groups, ahead,
+                          blocks * weight.groups * kBlock};
         float* to = sums + b * kBlock;
         if (c == 4)
-            tile_of<Format, 4>(rows, x, x_stride, codes, scales, weight.groups, to);
+            tile_of<Format, 4>(rows, x, x_stride, some, to);
         else if (c == 2)
-            tile_of<Format, 2>(rows, x, x_stride, codes, scales, weight.groups, to);
+            tile_of<Format, 2>(rows, x, x_stride, some, to);
         else
-            tile_of<Format, 1>(rows, x, x_stride, codes, scales, weight.groups, to);
+            tile_of<Format, 1>(rows, x, x_stride, some, to);
         b += c;
     }
 }
@@ -208,7 +238,7 @@ void lay_group(const Value* row, int64_t count, Group<Format>& to) {
     const Floats inverse = ericllm::all(most_of_all > 0.0f ? 127.0f / most_of_all : 0.0f);
     Sums codes = all(0);
     for (int p = 0; p < parts; ++p) codes = put(x[p] * inverse, to.codes + p * kLanes, codes);
-    to.scale = most_of_all / 127.0f + sum(unfit);
+    to.scale = has_nan(unfit) ? NAN : most_of_all / 127.0f;
     to.start = -kOffset * total(codes);
 }
 
@@ -216,6 +246,7 @@ template <class Format, class X>
 struct Kernel {
     using Value = X;
     static constexpr int64_t kRows = kTileRows;
+    static constexpr int64_t kInputBytes = Format::kBytes / Format::kGroup;
 
     static int64_t step(int64_t rows) { return std::max<int64_t>(2, blocks_for(rows)); }
 
@@ -234,8 +265,8 @@ struct Kernel {
     }
 
     static void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
-                         float* sums) {
-        multiply_blocks(Quantised<Format>(l, l.weight), x, x_stride, rows, block, blocks, sums);
+                         const Ahead& ahead, float* sums) {
+        multiply_blocks(Quantised<Format>(l, l.weight), x, x_stride, rows, block, blocks, ahead, sums);
     }
 };
 

@@ -1,4 +1,5 @@
-"""The torch backend where an implementation of paged attention reads the pages, as on CUDA: every promise again."""
+"""The torch backend where an implementation of paged attention reads the pages, as on CUDA: the same answers, and the
+same ends where something fails."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from engine.config import ModelSpec
 from engine.errors import InvalidRequest
 from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import make_tiny_model
-from tests.integration import test_torch_backend as promises
-from tests.integration.test_torch_backend import *  # noqa: F403
-from tests.integration.test_torch_backend import _one_thread  # noqa: F401
+from tests.integration.torch_backend.running import load_spec
+from tests.integration.torch_backend.test_torch_backend import *  # noqa: F403
+from tests.integration.torch_backend.test_torch_backend_failures import *  # noqa: F403
 
 MODELS = {
     "llama": {"architecture": "LlamaForCausalLM"},
@@ -80,11 +81,11 @@ def test_the_step_is_planned_for_pages_alone(tmp_path: Path) -> None:
 
 def test_a_load_tells_which_attention_computes_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec(path=make_tiny_model(tmp_path), name="tiny", dtype="float32", device="cpu", kv_cache_tokens=512)
-    loaded = promises.load_spec(TorchBackend(), spec)
+    loaded = load_spec(TorchBackend(), spec)
     assert (loaded.attention, loaded.attention_reason) == (CHOICE.name, CHOICE.reason)
     monkeypatch.undo()
     monkeypatch.setenv(SWITCH, "0")
-    loaded = promises.load_spec(TorchBackend(), spec)
+    loaded = load_spec(TorchBackend(), spec)
     assert loaded.attention == "gathered"
     assert loaded.attention_reason == "there is no CUDA device, and the native kernels cannot be used"
 

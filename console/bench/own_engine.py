@@ -1,0 +1,55 @@
+"""An engine of its own for a bench: opened for it, and closed after it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from console.bench.engine_target import EngineTarget
+from console.bench.engines import all_ready
+from console.logs import logging_to
+from console.runtime import Runtime
+from console.settings import Settings
+from console.sources import changed
+from engine.models.resolve import is_synthetic, resolve_local
+
+MAX_QUEUE = 1_000_000
+
+
+@asynccontextmanager
+async def engine_target(settings: Settings, show: Callable[[str], None]) -> AsyncIterator[EngineTarget]:
+    """An engine with the model of the settings, loaded as they say, without API; a synthetic model is made for it, and
+    removed afterwards if it was. Raises EngineError."""
+    name = settings.model
+    made = is_synthetic(name) and resolve_local(name, ()) is None
+    quiet = changed(settings, {"api": False, "timeout": 0, "max_queue": MAX_QUEUE})
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="ericllm-bench-")))
+        if made:
+            stack.callback(_remove, name)
+        runtime = await Runtime.open(quiet, log_dir=folder, state_dir=folder)
+        stack.enter_context(logging_to(runtime.engine.log, None, verbose=False, stderr=False))
+        stack.push_async_callback(runtime.close, drain_s=0)
+        await runtime.start()
+        show(f"{_making(name)} and loading {name}" if made else f"loading {name}")
+        await runtime.load(name)
+        await all_ready(runtime.engine, runtime.engine.config.num_workers)
+
+        async def reload(changes: Mapping[str, object]) -> None:
+            await runtime.load(name, changes=changes)
+
+        yield EngineTarget(runtime.engine, reload)
+
+
+def _making(name: str) -> str:
+    return "making (in EXL2: a tenth of a second per million weights)" if name.endswith("bpw") else "making"
+
+
+def _remove(name: str) -> None:
+    """What was made for the bench alone."""
+    path = resolve_local(name, ())
+    if path is not None:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,109 @@
+"""`link.benches`: benches of a model that serves, how the last one goes, and the results that are remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from console.bench.news import BenchProgress
+from console.bench.result import BenchResult
+
+BenchState = Literal["none", "running", "stopping", "done", "cancelled", "failed"]
+
+
+class BenchField(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting of a bench. hint: what it means.  quick, full: what it is where nothing is given, as it is written."""
+
+    name: str
+    title: str
+    hint: str
+    quick: str
+    full: str
+
+
+class BenchForm(msgspec.Struct, frozen=True, kw_only=True):
+    """A bench to choose. measures: a sentence.  refused: why it cannot be run here, "" where it can."""
+
+    bench: str
+    measures: str
+    fields: tuple[BenchField, ...] = ()
+    refused: str = ""
+
+
+class BenchOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is to be measured. model: by its name, "" is the first one.
+
+    settings: of the bench, by their names and as they are written on the command line; the rest is as `quick` says.
+    """
+
+    bench: str
+    model: str = ""
+    settings: dict[str, str] = {}
+    quick: bool = True
+
+
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How the last one goes or went. progress: the last news of it.
+
+    said: what came of it or why it failed, in a sentence.  number: of its result in the history, 0 where it has none.
+    """
+
+    state: BenchState = "none"
+    bench: str = ""
+    model: str = ""
+    progress: BenchProgress | None = None
+    said: str = ""
+    number: int = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it still asks."""
+        return self.state in ("running", "stopping")
+
+
+class BenchEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A remembered result. started: ISO 8601, UTC.  target: "engine", or a server's URL.
+
+    headline: the figure that one looks for first.  settings: what it was measured with, in a few words.
+    """
+
+    id: int
+    bench: str
+    started: str
+    duration_s: float
+    model: str
+    target: str
+    complete: bool
+    headline: str
+    settings: str
+
+
+class BenchesLink(Protocol):
+    """What a screen asks about benches. Coroutines raise engine.errors.EngineError."""
+
+    def report(self) -> BenchReport:
+        """How the last one goes or went, at once."""
+
+    async def forms(self) -> Sequence[BenchForm]:
+        """The benches there are, with their settings."""
+
+    async def start(self, order: BenchOrder) -> None:
+        """Begin; returns once it has.
+
+        Raises EngineBusy while another bench or a search for settings goes on, NoModelLoaded, and InvalidRequest, its
+        param the setting, for what the engine cannot take.
+        """
+
+    async def cancel(self) -> None:
+        """End it; what was measured by then is kept. Returns when it has ended. Nothing happens where none goes on."""
+
+    async def history(self) -> Sequence[BenchEntry]:
+        """The results that are remembered, those of the command line too, the newest first."""
+
+    async def result(self, number: int) -> BenchResult:
+        """A remembered result. Raises InvalidRequest where there is none of that number."""
+
+    async def forget(self, number: int) -> None:
+        """Forget a result. Raises InvalidRequest where there is none of that number."""

@@ -1,0 +1,112 @@
+"""The address: moved while requests run, taken, refused without a key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from console.api.errors import CannotListen, Unprotected
+from console.api.server import ApiSettings
+from tests.api.harness import PATIENCE_S, PROMPT, Served, bearer, serving, told
+
+
+async def test_listening_elsewhere_loses_no_request(paced_api: Served) -> None:
+    before = paced_api.url
+    asking = asyncio.create_task(paced_api.post("/generate", **PROMPT))
+    await paced_api.until_row(state="prefill")
+    await paced_api.server.listen("127.0.0.1", 0)
+    assert paced_api.url != before
+    paced_api.backend.gate.open()  # type: ignore[union-attr]
+    assert len((await asking)["text"]) == 3
+    async with aiohttp.ClientSession() as http:
+        async with http.get(f"{paced_api.url}/ready") as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await http.get(f"{before}/ready")
+
+
+async def test_another_address_with_the_same_port_can_be_taken(unlocked: Served) -> None:
+    api = unlocked
+    port = api.server.status().port
+    await api.server.listen("0.0.0.0", port)
+    status = api.server.status()
+    assert (status.host, status.port) == ("0.0.0.0", port)
+    async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{port}/ready") as response:
+        assert response.status == 200
+
+
+async def test_connections_without_a_request_end_when_the_address_changes(api: Served) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.status().port)
+    writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await reader.readuntil(b"}")
+    await api.server.listen("127.0.0.1", 0)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_port_that_is_taken_leaves_the_old_address_as_it_was(api: Served) -> None:
+    before = api.server.status()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(
+            CannotListen, match=r"another program listens there.* It goes on listening on 127\.0\.0\.1"
+        ) as no,
+    ):
+        await api.server.listen("127.0.0.1", taken.getsockname()[1])
+    assert no.value.message.count("\n") == 0
+    assert api.server.status() == before
+    await api.get("/ready")
+
+
+async def test_an_address_that_cannot_be_had_puts_the_old_one_back(unlocked: Served) -> None:
+    api = unlocked
+    before = api.server.status()
+    with pytest.raises(CannotListen, match=r"192\.0\.2\.1 is no address of this machine.*It goes on listening"):
+        await api.server.listen("192.0.2.1", before.port)
+    assert (api.server.status().running, api.server.status().url) == (True, before.url)
+    async with aiohttp.ClientSession(api.url) as http, http.get("/ready") as response:
+        assert response.status == 200
+
+
+async def test_an_address_set_while_it_is_off_holds_when_it_is_started(api: Served) -> None:
+    await api.server.stop()
+    await api.server.listen("127.0.0.2", 0)
+    assert not api.server.status().running
+    await api.server.start()
+    assert api.server.status().host == "127.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "warned"), [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("::1", None, False)]
+)
+async def test_serving_others_without_a_key_is_warned_about_where_it_was_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, key: str | None, warned: bool
+) -> None:
+    settings = ApiSettings(port=0, host=host, api_key=key, no_auth=True)
+    with caplog.at_level(logging.WARNING, logger="api"):
+        async with serving(tmp_path, settings=settings, load=False) as api:
+            assert api.server.status().is_open == warned
+            assert await told(api, "GET", "/v1/models", {"X-API-Key": key or ""}) == (200, "")
+    assert any("--no-auth" in line for line in caplog.messages) == warned
+
+
+async def test_serving_others_without_a_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unprotected, match=r"Not listening on 0\.0\.0\.0 port 0 without a key.*--api-key.*--no-auth"):
+        async with serving(tmp_path, settings=ApiSettings(port=0, host="0.0.0.0"), load=False):
+            pass
+
+
+async def test_listening_for_others_without_a_key_is_refused_and_changes_nothing(api: Served) -> None:
+    before = api.server.status()
+    with pytest.raises(Unprotected):
+        await api.server.listen("0.0.0.0", 0)
+    assert api.server.status() == before
+    await bearer(api, "app", "use")
+    await api.server.listen("0.0.0.0", 0)
+    assert not api.server.status().is_open

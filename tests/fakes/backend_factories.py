@@ -1,0 +1,71 @@
+"""FakeBackends for processes of their own: what ERICLLM_BACKEND_FACTORY names. Some are noisy, crash or hang."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from engine.backends.base import LoadedModel, TokenEvent
+from engine.config import ModelSpec
+from tests.fakes.backend import FakeBackend
+
+
+class NoisyBackend(FakeBackend):
+    """Writes to the process's stdout and stderr below Python with every load, as native libraries do."""
+
+    def load(self, spec: ModelSpec, **settings: Any) -> LoadedModel:
+        """Load, loudly."""
+        os.write(1, b"native out\n")
+        os.write(2, b"native \xff err, unfinished")
+        return super().load(spec, **settings)
+
+
+class CrashingBackend(FakeBackend):
+    """Brings its process down with a segmentation fault's signal in its third step."""
+
+    def step(self) -> Sequence[TokenEvent]:
+        """Step, or crash."""
+        if self.steps == 2:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().step()
+
+
+class StuckBackend(FakeBackend):
+    """Says so on stdout and never comes back from its third step, deaf to SIGTERM, as a hung kernel is."""
+
+    def step(self) -> Sequence[TokenEvent]:
+        """Step, or hang."""
+        if self.steps == 2:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.write(1, b"stuck\n")
+            ctypes.CDLL(None).pause()
+        return super().step()
+
+
+def make(spec: ModelSpec) -> FakeBackend:
+    """A plain FakeBackend."""
+    return FakeBackend(max_model_len=10**6)
+
+
+def make_noisy(spec: ModelSpec) -> FakeBackend:
+    """Likewise, a NoisyBackend."""
+    return NoisyBackend()
+
+
+def make_crashing(spec: ModelSpec) -> FakeBackend:
+    """Likewise, a CrashingBackend."""
+    return CrashingBackend()
+
+
+def make_stuck(spec: ModelSpec) -> FakeBackend:
+    """Likewise, a StuckBackend."""
+    return StuckBackend()
+
+
+def make_telling(spec: ModelSpec) -> FakeBackend:
+    """A FakeBackend; the thread count that it finds in its environment goes to stdout."""
+    os.write(1, b"OMP_NUM_THREADS=%d\n" % int(os.environ["OMP_NUM_THREADS"]))
+    return FakeBackend()

@@ -1,0 +1,43 @@
+"""The scheduler with integers for tokens: sequences, steps, and what each was fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.backends.torch.pages import PagePool
+from engine.backends.torch.scheduler import Scheduler
+from engine.backends.torch.sequences import Plan, Sequence
+
+
+def scheduler(
+    *, pages: int = 64, page_tokens: int = 4, max_prompts: int = 8, step_tokens: int = 16, max_model_len: int = 200
+) -> Scheduler:
+    """One over pages of its own."""
+    return Scheduler(
+        PagePool(pages, page_tokens), max_prompts=max_prompts, step_tokens=step_tokens, max_model_len=max_model_len
+    )
+
+
+def sequence(name: str, prompt: int, *, first: int = 0) -> Sequence:
+    """A request of `prompt` tokens that share no page with one whose `first` differs."""
+    return Sequence(name, [first, *range(1, prompt)], prompt)
+
+
+def submit(target: Scheduler, name: str, prompt: int, *, first: int | None = None) -> Sequence:
+    """A request of `prompt` tokens, which nobody else shares unless `first` says so."""
+    new = sequence(name, prompt, first=1000 + int.from_bytes(name.encode()) if first is None else first)
+    target.submit(new)
+    return new
+
+
+def step(target: Scheduler, token: Callable[[Sequence], int] = lambda seq: 7) -> Plan:
+    """Plan and commit one step, and see that the accounts add up."""
+    plan = target.plan()
+    target.commit(plan, [[token(seq)] for seq in plan.sampled])
+    target.check()
+    return plan
+
+
+def fed(plan: Plan) -> dict[str, int]:
+    """How many tokens each got."""
+    return {seq.id: len(chunk.token_ids) for seq, chunk in zip(plan.sequences, plan.chunks, strict=True)}

@@ -1,0 +1,174 @@
+"""Results of benches on a screen: listed, plotted, opened, compared and forgotten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from textual.pilot import Pilot
+
+from console.bench.result import read_result
+from console.screens.benches import BenchesScreen
+from tests.ui.benching import SIZES, app_with, link_of, opened, shown
+from tests.ui.seen import screen_text, until
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_results_and_a_plot_of_the_selected_one_are_seen_at_every_size(size: tuple[int, int]) -> None:
+    app = app_with()
+    async with app.run_test(size=size) as pilot:
+        await opened(pilot)
+        await shown(pilot, "◇ 1.34 s mean response, users 2")
+        for words in ("2026-05-29 11:30", "1,148.0 tok/s output, workers", "mean response (s)", "█"):
+            assert words in screen_text(app), words
+
+
+async def test_nothing_measured_yet_says_how_to_begin() -> None:
+    app = app_with(results=False)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("b")
+        await shown(pilot, "No result is kept yet. Press b to measure something.")
+
+
+async def test_p_plots_the_next_number_of_the_result() -> None:
+    app = app_with()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await shown(pilot, "p plots another of 6 numbers")
+        await pilot.press("p", "p")
+        await shown(pilot, "requests (req/s) ─")
+
+
+async def test_t_plots_the_number_from_run_to_run() -> None:
+    app = app_with()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await opened(pilot)
+        await shown(pilot, "mean response (s)")
+        await pilot.press("down", "t")
+        await shown(pilot, "mean response (s) of users 4, over time")
+        plot = screen_text(app).partition("over time")[2]
+        assert plot.index("2026-05-29 08:05") < plot.index("2026-05-28 09:15")
+        assert "2026-05-29 11:30" not in plot, "it was cut short before that row"
+        assert "2026-05-28 17:40" not in plot, "that is another bench"
+
+
+async def test_enter_opens_a_result_with_its_machine_spread_and_what_others_got() -> None:
+    app = app_with()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await opened(pilot)
+        await shown(pilot, "mean response (s)")
+        await pilot.press("down", "enter")
+        await shown(pilot, "number 3")
+        for words in (
+            "AMD EPYC",
+            "±5%",
+            "lower is better",
+            "What others got, on their hardware",
+            "a server in a study",
+        ):
+            assert words in screen_text(app), words
+        await pilot.press("right", "right")
+        await shown(pilot, "requests, req/s higher is better")
+
+
+async def test_a_result_that_was_cut_short_says_so() -> None:
+    app = app_with()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await opened(pilot)
+        await shown(pilot, "mean response (s)")
+        await pilot.press("enter")
+        await shown(pilot, "It ended early: these are the numbers that there were by then.")
+
+
+async def test_w_writes_the_result_for_programs_and_its_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = app_with()
+    async with app.run_test(size=(140, 40), notifications=True) as pilot:
+        await opened(pilot)
+        await shown(pilot, "mean response (s)")
+        await pilot.press("down", "enter")
+        await shown(pilot, "number 3")
+        await pilot.press("w")
+        await until(pilot, lambda: (tmp_path / "bench-users-3.svg").exists())
+        assert read_result(tmp_path / "bench-users-3.json") == link_of(app).benches.results[3]
+        assert (tmp_path / "bench-users-3.csv").read_text().startswith("bench,started,users,repeat,response_s")
+
+
+async def test_the_marked_result_is_compared_with_the_selected_one_the_older_first() -> None:
+    app = app_with()
+    async with app.run_test(size=(140, 40), notifications=True) as pilot:
+        await opened(pilot)
+        await shown(pilot, "mean response (s)")
+        await pilot.press("v")
+        await shown(pilot, "Mark a result with space")
+        await pilot.press("down", "space", "end", "v")
+        await shown(pilot, "before (1) after (3)")
+        for words in ("-30.0%", "better", "≈ same", "1.62 ±5%", "1.13 ±5%"):
+            assert words in screen_text(app), words
+        await pilot.press("d")
+        await until(pilot, lambda: "≈ same" not in screen_text(app))
+
+
+async def test_results_of_different_benches_are_not_compared() -> None:
+    app = app_with()
+    async with app.run_test(size=(140, 40), notifications=True) as pilot:
+        await opened(pilot)
+        await shown(pilot, "mean response (s)")
+        await pilot.press("down", "space", "down", "v")
+        await shown(pilot, "only like can be compared")
+
+
+async def test_a_result_is_forgotten_after_a_question() -> None:
+    app = app_with()
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await opened(pilot)
+        await shown(pilot, "mean response (s)")
+        await pilot.press("d")
+        await shown(pilot, "Forget result 4?")
+        await pilot.press("y")
+        await until(pilot, lambda: link_of(app).commands == [("forget_bench", {"number": 4})])
+        await until(pilot, lambda: "3 results" in screen_text(app))
+
+
+async def test_a_history_that_is_slow_to_read_keeps_no_key_waiting() -> None:
+    app = app_with()
+    link_of(app).hold("bench_history")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("b")
+        await until(pilot, lambda: isinstance(app.screen, BenchesScreen))
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(app.screen, BenchesScreen))
+        link_of(app).release("bench_history")
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+async def _results(pilot: Pilot[None]) -> None:
+    await opened(pilot)
+    await shown(pilot, "p plots another of")
+    await pilot.press("down")
+    await shown(pilot, "0.85")
+    await pilot.pause()
+
+
+def test_results_look_right(snap_compare: Any) -> None:
+    assert snap_compare(app_with(), terminal_size=(120, 40), run_before=_results)
+
+
+def test_a_comparison_looks_right(snap_compare: Any) -> None:
+    async def compared(pilot: Pilot[None]) -> None:
+        await opened(pilot)
+        await shown(pilot, "p plots another of")
+        await pilot.press("down", "space", "end", "v")
+        await shown(pilot, "before (1) after (3)")
+        await pilot.pause()
+
+    link_app = app_with()
+    results = link_of(link_app).benches.results
+    results[3] = msgspec.structs.replace(results[3], settings={**results[3].settings, "cache_bits": 8})
+    assert snap_compare(link_app, terminal_size=(120, 40), run_before=compared)

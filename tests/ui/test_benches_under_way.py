@@ -1,0 +1,191 @@
+"""A bench run from a screen: chosen in a form, seen as it grows, cancelled; what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from console.app import EricApp
+from console.bench.about import MEASURES
+from console.called import as_link
+from console.links.benches import BenchOrder, BenchReport
+from console.readonly import ReadOnlyLink
+from console.screens.bench_form import BenchFormScreen
+from console.widgets.table import Table
+from engine.errors import EngineBusy, InvalidRequest
+from tests.fakes import bench_scenes, tune_scenes
+from tests.fakes.link import FakeLink
+from tests.ui.benching import SIZES, app_with, formed, link_of, opened, shown
+from tests.ui.seen import screen_text, until
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_the_form_says_what_is_measured_and_that_others_share_the_engine(size: tuple[int, int]) -> None:
+    app = app_with()
+    async with app.run_test(size=size) as pilot:
+        await opened(pilot)
+        await formed(pilot)
+        await pilot.press("down")
+        await shown(pilot, "How much longer one user waits")
+        text = " ".join(screen_text(app).split())
+        for words in (*MEASURES, "numbers of users", "1,2,4", "It asks the engine that serves", "Start (enter)"):
+            assert words in text, words
+
+
+async def test_enter_runs_the_bench_with_what_was_typed() -> None:
+    app = app_with()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await formed(pilot)
+        await pilot.press("down", "tab", *"1,8", "enter")
+        settings = {"users": "1,8", "requests": "4", "repeats": "1"}
+        order = BenchOrder(bench="users", settings=settings)
+        await until(pilot, lambda: link_of(app).commands == [("bench", {"order": order})])
+        await shown(pilot, "measuring users")
+
+
+async def test_ctrl_t_fills_in_the_bench_as_it_is_on_the_command_line() -> None:
+    app = app_with()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await formed(pilot)
+        await pilot.press("down", "ctrl+t")
+        await shown(pilot, "1,2,3,5,7,9")
+        await pilot.press("enter")
+        await until(pilot, lambda: [each["order"].quick for _, each in link_of(app).commands] == [False])
+
+
+async def test_a_refusal_is_said_in_the_form_at_the_field() -> None:
+    app = app_with()
+    link_of(app).failures["bench"] = InvalidRequest("users are numbers of at least 1", param="users")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(pilot)
+        await formed(pilot)
+        await pilot.press("down", "enter")
+        await shown(pilot, "✖ Users are numbers of at least 1")
+        assert app.focused is not None
+        assert app.focused.id == "field-0"
+
+
+async def test_a_bench_that_cannot_be_run_here_says_why_and_is_not_asked_for() -> None:
+    app = app_with()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await formed(pilot)
+        await pilot.press("end", "enter")
+        await shown(pilot, "✖ This bench unloads the model")
+        assert link_of(app).names() == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_the_table_grows_while_it_runs(size: tuple[int, int]) -> None:
+    app = app_with(bench_scenes.running(rows=1))
+    async with app.run_test(size=size) as pilot:
+        await opened(pilot)
+        await shown(pilot, "users 4 · 621 of 1,344 · repeat 2 of 3")
+        await shown(pilot, "46% about 1 min 55 s left")
+        table = app.screen.query_one("#bench-rows", Table)
+        assert len(table.rows) == 1
+        link_of(app).benches.current = bench_scenes.running(rows=2)
+        app.refresh_screen()
+        await until(pilot, lambda: len(table.rows) == 2)
+        await shown(pilot, "1.34 ±8%")
+
+
+async def test_c_cancels_and_says_what_is_kept() -> None:
+    app = app_with(bench_scenes.running())
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await shown(pilot, "measuring users")
+        await pilot.press("c")
+        await shown(pilot, "users: Cancelled: what was measured by then is kept as number 3.")
+        assert link_of(app).names() == ["cancel_bench"]
+
+
+async def test_a_bench_goes_on_while_others_screens_are_looked_at() -> None:
+    app = app_with(bench_scenes.running())
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await pilot.press("escape")
+        await shown(pilot, "bench users 46%, 1 min 55 s left; b shows it")
+        assert link_of(app).names() == []
+
+
+async def test_when_it_ends_its_result_is_selected() -> None:
+    app = app_with(bench_scenes.running())
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await shown(pilot, "measuring users")
+        link_of(app).benches.results[5] = bench_scenes.grid()
+        done = BenchReport(state="done", bench="grid", said="1,148.0 tok/s; kept as number 5.", number=5)
+        link_of(app).benches.current = done
+        app.refresh_screen()
+        await shown(pilot, "✓ grid: 1,148.0 tok/s; kept as number 5.")
+        await shown(pilot, "output (tok/s)")
+        assert "measuring" not in screen_text(app)
+
+
+async def test_every_bench_is_in_the_palette_and_opens_its_form() -> None:
+    app = app_with()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: "Tune" in screen_text(app))
+        titles = {command.title: command for command in app.get_system_commands(app.screen)}
+        assert {f"Bench {name}" for name in MEASURES} | {"Benchmarks"} <= set(titles)
+        titles["Bench prefix"].callback()
+        await until(pilot, lambda: isinstance(app.screen, BenchFormScreen))
+        await shown(pilot, MEASURES["prefix"][:40])
+
+
+async def test_a_console_that_takes_no_orders_shows_results_and_offers_no_bench() -> None:
+    link = FakeLink(tune_scenes.tuned())
+    link.benches.results = bench_scenes.results()
+    app = EricApp(as_link(ReadOnlyLink(link)), start="tune")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await shown(pilot, "1.13 s mean response, users 4")
+        keys = screen_text(app).splitlines()[-1]
+        assert "v Compare" in keys
+        assert "b Bench" not in keys
+        assert "d Forget" not in keys
+        titles = {command.title for command in app.get_system_commands(app.screen)}
+        assert "Benchmarks" in titles
+        assert "Bench users" not in titles
+
+
+async def test_another_that_goes_on_is_said() -> None:
+    app = app_with()
+    link_of(app).failures["bench"] = EngineBusy("bench users goes on already; cancel that first")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await formed(pilot)
+        await pilot.press("enter")
+        await shown(pilot, "✖ Bench users goes on already; cancel that first")
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_bench_under_way_looks_right_on_a_small_terminal_in_the_light_theme(snap_compare: Any) -> None:
+    async def measuring(pilot: Pilot[None]) -> None:
+        await opened(pilot)
+        await shown(pilot, "1.34 ±8%")
+        await pilot.pause()
+
+    app = app_with(bench_scenes.running(), theme="ericllm-light")
+    assert snap_compare(app, terminal_size=(80, 24), run_before=measuring)
+
+
+def test_the_form_looks_right_on_a_small_terminal(snap_compare: Any) -> None:
+    async def form(pilot: Pilot[None]) -> None:
+        await opened(pilot)
+        await shown(pilot, "█")
+        await formed(pilot)
+        await pilot.press("down")
+        await shown(pilot, "How much longer one user waits")
+        await pilot.pause()
+
+    assert snap_compare(app_with(), terminal_size=(80, 24), run_before=form)

@@ -1,0 +1,111 @@
+"""Benches as a console offers them: the settings of each, what is refused, and results in a few words."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from console.bench.about import MEASURES
+from console.bench.flags import plan_from
+from console.bench.forms import FIELDS, MOST_TOKENS, check_size, forms, ordered
+from console.bench.headline import headline, settings_text
+from console.bench.kinds import PLANS
+from console.bench.kinds.base import Part
+from console.bench.kinds.serve import Serve
+from console.bench.kinds.users import Users
+from console.bench.lengths import fixed
+from console.bench.prompts import Fresh
+from console.links.benches import BenchOrder
+from engine.errors import InvalidRequest
+from tests.fakes import bench_scenes
+from tests.fakes.bench_target import PlainIds
+
+
+def test_every_bench_is_offered_with_a_sentence_and_settings_that_it_has() -> None:
+    assert list(PLANS) == list(MEASURES) == list(FIELDS) == [form.bench for form in forms()]
+    for form in forms():
+        assert form.measures.endswith(".")
+        assert [field.name for field in form.fields] == list(FIELDS[form.bench])
+        assert all(field.hint and field.title for field in form.fields)
+        assert form.refused or form.fields
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_form_that_is_sent_as_it_is_gives_the_plan_of_the_command_line(quick: bool) -> None:
+    for form in forms():
+        if form.refused:
+            continue
+        given = {field.name: field.quick if quick else field.full for field in form.fields}
+        plan = PLANS[form.bench]
+        assert ordered(BenchOrder(bench=form.bench, settings=given, quick=quick)) == plan(**plan.quick if quick else {})
+
+
+def test_an_order_takes_what_flags_take() -> None:
+    order = BenchOrder(bench="serve", settings={"rates": "1, inf", "slo_ttft": "500ms", "slo_tpot": ""}, quick=False)
+    plan = ordered(order)
+    assert isinstance(plan, Serve)
+    assert (plan.rates, plan.slo_ttft, plan.slo_tpot) == ((1.0, float("inf")), 0.5, None)
+
+
+@pytest.mark.parametrize(
+    ("bench", "settings", "said"),
+    [
+        ("users", {"users": "1,many"}, "users: many is no whole number"),
+        ("users", {"prompt_tokens": "long"}, "prompt tokens: long is no length"),
+        ("latency", {"repeats": "0"}, "repeats: 0 is not between 1 and 1000"),
+        ("serve", {"trace": "/etc/passwd"}, "trace of bench serve is for the command line alone"),
+        ("load", {}, "unloads the model"),
+        ("nonsense", {}, "there is no bench nonsense; there are latency, users"),
+    ],
+)
+def test_what_cannot_be_ordered_is_one_sentence(bench: str, settings: dict[str, str], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        ordered(BenchOrder(bench=bench, settings=settings))
+
+
+def test_a_bench_that_would_fill_the_queue_is_refused_with_numbers() -> None:
+    plan = Users(users=(1, 2000), requests=1)
+    with pytest.raises(InvalidRequest, match="2,000 requests at once would fill the queue, which takes 1,024"):
+        check_size(plan, [Part(keys={"users": 2000}, requests=2000)], 128, max_queue=1024)
+    check_size(plan, [Part(keys={"users": 2000}, requests=2000)], 128, max_queue=2000)
+
+
+def test_requests_that_arrive_by_the_clock_may_all_be_waiting_at_once() -> None:
+    with pytest.raises(InvalidRequest, match="1,500 requests at once"):
+        check_size(Serve(requests=1500), [Part(keys={}, requests=1500)], 8, max_queue=1024)
+    check_size(Serve(requests=1500, max_concurrent=8), [Part(keys={}, requests=1500)], 8, max_queue=1024)
+
+
+def test_prompts_that_take_too_long_to_make_beside_others_are_refused() -> None:
+    plan = Users(users=(1,), requests=100, prompt_tokens=fixed(MOST_TOKENS // 50))
+    with pytest.raises(InvalidRequest, match="would hold up those who are being served"):
+        check_size(plan, [Part(keys={"users": 1}, requests=100)], MOST_TOKENS // 50, max_queue=1024)
+
+
+@pytest.mark.parametrize("name", ["users", "threads"])
+def test_nobody_who_asks_is_no_number_of_clients(name: str) -> None:
+    field = {"users": "users", "threads": "clients"}[name]
+    plan = plan_from(PLANS[name], {field: "0,4"}, quick=True)
+    with pytest.raises(InvalidRequest, match=f"{field} are numbers of at least 1"):
+        plan.parts(None)  # type: ignore[arg-type]
+
+
+def test_a_result_is_its_last_row_or_its_best_where_that_is_looked_for() -> None:
+    assert headline(bench_scenes.users()) == "1.62 s mean response, users 4"
+    assert headline(bench_scenes.grid()) == "1,148.0 tok/s output, workers 2, max prompts 16"
+    assert headline(bench_scenes.users(rows=())) == ""
+
+
+def test_a_result_says_with_what_it_was_measured() -> None:
+    assert settings_text(bench_scenes.users()) == "2×16, 64 requests, 128+128 tokens, 3 repeats"
+    assert settings_text(bench_scenes.grid(settings={})) == ""
+
+
+def test_fresh_prompts_are_as_long_and_as_alike_and_never_those_of_another_run() -> None:
+    one, other = Fresh(PlainIds()), Fresh(PlainIds())
+    first, again = (one.prompt(32, random.Random("a group")) for _ in range(2))
+    assert first == again
+    assert first.tokens == 32
+    assert one.prompt(32, random.Random("another")) != first
+    assert other.prompt(32, random.Random("a group")) != first

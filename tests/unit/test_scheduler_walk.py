@@ -1,0 +1,133 @@
+"""Whatever happens in whatever order, the scheduler's accounts add up and nobody is forgotten."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.sequences import Sequence
+from engine.errors import ContextLengthExceeded
+from tests.fakes.scheduling import scheduler
+
+STREAMS = [[0, 1, 0, 0, 1] * 6, [1, 1, 0] * 10]
+PROMPTS = st.builds(
+    lambda stream, length, tail: (stream[:length] + tail)[:29],
+    st.sampled_from(STREAMS),
+    st.integers(1, 29),
+    st.lists(st.integers(0, 1), max_size=3),
+)
+"""Prompts that often share a long prefix."""
+
+
+class SchedulerWalk(RuleBasedStateMachine):
+    """Random life of a small scheduler, with a fake KV cache: a page's slots hold the very tokens fed to it.
+
+    Before each chunk, the pages must hold exactly the tokens that come before it: this proves that every token is
+    fed once, in order, into the right place, and that shared prefixes and preemption never mix sequences up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.page_tokens = 3
+        self.scheduler = scheduler(pages=9, page_tokens=3, max_prompts=3, step_tokens=7, max_model_len=40)
+        self.slots: dict[tuple[int, int], int] = {}
+        self.live: dict[str, Sequence] = {}
+        self.expected: dict[str, list[int]] = {}
+        self.count = 0
+
+    @rule(prompt=PROMPTS, generated=st.lists(st.integers(0, 1), max_size=4))
+    def submit(self, prompt: list[int], generated: list[int]) -> None:
+        self.count += 1
+        new = Sequence(str(self.count), prompt + generated, len(prompt))
+        if len(prompt) > 27:
+            with pytest.raises(ContextLengthExceeded):
+                self.scheduler.submit(new)
+            return
+        self.scheduler.submit(new)
+        self.live[new.id] = new
+        self.expected[new.id] = prompt + generated
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        self.scheduler.remove(self.live.pop(name))
+
+    @rule(max_prompts=st.integers(1, 5))
+    def set_max_prompts(self, max_prompts: int) -> None:
+        self.scheduler.set_max_prompts(max_prompts)
+
+    @rule()
+    def run_out_of_memory(self) -> None:
+        for ended in self.scheduler.plan().exhausted:
+            del self.live[ended.id]
+        self.scheduler.shrink()
+
+    @rule(seed=st.integers(0, 2**16), steps=st.integers(1, 6))
+    def step(self, seed: int, steps: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(steps):
+            self.one_step(draw)
+
+    def one_step(self, draw: random.Random) -> None:
+        running = len(self.scheduler.running)
+        decodes = {seq.id for seq in self.scheduler.running if seq.missing == 1}
+        preemptions = self.scheduler.counters.preemptions
+        guesses = {name: [draw.randint(0, 1) for _ in range(draw.randint(0, 5))] for name in decodes}
+        plan = self.scheduler.plan()
+        self.scheduler.add_guesses(plan, guesses)
+        preempted = self.scheduler.counters.preemptions > preemptions
+        assert len(self.scheduler.running) <= max(self.scheduler.max_prompts, running)
+        assert sum(len(chunk.token_ids) - chunk.guessed for chunk in plan.chunks) <= max(7, len(decodes) + 3)
+        if not preempted and not plan.exhausted:
+            assert decodes <= {seq.id for seq in plan.sequences}
+        for seq, chunk in zip(plan.sequences, plan.chunks, strict=True):
+            self.feed(seq, chunk)
+        tokens = []
+        for chunk in plan.chunks:
+            if chunk.sample:
+                held = draw.randint(0, chunk.guessed)
+                tokens.append([*chunk.token_ids[1:][:held], draw.randint(0, 1)])
+        for seq, new in zip(plan.sampled, tokens, strict=True):
+            self.expected[seq.id] += new[: 40 - len(self.expected[seq.id])]
+        ended = plan.exhausted + self.scheduler.commit(plan, tokens)
+        for seq in ended:
+            assert seq.known >= min(40, 9 * 3)
+            del self.live[seq.id]
+        self.scheduler.check()
+        assert plan.chunks or ended or preempted or not self.live, "work is left but the step did nothing"
+
+    def feed(self, seq: Sequence, chunk: ChunkInput) -> None:
+        size, start, pages = self.page_tokens, chunk.start, list(chunk.pages)
+        fed = list(chunk.token_ids)
+        tokens = fed[: len(fed) - chunk.guessed]
+        known = self.expected[seq.id]
+        assert [self.slots[pages[p // size], p % size] for p in range(start)] == known[:start]
+        assert tokens
+        assert tokens == known[start : start + len(tokens)]
+        assert chunk.sample == (start + len(tokens) == len(known))
+        for offset, token in enumerate(fed):
+            position = start + offset
+            self.slots[pages[position // size], position % size] = token
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        self.scheduler.check()
+        assert len(self.scheduler.running) + len(self.scheduler.waiting) == len(self.live)
+        for name, seq in self.live.items():
+            assert seq.token_ids == self.expected[name]
+
+    def teardown(self) -> None:
+        for seq in self.live.values():
+            self.scheduler.remove(seq)
+        assert self.scheduler.pool.free_pages == 9
+        self.scheduler.check()
+
+
+TestSchedulerWalk = SchedulerWalk.TestCase
+TestSchedulerWalk.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
