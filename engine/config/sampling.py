@@ -1,23 +1,16 @@
-"""What the engine is asked to do: frozen, validated values. Nothing here imports torch."""
+"""How the tokens of an answer are chosen, and when it ends."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from engine.config.shown import shown
 from engine.errors import InvalidRequest
 
-BackendKind = Literal["torch", "exllamav2"]
-BackendName = Literal["auto", "torch", "exllamav2"]
-DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
-WorkerHostName = Literal["process", "thread"]
-CacheBits = Literal[16, 8, 6, 4]
-AttentionName = Literal["auto", "native", "flash", "triton", "varlen", "gathered"]
-WeightsName = Literal["auto", "int8", "int4"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
 MAX_LOGPROBS = 20
@@ -25,18 +18,6 @@ MAX_STOP_STRINGS = 16
 MAX_BANNED_STRINGS = 64
 MAX_BANNED_CHARACTERS = 200
 MAX_GRAMMAR_BYTES = 2**20
-MAX_TIMEOUT_S = 10**7
-MAX_STRETCH = 1000.0
-MAX_THREADS = 1024
-STEP_TOKENS = (16, 10**6)
-"""Most that a context may be stretched by, by alpha_value and by compress_pos_emb."""
-_SHOWN_DIGITS = 24
-
-
-def shown(number: float) -> str:
-    """A number that was asked for, exactly; the start of one so long that nobody would read it."""
-    digits = str(number)
-    return digits if len(digits) <= _SHOWN_DIGITS else f"{digits[:_SHOWN_DIGITS]}..."
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,142 +214,3 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 """Lowest and highest values of those that are numbers."""
-
-
-class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker takes of one device. device: "cpu", "cuda:N" or "sim:N".  layers: how many of the decoder's
-    layers, in order; the embedding goes with the first share, the final norm and the head with the last."""
-
-    device: str
-    layers: int = 0
-    weights_bytes: int = 0
-    kv_bytes: int = 0
-    working_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return self.weights_bytes + self.kv_bytes + self.working_bytes
-
-
-class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A LoRA adapter: its folder (adapter_config.json and safetensors) and what requests call it."""
-
-    name: str
-    path: Path
-    scale: float = 1.0
-
-
-class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Which model to load and how; what a worker gets to load.
-
-    path: a folder with config.json and safetensors.  name: what clients call it.
-    max_model_len, max_input_len: tokens; None takes the model's own context length.
-    weights: what the weights of linear layers are made into at load; "auto" leaves them in `dtype`.
-    kv_cache_tokens: tokens that the KV pages of one worker hold; None sizes it from max_prompts and free memory.
-    gpu_split_gb: GiB of weights per GPU, in device order.  gpu_reserve_mib: MiB left free on each GPU.
-    tensor_parallel: split every layer over the GPUs, where the backend and the architecture can.
-    draft_model: folder of a small model with the same vocabulary that guesses ahead.  ngram_draft: guess from the
-        request's own text instead.  draft_tokens: guesses per step; None is the backend's choice.
-    attention: which paged attention on CUDA; "auto" takes the best that fits.
-    deterministic: refuse whatever would let an answer depend, in its last bits, on what else is computed.
-    device: "auto", "cpu", "cuda:N" or "sim:N".
-    shares: what placement gave the worker of each device, in order of the layers; () where it had no say.
-    prefix_salt: what the keys of KV pages are hashed with, the same for all workers of a model; b"" draws one.
-    threads: CPU threads of each worker; None shares the machine's cores out.
-    """
-
-    path: Path
-    name: str
-    backend: BackendName = "auto"
-    dtype: DtypeName = "auto"
-    weights: WeightsName = "auto"
-    max_model_len: int | None = None
-    max_input_len: int | None = None
-    kv_cache_tokens: int | None = None
-    cache_bits: CacheBits = 16
-    alpha_value: float | None = None
-    compress_pos_emb: float | None = None
-    num_experts: int | None = None
-    lora: Path | None = None
-    gpu_split_gb: tuple[float, ...] = ()
-    gpu_reserve_mib: tuple[int, ...] = ()
-    tensor_parallel: bool = False
-    draft_model: Path | None = None
-    ngram_draft: bool = False
-    draft_tokens: int | None = None
-    attention: AttentionName = "auto"
-    deterministic: bool = False
-    gpu_balance: bool = False
-    device: str = "auto"
-    shares: tuple[DeviceShare, ...] = ()
-    prefix_salt: bytes = b""
-    threads: int | None = None
-
-
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the engine runs, whatever model it holds.
-
-    max_prompts: requests a worker works on at once.  max_queue: requests that may wait; more are QueueFull.
-    timeout_s: 0 means no limit.  step_tokens: token budget of one step (prefill chunks and decodes together).
-    page_tokens: tokens per KV page.
-    threads: CPU threads of each worker; 0 shares the machine's cores out.
-    hang_s: a worker with work that reports nothing for so long is replaced; 0: never.
-    max_deaths: a worker that dies so many times in a row is left dead.
-    ageing_s: waiting so long is worth one priority.
-    idle_unload_s: a model without requests for so long gives its memory back until one comes; 0: never.
-    devices: GiB of each simulated device, in place of the machine's own; () takes those.
-    cluster: "local", "auto" or "ray://HOST:PORT": where workers run.
-    state_dir: where it is remembered what loads really used; None forgets it.
-    log_dir: where native output of workers goes; None keeps it in memory only.
-    slo_ttft_s, slo_itl_s: what answers are held to (goodput); None is not asked for.
-    energy_rate: what a kWh costs, None where nothing is to be reckoned; energy_currency: in what.
-    show_prompts: the texts of the last requests are kept in memory, for the operator to read.
-    """
-
-    num_workers: int = 1
-    max_prompts: int = 16
-    max_queue: int = 1024
-    timeout_s: float = 600.0
-    worker_host: WorkerHostName = "process"
-    step_tokens: int = 512
-    page_tokens: int = 16
-    threads: int = 0
-    restart_backoff_s: float = 0.5
-    max_restart_backoff_s: float = 30.0
-    hang_s: float = 60.0
-    max_deaths: int = 5
-    ageing_s: float = 30.0
-    idle_unload_s: float = 0.0
-    devices: tuple[float, ...] = ()
-    cluster: str = "local"
-    state_dir: Path | None = None
-    log_dir: Path | None = None
-    show_prompts: bool = False
-    slo_ttft_s: float | None = None
-    slo_itl_s: float | None = None
-    energy_rate: float | None = None
-    energy_currency: str = ""
-
-    def validate(self) -> EngineConfig:
-        """Itself, or InvalidRequest naming the first field out of range."""
-        for param, low, high in (
-            ("num_workers", 1, 64),
-            ("max_prompts", 1, 4096),
-            ("max_queue", 0, 10**6),
-            ("timeout_s", 0, MAX_TIMEOUT_S),
-            ("step_tokens", *STEP_TOKENS),
-            ("page_tokens", 1, 4096),
-            ("threads", 0, MAX_THREADS),
-            ("hang_s", 0, MAX_TIMEOUT_S),
-            ("max_deaths", 1, 1000),
-            ("ageing_s", 0.001, MAX_TIMEOUT_S),
-            ("idle_unload_s", 0, MAX_TIMEOUT_S),
-            ("slo_ttft_s", 1e-6, MAX_TIMEOUT_S),
-            ("slo_itl_s", 1e-6, MAX_TIMEOUT_S),
-            ("energy_rate", 0, 10**6),
-        ):
-            value = getattr(self, param)
-            if value is not None and not low <= value <= high:
-                raise InvalidRequest(f"{param} is {shown(value)}; it must be between {low} and {high}", param=param)
-        return self

@@ -1,0 +1,54 @@
+"""What the engine is asked to do: frozen, validated values. Nothing here imports torch."""
+
+from engine.config.engine import MAX_THREADS, MAX_TIMEOUT_S, STEP_TOKENS, EngineConfig
+from engine.config.model import (
+    MAX_STRETCH,
+    AdapterSpec,
+    AttentionName,
+    BackendKind,
+    BackendName,
+    CacheBits,
+    DeviceShare,
+    DtypeName,
+    ModelSpec,
+    WeightsName,
+)
+from engine.config.sampling import (
+    MAX_BANNED_CHARACTERS,
+    MAX_BANNED_STRINGS,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    RANGES,
+    TINY,
+    Grammar,
+    SamplingParams,
+)
+from engine.config.shown import shown
+
+__all__ = [
+    "MAX_BANNED_CHARACTERS",
+    "MAX_BANNED_STRINGS",
+    "MAX_GRAMMAR_BYTES",
+    "MAX_LOGPROBS",
+    "MAX_STOP_STRINGS",
+    "MAX_STRETCH",
+    "MAX_THREADS",
+    "MAX_TIMEOUT_S",
+    "RANGES",
+    "STEP_TOKENS",
+    "TINY",
+    "AdapterSpec",
+    "AttentionName",
+    "BackendKind",
+    "BackendName",
+    "CacheBits",
+    "DeviceShare",
+    "DtypeName",
+    "EngineConfig",
+    "Grammar",
+    "ModelSpec",
+    "SamplingParams",
+    "WeightsName",
+    "shown",
+]

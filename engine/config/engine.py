@@ -1,0 +1,85 @@
+"""How the engine runs, whatever model it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from engine.config.shown import shown
+from engine.errors import InvalidRequest
+
+WorkerHostName = Literal["process", "thread"]
+
+MAX_TIMEOUT_S = 10**7
+MAX_THREADS = 1024
+STEP_TOKENS = (16, 10**6)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engine runs, whatever model it holds.
+
+    max_prompts: requests a worker works on at once.  max_queue: requests that may wait; more are QueueFull.
+    timeout_s: 0 means no limit.  step_tokens: token budget of one step (prefill chunks and decodes together).
+    page_tokens: tokens per KV page.
+    threads: CPU threads of each worker; 0 shares the machine's cores out.
+    hang_s: a worker with work that reports nothing for so long is replaced; 0: never.
+    max_deaths: a worker that dies so many times in a row is left dead.
+    ageing_s: waiting so long is worth one priority.
+    idle_unload_s: a model without requests for so long gives its memory back until one comes; 0: never.
+    devices: GiB of each simulated device, in place of the machine's own; () takes those.
+    cluster: "local", "auto" or "ray://HOST:PORT": where workers run.
+    state_dir: where it is remembered what loads really used; None forgets it.
+    log_dir: where native output of workers goes; None keeps it in memory only.
+    slo_ttft_s, slo_itl_s: what answers are held to (goodput); None is not asked for.
+    energy_rate: what a kWh costs, None where nothing is to be reckoned; energy_currency: in what.
+    show_prompts: the texts of the last requests are kept in memory, for the operator to read.
+    """
+
+    num_workers: int = 1
+    max_prompts: int = 16
+    max_queue: int = 1024
+    timeout_s: float = 600.0
+    worker_host: WorkerHostName = "process"
+    step_tokens: int = 512
+    page_tokens: int = 16
+    threads: int = 0
+    restart_backoff_s: float = 0.5
+    max_restart_backoff_s: float = 30.0
+    hang_s: float = 60.0
+    max_deaths: int = 5
+    ageing_s: float = 30.0
+    idle_unload_s: float = 0.0
+    devices: tuple[float, ...] = ()
+    cluster: str = "local"
+    state_dir: Path | None = None
+    log_dir: Path | None = None
+    show_prompts: bool = False
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
+    energy_rate: float | None = None
+    energy_currency: str = ""
+
+    def validate(self) -> EngineConfig:
+        """Itself, or InvalidRequest naming the first field out of range."""
+        for param, low, high in (
+            ("num_workers", 1, 64),
+            ("max_prompts", 1, 4096),
+            ("max_queue", 0, 10**6),
+            ("timeout_s", 0, MAX_TIMEOUT_S),
+            ("step_tokens", *STEP_TOKENS),
+            ("page_tokens", 1, 4096),
+            ("threads", 0, MAX_THREADS),
+            ("hang_s", 0, MAX_TIMEOUT_S),
+            ("max_deaths", 1, 1000),
+            ("ageing_s", 0.001, MAX_TIMEOUT_S),
+            ("idle_unload_s", 0, MAX_TIMEOUT_S),
+            ("slo_ttft_s", 1e-6, MAX_TIMEOUT_S),
+            ("slo_itl_s", 1e-6, MAX_TIMEOUT_S),
+            ("energy_rate", 0, 10**6),
+        ):
+            value = getattr(self, param)
+            if value is not None and not low <= value <= high:
+                raise InvalidRequest(f"{param} is {shown(value)}; it must be between {low} and {high}", param=param)
+        return self

@@ -1,0 +1,89 @@
+"""Which model to load, how, and what its workers take of which devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+BackendKind = Literal["torch", "exllamav2"]
+BackendName = Literal["auto", "torch", "exllamav2"]
+DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
+CacheBits = Literal[16, 8, 6, 4]
+AttentionName = Literal["auto", "native", "flash", "triton", "varlen", "gathered"]
+WeightsName = Literal["auto", "int8", "int4"]
+
+MAX_STRETCH = 1000.0
+"""Most that a context may be stretched by, by alpha_value and by compress_pos_emb."""
+
+
+class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker takes of one device. device: "cpu", "cuda:N" or "sim:N".  layers: how many of the decoder's
+    layers, in order; the embedding goes with the first share, the final norm and the head with the last."""
+
+    device: str
+    layers: int = 0
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    working_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weights_bytes + self.kv_bytes + self.working_bytes
+
+
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter: its folder (adapter_config.json and safetensors) and what requests call it."""
+
+    name: str
+    path: Path
+    scale: float = 1.0
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model to load and how; what a worker gets to load.
+
+    path: a folder with config.json and safetensors.  name: what clients call it.
+    max_model_len, max_input_len: tokens; None takes the model's own context length.
+    weights: what the weights of linear layers are made into at load; "auto" leaves them in `dtype`.
+    kv_cache_tokens: tokens that the KV pages of one worker hold; None sizes it from max_prompts and free memory.
+    gpu_split_gb: GiB of weights per GPU, in device order.  gpu_reserve_mib: MiB left free on each GPU.
+    tensor_parallel: split every layer over the GPUs, where the backend and the architecture can.
+    draft_model: folder of a small model with the same vocabulary that guesses ahead.  ngram_draft: guess from the
+        request's own text instead.  draft_tokens: guesses per step; None is the backend's choice.
+    attention: which paged attention on CUDA; "auto" takes the best that fits.
+    deterministic: refuse whatever would let an answer depend, in its last bits, on what else is computed.
+    device: "auto", "cpu", "cuda:N" or "sim:N".
+    shares: what placement gave the worker of each device, in order of the layers; () where it had no say.
+    prefix_salt: what the keys of KV pages are hashed with, the same for all workers of a model; b"" draws one.
+    threads: CPU threads of each worker; None shares the machine's cores out.
+    """
+
+    path: Path
+    name: str
+    backend: BackendName = "auto"
+    dtype: DtypeName = "auto"
+    weights: WeightsName = "auto"
+    max_model_len: int | None = None
+    max_input_len: int | None = None
+    kv_cache_tokens: int | None = None
+    cache_bits: CacheBits = 16
+    alpha_value: float | None = None
+    compress_pos_emb: float | None = None
+    num_experts: int | None = None
+    lora: Path | None = None
+    gpu_split_gb: tuple[float, ...] = ()
+    gpu_reserve_mib: tuple[int, ...] = ()
+    tensor_parallel: bool = False
+    draft_model: Path | None = None
+    ngram_draft: bool = False
+    draft_tokens: int | None = None
+    attention: AttentionName = "auto"
+    deterministic: bool = False
+    gpu_balance: bool = False
+    device: str = "auto"
+    shares: tuple[DeviceShare, ...] = ()
+    prefix_salt: bytes = b""
+    threads: int | None = None
