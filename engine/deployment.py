@@ -34,7 +34,7 @@ from engine.fitting import Fitting
 from engine.lane import Lane
 from engine.ledger import LedgerFile
 from engine.metrics import Metrics
-from engine.placement import Placement
+from engine.plan import Placement
 from engine.pool import NewHost, Pool
 from engine.replica import Replica
 from engine.request import Request

@@ -10,7 +10,8 @@ import msgspec
 from engine.config import ModelSpec
 from engine.costs import Correction, Workload
 from engine.facts import ModelFacts
-from engine.placement import Placement, Plan, Seat, plan
+from engine.placement import plan
+from engine.plan import Placement, Plan, Seat
 from engine.snapshot import DeviceReading
 
 

@@ -13,7 +13,8 @@ from engine.errors import EngineError
 from engine.estimate import Estimate, estimate
 from engine.facts import ModelFacts, read_facts
 from engine.ledger import Ledger, LedgerFile
-from engine.placement import Placement, place
+from engine.placement import place
+from engine.plan import Placement
 from engine.snapshot import DeviceReading
 
 _log = logging.getLogger("engine")

@@ -15,7 +15,7 @@ import msgspec
 from engine.config import DeviceShare
 from engine.costs import Correction, device_kind
 from engine.files import replace_file
-from engine.placement import Placement
+from engine.plan import Placement
 
 MAX_MODELS = 64
 MAX_LOADS = 4

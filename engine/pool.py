@@ -17,7 +17,7 @@ from engine.dispatcher import Slot
 from engine.errors import ErrorInfo, from_info
 from engine.lane import Lane
 from engine.metrics import Metrics
-from engine.placement import Placement
+from engine.plan import Placement
 from engine.replica import Replica
 from engine.request import Request
 from engine.restarts import Backoff

@@ -8,7 +8,7 @@ import msgspec
 
 from engine.config import DeviceShare
 from engine.estimate import DeviceEstimate, Estimate
-from engine.placement import Placement
+from engine.plan import Placement
 from tests.fakes.scenes import GIB, MIB
 
 

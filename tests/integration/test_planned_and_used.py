@@ -18,7 +18,8 @@ from engine.engine import Engine
 from engine.facts import read_facts
 from engine.ledger import LedgerFile
 from engine.models.resolve import resolve
-from engine.placement import Placement, place
+from engine.placement import place
+from engine.plan import Placement
 from engine.snapshot import DeviceReading
 from tests.fakes.engines import all_ready, ask, read
 from tests.fakes.oracle import ignore_progress, never

@@ -10,7 +10,7 @@ import pytest
 from engine.config import DeviceShare
 from engine.costs import Correction
 from engine.ledger import MAX_LOADS, MAX_MODELS, Ledger, LedgerFile, Load, load_of, with_resident
-from engine.placement import Placement
+from engine.plan import Placement
 
 
 def load(used_weights: int = 100, used_working: int = 50) -> Load:
