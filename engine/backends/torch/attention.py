@@ -9,7 +9,8 @@ from torch import Tensor
 from engine.backends.torch.capped import Scores, capped_attention
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.paged_plan import PagedPlan
-from engine.backends.torch.step_plan import KeyView, QueryGroup, StepPlan
+from engine.backends.torch.query_groups import KeyView, QueryGroup
+from engine.backends.torch.step_plan import StepPlan
 
 
 def attend(layer: int, window: int | None, qkv: Tensor, plan: StepPlan, kv: KvPool, scores: Scores) -> Tensor:

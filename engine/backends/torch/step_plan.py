@@ -18,50 +18,10 @@ from engine.backends.torch.lora import AdaptedRows, LoraAdapter, adapted_rows
 from engine.backends.torch.mirror import Mirror, MirrorStep
 from engine.backends.torch.native.attention import NativeAttention, NativeStep
 from engine.backends.torch.paged_plan import PagedGroup, PagedPlan, paged_groups
+from engine.backends.torch.query_groups import GroupPlanner, KeyView, QueryGroup
 from engine.backends.torch.step_memory import StepSizes
 
 _NONE: Mapping[str, LoraAdapter] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class KeyView:
-    """The keys that a group's queries look at, for one window.
-
-    pages: page ids, equally many per sequence, or a slice where one sequence's pages are adjacent.
-    skip, tokens: which of those pages' tokens are used.  own_rows: the keys are the group's own rows, no pages.
-    mask: added to the scores, or None.  causal: the plain triangle instead of a mask.
-    """
-
-    pages: Tensor | slice
-    skip: int
-    tokens: int
-    mask: Tensor | None
-    own_rows: bool = False
-    causal: bool = False
-
-    def copied_pages(self, copies_runs: bool) -> int:
-        """How many pages are copied to be read; a run of adjacent ones only where `copies_runs`."""
-        if isinstance(self.pages, Tensor):
-            return len(self.pages)
-        return len(range(self.pages.stop)[self.pages]) if copies_runs and not self.own_rows else 0
-
-
-@dataclass(frozen=True, slots=True)
-class QueryGroup:
-    """Chunks that attend in one call: adjacent rows of the batch.
-
-    width: query rows per sequence, padding included.  pad_rows: rows to take so that each sequence has `width`;
-    real_rows: which of the padded rows to keep. Both None where all chunks are equally long.
-    views: per window of the model.
-    """
-
-    first_row: int
-    end_row: int
-    sequences: int
-    width: int
-    pad_rows: Tensor | None
-    real_rows: Tensor | None
-    views: dict[int | None, KeyView]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +94,9 @@ class StepPlanner:
         mirror: Mirror | None = None,
         adapters: Mapping[str, LoraAdapter] = _NONE,
     ) -> None:
-        self._windows, self._shared, self._page_tokens = windows, shared, page_tokens
-        self._dtype, self._device, self._paged, self._masks = dtype, device, paged, masks
-        self._adapters, self._native, self._mirror = adapters, native, mirror
+        self._groups = GroupPlanner(windows, shared, page_tokens, dtype=dtype, device=device, masks=masks)
+        self._page_tokens, self._device = page_tokens, device
+        self._paged, self._native, self._mirror, self._adapters = paged, native, mirror, adapters
 
     def plan(self, chunks: Sequence[ChunkInput]) -> StepPlan:
         """Order `chunks` by length and group them, those of one adapter adjacent in each group where that can be, and
@@ -156,7 +116,7 @@ class StepPlanner:
         groups: list[QueryGroup] = []
         for run in runs if self._paged is None else ():
             first_row = groups[-1].end_row if groups else len(first)
-            groups.append(self._group([chunks[index] for index in run], first_row))
+            groups.append(self._groups.group([chunks[index] for index in run], first_row))
         paged = None
         if self._paged is not None:
             paged = PagedPlan(self._paged, paged_groups(ordered, self._page_tokens, self._device))
@@ -191,72 +151,6 @@ class StepPlanner:
             told=_told_rows(chunks, last_row),
             native=step,
         )
-
-    def _group(self, members: Sequence[ChunkInput], first_row: int) -> QueryGroup:
-        lengths = [len(chunk.token_ids) for chunk in members]
-        width, total = max(lengths), sum(lengths)
-        pad_rows = real_rows = None
-        if min(lengths) != width:
-            starts = [0, *itertools.accumulate(lengths)][:-1]
-            pad_rows = [s + min(i, n - 1) for s, n in zip(starts, lengths, strict=True) for i in range(width)]
-            real_rows = [index * width + i for index, n in enumerate(lengths) for i in range(n)]
-        return QueryGroup(
-            first_row=first_row,
-            end_row=first_row + total,
-            sequences=len(members),
-            width=width,
-            pad_rows=None if pad_rows is None else self._tensor(pad_rows),
-            real_rows=None if real_rows is None else self._tensor(real_rows),
-            views={window: self._view(members, width, window) for window in self._windows},
-        )
-
-    def _view(self, members: Sequence[ChunkInput], width: int, window: int | None) -> KeyView:
-        longest = max(chunk.end for chunk in members)
-        clipped = window is not None and longest > window
-        if len(members) == 1 and members[0].start == 0 and width > 1:
-            mask = self._mask(members, width, width, [0], window) if clipped or self._masks else None
-            return KeyView(slice(0), 0, width, mask, own_rows=True, causal=mask is None)
-        first_pages = [_first_page(chunk, window, self._page_tokens) for chunk in members]
-        bases = [page * self._page_tokens for page in first_pages]
-        tokens = max(chunk.end - base for chunk, base in zip(members, bases, strict=True))
-        skip = 0
-        if len(members) == 1 and window is not None:
-            skip = max(0, members[0].start - window + 1 - bases[0])
-            tokens, bases = tokens - skip, [bases[0] + skip]
-        all_seen = width == 1 and all(
-            chunk.end - base == tokens and (window is None or tokens <= window)
-            for chunk, base in zip(members, bases, strict=True)
-        )
-        mask = None if all_seen else self._mask(members, width, tokens, bases, window)
-        return KeyView(self._pages(members, first_pages, skip + tokens), skip, tokens, mask)
-
-    def _pages(self, members: Sequence[ChunkInput], first_pages: Sequence[int], tokens: int) -> Tensor | slice:
-        """Page ids that cover `tokens` tokens of each member; a shorter one repeats its own last page."""
-        count = -(-tokens // self._page_tokens)
-        rows = [chunk.pages[first : first + count] for chunk, first in zip(members, first_pages, strict=True)]
-        if len(rows) == 1 and list(rows[0]) == list(range(rows[0][0], rows[0][0] + count)):
-            return slice(rows[0][0], rows[0][0] + count)
-        return self._tensor([page for row in rows for page in (*row, *[row[-1]] * (count - len(row)))])
-
-    def _mask(
-        self, members: Sequence[ChunkInput], width: int, tokens: int, bases: Sequence[int], window: int | None
-    ) -> Tensor:
-        """What to add to the scores: 0 where a query sees a key, else -inf.
-
-        [width, tokens] for one long chunk, else [B, 1, shared * width, tokens]. Padding queries copy a real one.
-        """
-        starts, ends = (torch.tensor([getattr(chunk, name) for chunk in members]) for name in ("start", "end"))
-        queries = torch.minimum(starts[:, None] + torch.arange(width), ends[:, None] - 1)[:, :, None]
-        keys = (torch.tensor(bases)[:, None] + torch.arange(tokens))[:, None, :]
-        hidden = keys > queries
-        if window is not None:
-            hidden |= keys <= queries - window
-        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
-        if len(members) > 1 or width == 1:
-            mask = mask[:, None].expand(-1, self._shared, -1, -1).reshape(len(members), 1, -1, tokens)
-        else:
-            mask = mask[0]
-        return mask.to(self._device)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
@@ -296,8 +190,3 @@ def _told_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> dic
         index: range(first + chunks[index].told.start, first + chunks[index].told.stop)
         for index, first in firsts.items()
     }
-
-
-def _first_page(chunk: ChunkInput, window: int | None, page_tokens: int) -> int:
-    """Index of the page that holds the first token seen by the chunk's first query."""
-    return 0 if window is None else max(0, chunk.start - window + 1) // page_tokens
