@@ -18,7 +18,7 @@ def steps_ahead(scheduler: Scheduler, lefts: Iterable[int]) -> int:
     has yet to get. 0 where the next step is of another kind. In the step after them nobody is preempted either, as it
     makes findable what they filled."""
     running = scheduler.running
-    if not running or (scheduler.waiting and len(running) < scheduler.places):
+    if not running or (scheduler.waiting and len(running) < scheduler.limits.places):
         return 0
     longest = 0
     for sequence in running:

@@ -77,7 +77,7 @@ def test_lowering_max_prompts_lets_running_ones_finish() -> None:
     s = scheduler(max_prompts=3)
     a, b, c, d = [submit(s, name, 3) for name in "abcd"]
     step(s)
-    s.max_prompts = 1
+    s.limits.max_prompts = 1
     assert fed(step(s)) == {"a": 1, "b": 1, "c": 1}
     s.remove(a)
     s.remove(b)
@@ -92,7 +92,7 @@ def test_raising_max_prompts_admits_at_once() -> None:
     submit(s, "a", 3)
     submit(s, "b", 3)
     step(s)
-    s.max_prompts = 2
+    s.limits.max_prompts = 2
     assert fed(step(s)) == {"a": 1, "b": 3}
 
 
@@ -211,9 +211,12 @@ def test_a_step_of_prompts_without_memory_gives_up_half_of_its_budget_first() ->
     submit(s, "a", 10)
     submit(s, "b", 60)
     s.plan()
-    assert [(s.shrink(), s.step_tokens, s.prompts_limit) for _ in range(2)] == [(True, 8, 0), (True, 4, 0)]
+    assert [(s.shrink(), s.limits.step_tokens, s.limits.prompts_limit) for _ in range(2)] == [
+        (True, 8, 0),
+        (True, 4, 0),
+    ]
     assert s.shrink()
-    assert (s.step_tokens, s.prompts_limit, [seq.id for seq in s.running]) == (16, 1, ["a"])
+    assert (s.limits.step_tokens, s.limits.prompts_limit, [seq.id for seq in s.running]) == (16, 1, ["a"])
     assert [s.shrink() for _ in range(3)] == [True, True, False]
     s.check()
 
@@ -224,14 +227,14 @@ def test_decodes_without_memory_give_up_the_youngest_quarter_which_waits_for_its
         submit(s, str(number), 2)
     step(s)
     assert s.shrink()
-    assert (s.prompts_limit, s.step_tokens) == (6, 16)
+    assert (s.limits.prompts_limit, s.limits.step_tokens) == (6, 16)
     assert [seq.id for seq in s.running] == list("012345")
     assert [seq.id for seq in s.waiting] == list("67")
     assert [seq.id for seq in step(s).sequences] == list("012345")
     s.remove(s.running[0])
     step(s)
     assert [seq.id for seq in s.running] == list("123456")
-    s.set_max_prompts(8)
+    s.limits.set_max_prompts(8)
     step(s)
-    assert s.prompts_limit == 0
+    assert s.limits.prompts_limit == 0
     assert len(s.running) == 7

@@ -60,7 +60,7 @@ class SchedulerWalk(RuleBasedStateMachine):
 
     @rule(max_prompts=st.integers(1, 5))
     def set_max_prompts(self, max_prompts: int) -> None:
-        self.scheduler.set_max_prompts(max_prompts)
+        self.scheduler.limits.set_max_prompts(max_prompts)
 
     @rule()
     def run_out_of_memory(self) -> None:
@@ -82,7 +82,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         plan = self.scheduler.plan()
         self.scheduler.add_guesses(plan, guesses)
         preempted = self.scheduler.counters.preemptions > preemptions
-        assert len(self.scheduler.running) <= max(self.scheduler.max_prompts, running)
+        assert len(self.scheduler.running) <= max(self.scheduler.limits.max_prompts, running)
         assert sum(len(chunk.token_ids) - chunk.guessed for chunk in plan.chunks) <= max(7, len(decodes) + 3)
         if not preempted and not plan.exhausted:
             assert decodes <= {seq.id for seq in plan.sequences}

@@ -10,7 +10,7 @@ def test_a_smaller_budget_cuts_prompts_from_the_next_step_on() -> None:
     s = scheduler()
     submit(s, "a", 24)
     first = [len(chunk.token_ids) for chunk in step(s).chunks]
-    s.set_step_tokens(4)
+    s.limits.set_step_tokens(4)
     then = [len(chunk.token_ids) for chunk in step(s).chunks]
     assert (first, then) == ([16], [4])
     s.check()
@@ -21,8 +21,8 @@ def test_a_budget_that_memory_did_not_allow_is_found_out_anew() -> None:
     submit(s, "a", 24)
     step(s)
     assert s.shrink()
-    s.set_step_tokens(32)
-    assert s.step_tokens == 32
+    s.limits.set_step_tokens(32)
+    assert s.limits.step_tokens == 32
 
 
 def test_both_cross_the_channel() -> None:

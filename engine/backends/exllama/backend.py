@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from engine.backends.base import (
     BackendRequest,
     BackendStats,
@@ -16,7 +18,8 @@ from engine.backends.base import (
     TokenEvent,
     TokenMask,
 )
-from engine.backends.exllama.accounts import PageGauges, check_accounts, page_gauges
+from engine.backends.exllama.accounts import check_accounts
+from engine.backends.exllama.gauges import gauges
 from engine.backends.exllama.jobs import Job
 from engine.backends.exllama.limits import LEASE_TOKENS, Limits, limits_of, sequence_lengths
 from engine.backends.exllama.line import Counters, Line, Live
@@ -136,31 +139,8 @@ class ExllamaBackend:
 
     def stats(self) -> BackendStats:
         """Counters and gauges now."""
-        counters, running = self._counters, self._line.running.values()
-        decoding = sum(live.job.started and live.job.decoding for live in running)
-        started = sum(live.job.started for live in running)
-        pages = page_gauges(self._generator) if self._generator is not None else PageGauges()
-        info = self._parts.info if self._parts is not None else None
-        return BackendStats(
-            waiting=len(self._line.waiting) + len(running) - started,
-            prefilling=started - decoding,
-            decoding=decoding,
-            pages_total=self._parts.pages if self._parts is not None else 0,
-            pages_free=pages.free,
-            pages_cached=pages.cached,
-            prefix_query_tokens=counters.prefix_query_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            prompt_tokens_computed=counters.prompt_tokens_computed,
-            steps=counters.steps,
-            weights_bytes=info.weights_bytes if info is not None else 0,
-            kv_bytes=info.kv_bytes if info is not None else 0,
-            draft_tokens=counters.draft_tokens,
-            draft_accepted=counters.draft_accepted,
-            drafts=counters.drafts,
-            degraded=self._degraded,
-            prompts_limit=self._prompts_limit,
-            sequences=tuple(self._line.sequences()),
-        )
+        stats = gauges(self._line, self._counters, self._generator, self._parts)
+        return msgspec.structs.replace(stats, degraded=self._degraded, prompts_limit=self._prompts_limit)
 
     def prefix_changes(self) -> PrefixChanges:
         """Nothing: the library keys its pages in a way of its own."""

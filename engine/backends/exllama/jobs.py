@@ -46,17 +46,10 @@ class Job:
         )
         if mask is not None:
             mask.restart(request.generated)
-        bias = TokenBias(
-            params if mask is None else msgspec.structs.replace(params, min_tokens=0),  # the mask decides on end tokens
-            prompt_tokens=len(request.prompt_ids),
-            end_token_ids=tuple(token_id for token_id in request.end_token_ids if token_id < vocab_size),
-            banned_next=tuple(token_id for token_id in request.banned_next if token_id < vocab_size),
-            first=len(request.generated),
-        )
         self._choosing = Choosing(
             self.handle,
             params,
-            bias,
+            _bias(request, vocab_size, masked=mask is not None),
             Draws(params.seed or 0),
             tokens=len(request.generated),
             vocab_size=vocab_size,
@@ -121,3 +114,15 @@ class Job:
     def draft_tokens(self) -> int:
         """Guesses so far."""
         return int(self.handle.accepted_draft_tokens + self.handle.rejected_draft_tokens)
+
+
+def _bias(request: BackendRequest, vocab_size: int, *, masked: bool) -> TokenBias:
+    """masked: a mask decides on end tokens."""
+    params = msgspec.structs.replace(request.params, min_tokens=0) if masked else request.params
+    return TokenBias(
+        params,
+        prompt_tokens=len(request.prompt_ids),
+        end_token_ids=tuple(token_id for token_id in request.end_token_ids if token_id < vocab_size),
+        banned_next=tuple(token_id for token_id in request.banned_next if token_id < vocab_size),
+        first=len(request.generated),
+    )

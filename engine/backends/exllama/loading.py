@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from engine.backends.base import LoadedModel, LoadProgress
 from engine.backends.exllama.adapters import load_adapter
+from engine.backends.exllama.generators import GeneratorMaker
 from engine.backends.exllama.holdings import Held, Holdings
 from engine.backends.exllama.load_faults import LoadNumbers, explain_load
 from engine.backends.exllama.memory import CudaGpus, Gpus
-from engine.backends.exllama.parts import MAX_Q_SIZE, PAGE_TOKENS, Library, LoadedParts
+from engine.backends.exllama.parts import PAGE_TOKENS, Library, LoadedParts
 from engine.backends.exllama.plan import LoadPlan, ModelSource, plan_load
 from engine.backends.exllama.progress import WeightsProgress
 from engine.backends.exllama.shares import device_shares
@@ -219,7 +219,7 @@ class _Loader:
             info=info,
             pages=self._pages,
             draft_tokens=plan.draft_tokens,
-            make_generator=_GeneratorMaker(plan, tokenizer, self.holdings),
+            make_generator=GeneratorMaker(plan, tokenizer, self.holdings),
             free=self.holdings.free,
         )
 
@@ -238,40 +238,6 @@ class _Loader:
         taken = {number: self._free_bytes[number] - self._gpus.free_bytes(number) for number in numbers}
         held_bytes = {number: self._pages * each for number, each in kv_bytes.items()}
         return device_shares(taken, layers, held_bytes, plan.weights_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _GeneratorMaker:
-    """Makes generators over what `holdings` holds, one at a time."""
-
-    plan: LoadPlan
-    tokenizer: Any
-    holdings: Holdings
-
-    def __call__(self) -> Any:
-        held, plan = self.holdings, self.plan
-        if not held.models:
-            raise RuntimeError("the model has been unloaded")
-        held.close_generator()
-        main, draft = held.models[0], held.models[1] if len(held.models) > 1 else Held(None)
-        chunk_tokens = main.model.config.max_input_len
-        generator = plan.library.generator(
-            model=main.model,
-            cache=main.cache,
-            tokenizer=self.tokenizer,
-            max_batch_size=chunk_tokens // MAX_Q_SIZE,
-            max_chunk_size=chunk_tokens,
-            max_q_size=MAX_Q_SIZE,
-            draft_model=draft.model,
-            draft_cache=draft.cache,
-            num_draft_tokens=plan.draft_tokens,
-            use_ngram_draft=plan.spec.ngram_draft,
-            paged=True,
-        )
-        if held.adapters:
-            generator.set_loras(list(held.adapters))
-        held.generator = generator
-        return generator
 
 
 def _compute_chunk(held: Held) -> None:

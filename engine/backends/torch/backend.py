@@ -117,11 +117,11 @@ class TorchBackend:
 
     def set_max_prompts(self, max_prompts: int) -> None:
         """Admit up to this many from the next step on."""
-        self._loaded()[1].set_max_prompts(max_prompts)
+        self._loaded()[1].limits.set_max_prompts(max_prompts)
 
     def set_step_tokens(self, step_tokens: int) -> None:
         """Compute up to this many tokens from the next step on."""
-        self._loaded()[1].set_step_tokens(step_tokens)
+        self._loaded()[1].limits.set_step_tokens(step_tokens)
 
     def has_work(self) -> bool:
         """Whether any request is live, or a step is launched that is nobody's any more."""
@@ -151,7 +151,7 @@ class TorchBackend:
                 _logger.warning(
                     "a step ran out of memory; now %d requests run at once, and prompts get %d tokens a step",
                     len(self._scheduler.running),
-                    self._scheduler.step_tokens,
+                    self._scheduler.limits.step_tokens,
                 )
                 admit = False
                 continue

@@ -31,7 +31,7 @@ def gauges(
         draft_tokens=sum(position.guessed for position in speculation.told),
         draft_accepted=sum(position.held for position in speculation.told),
         drafts=speculation.told,
-        prompts_limit=scheduler.prompts_limit,
+        prompts_limit=scheduler.limits.prompts_limit,
         sequences=tuple(
             SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.known)
             for each in (*running, *scheduler.waiting)

@@ -13,12 +13,10 @@ from collections import deque
 from dataclasses import replace
 
 from engine.backends.prefix import PageKey
-from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.pages import PagePool
 from engine.backends.torch.refusals import refuse_hopeless
 from engine.backends.torch.sequences import Counters, Plan, Sequence
-
-_NOTHING = range(0)
+from engine.backends.torch.step_limits import StepLimits
 
 
 class Scheduler:
@@ -31,7 +29,7 @@ class Scheduler:
 
     Budget: every decode gets its token in every step; prompts share what is left of step_tokens, oldest first.
 
-    Memory: a step that ran out of it is made smaller by `shrink`; what that found holds until `set_max_prompts`.
+    Memory: a step that ran out of it is made smaller by `shrink`; what that found is kept in `limits`.
     """
 
     def __init__(
@@ -44,9 +42,7 @@ class Scheduler:
         max_input_len: int | None = None,
     ) -> None:
         self.pool = pool
-        self.max_prompts = max_prompts
-        self.prompts_limit = 0
-        self.step_tokens = self._full_step_tokens = step_tokens
+        self.limits = StepLimits(max_prompts, step_tokens, pool.page_tokens)
         self.max_model_len = max_model_len
         self.max_input_len = max_model_len - 1 if max_input_len is None else max_input_len
         self.counters = Counters()
@@ -83,22 +79,12 @@ class Scheduler:
             self._waiting.remove(sequence)
         self._free(sequence)
 
-    def set_max_prompts(self, max_prompts: int) -> None:
-        """Admit up to this many from the next step on, and try again what memory did not allow before."""
-        self.max_prompts = max_prompts
-        self.prompts_limit = 0
-        self.step_tokens = self._full_step_tokens
-
-    def set_step_tokens(self, step_tokens: int) -> None:
-        """The budget from the next step on; where there is not the memory for it, `shrink` makes it smaller again."""
-        self.step_tokens = self._full_step_tokens = step_tokens
-
     def plan(self, *, admit: bool = True) -> Plan:
         """Decide the next step and take the pages for it. Until `commit`, nothing counts as computed, so a step
         that failed can be planned again."""
         plan = Plan()
         decodes = sum(seq.missing == 1 for seq in self._running)
-        budget = max(self.step_tokens - decodes, self._smallest_budget)
+        budget = self.limits.prompt_tokens(decodes)
         preemptions = self.counters.preemptions
         index = 0
         while index < len(self._running):
@@ -111,7 +97,7 @@ class Scheduler:
             if not self._secure(sequence, sequence.computed + count, plan):
                 break
             budget -= 0 if decode else count
-            self._feed(plan, sequence, count)
+            plan.feed(sequence, count)
         if admit and self.counters.preemptions == preemptions:
             self._admit(plan, budget)
         return plan
@@ -164,18 +150,15 @@ class Scheduler:
         """Make steps need less memory, after one ran out of it. False where nothing is left to give up.
 
         A step that fed prompts gives up half of its budget for them. Where that cannot be it, the youngest quarter of
-        the sequences is preempted, and no more than are left run at once from now on (`prompts_limit`); they have the
-        whole budget again, as it was not to blame.
+        the sequences is preempted, and no more than are left run at once from now on.
         """
-        if any(seq.missing > 1 for seq in self._running) and self.step_tokens > self._smallest_budget:
-            self.step_tokens = max(self.step_tokens // 2, self._smallest_budget)
+        if any(seq.missing > 1 for seq in self._running) and self.limits.halve_tokens():
             return True
         if len(self._running) <= 1:
             return False
         for sequence in self._running[-max(1, len(self._running) // 4) :][::-1]:
             self._preempt(sequence)
-        self.prompts_limit = len(self._running)
-        self.step_tokens = self._full_step_tokens
+        self.limits.allow(len(self._running))
         return True
 
     def outgrown(self, sequence: Sequence) -> bool:
@@ -206,20 +189,10 @@ class Scheduler:
             assert seq.drafted <= min(room, seq.known), f"{seq.id}: {seq.drafted} of {seq.known} drafted, room {room}"
             assert seq.told >= min(seq.computed, seq.tell), f"{seq.id}: {seq.told} told, {seq.computed} computed"
 
-    @property
-    def places(self) -> int:
-        """Sequences that may run at once."""
-        return min(self.max_prompts, self.prompts_limit or self.max_prompts)
-
-    @property
-    def _smallest_budget(self) -> int:
-        """Prompt tokens that a step takes on even where decodes alone use up step_tokens: prompts never starve."""
-        return min(self._full_step_tokens, self.pool.page_tokens)
-
     # --- admission --------------------------------------------------------------------------------------------
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        while self._waiting and budget > 0 and len(self._running) < self.places:
+        while self._waiting and budget > 0 and len(self._running) < self.limits.places:
             sequence = self._waiting[0]
             if self.outgrown(sequence):
                 plan.exhausted.append(self._waiting.popleft())
@@ -229,7 +202,7 @@ class Scheduler:
             self._running.append(self._waiting.popleft())
             count = min(sequence.missing, budget)
             budget -= count
-            self._feed(plan, sequence, count)
+            plan.feed(sequence, count)
 
     def _start(self, sequence: Sequence) -> bool:
         """Take pages for all its known tokens, cached ones first; False, and nothing taken, where they lack."""
@@ -298,21 +271,3 @@ class Scheduler:
         for index in range(sequence.remembered, sequence.computed // self.pool.page_tokens):
             self.pool.remember(sequence.pages[index], self._key(sequence, index))
             sequence.remembered = index + 1
-
-    @staticmethod
-    def _feed(plan: Plan, sequence: Sequence, count: int) -> None:
-        start, end = sequence.computed, sequence.computed + count
-        plan.sequences.append(sequence)
-        plan.chunks.append(
-            ChunkInput(
-                sequence.token_ids[start:end],
-                start,
-                sequence.pages,
-                sample=end == sequence.known and sequence.answers,
-                adapter=sequence.adapter,
-                told=range(max(0, sequence.told - start), min(end, sequence.tell) - start)
-                if sequence.tell
-                else _NOTHING,
-                stay=sequence.stay,
-            )
-        )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from engine.backends.prefix import PageKey
 from engine.backends.torch.batch import ChunkInput
 
+_NOTHING = range(0)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -60,6 +62,23 @@ class Plan:
     sequences: list[Sequence] = field(default_factory=list)
     chunks: list[ChunkInput] = field(default_factory=list)
     exhausted: list[Sequence] = field(default_factory=list)
+
+    def feed(self, sequence: Sequence, count: int) -> None:
+        """Compute the next `count` tokens of a sequence."""
+        start, end = sequence.computed, sequence.computed + count
+        told = range(max(0, sequence.told - start), min(end, sequence.tell) - start) if sequence.tell else _NOTHING
+        self.sequences.append(sequence)
+        self.chunks.append(
+            ChunkInput(
+                sequence.token_ids[start:end],
+                start,
+                sequence.pages,
+                sample=end == sequence.known and sequence.answers,
+                adapter=sequence.adapter,
+                told=told,
+                stay=sequence.stay,
+            )
+        )
 
     @property
     def sampled(self) -> list[Sequence]:

@@ -74,7 +74,7 @@ class Speculation:
         """Put guesses into a planned step, where it does nothing but go on with answers, and there is room."""
         self._drafted.clear()
         decodes = len(plan.chunks)
-        spare = scheduler.places - decodes
+        spare = scheduler.limits.places - decodes
         if not self._on or spare <= 0 or scheduler.waiting or len(scheduler.running) > decodes:
             return
         if any(sequence.missing > 1 for sequence in plan.sequences):
@@ -121,8 +121,8 @@ class Speculation:
             [Candidate(each.id, each.known - each.drafted, longest - each.known + 1) for each in sequences.values()],
             rows=len(plan.chunks) + looked_up,
             tokens=len(plan.chunks) + self._lookup.expected(guesses),
-            spare=scheduler.places - len(plan.chunks) - looked_up,
-            budget=scheduler.step_tokens,
+            spare=scheduler.limits.places - len(plan.chunks) - looked_up,
+            budget=scheduler.limits.step_tokens,
         )
         granted = {
             sequences[name]: Turn(turn.fed, scheduler.room_ahead(sequences[name], turn.guesses))
