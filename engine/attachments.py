@@ -101,7 +101,7 @@ class Attachments:
         while True:
             workers = [] if self._workers is None else list(self._workers)
             ready = [replica for replica in workers if replica.state in ("ready", "draining")]
-            answers = [replica.attached[name] for replica in ready if name in replica.attached]
+            answers = [replica.orders.attached[name] for replica in ready if name in replica.orders.attached]
             error = next((answer.error for answer in answers if answer.error), None)
             if error is not None or len(answers) == len(ready):
                 return error
@@ -110,7 +110,7 @@ class Attachments:
 
     @staticmethod
     def _reading(spec: AdapterSpec, replicas: Sequence[Replica]) -> AdapterReading:
-        answers = [replica.attached[spec.name] for replica in replicas if spec.name in replica.attached]
+        answers = [replica.orders.attached[spec.name] for replica in replicas if spec.name in replica.orders.attached]
         return AdapterReading(
             name=spec.name,
             path=spec.path,

@@ -10,17 +10,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import msgspec
 
 from engine.attachments import Attachments
 from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, DeviceShare, EngineConfig, ModelSpec
-from engine.desk import Desk
-from engine.devices import BusyTime
 from engine.dispatcher import Dispatcher, Slot
 from engine.errors import (
     EngineError,
@@ -32,42 +28,17 @@ from engine.errors import (
 )
 from engine.fitting import Fitting
 from engine.lane import Lane
-from engine.ledger import LedgerFile
-from engine.metrics import Metrics
 from engine.plan import Placement
-from engine.pool import NewHost, Pool
+from engine.pool import Pool
 from engine.replica import Replica
 from engine.request import Request
 from engine.snapshot import DeviceReading, ModelState, ModelStatus
+from engine.surroundings import Surroundings
 from engine.tasks import detached, uninterrupted
 from engine.text.tokenizer import Tokenizer
 
 _RETRY_AFTER_S = 5
 _log = logging.getLogger("engine")
-
-
-class LookAtDevices(Protocol):
-    """See Fleet.devices."""
-
-    def __call__(self, gone: Collection[Replica] = ()) -> Sequence[DeviceReading]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What deployments share. devices: as placement sees them now; ledger: what loads really used.
-
-    new_id: a worker id that none uses.  count: the workers of all.  on_change: after every change.
-    """
-
-    desk: Desk
-    metrics: Metrics
-    busy: BusyTime
-    ledger: LedgerFile | None
-    new_host: NewHost
-    devices: LookAtDevices
-    new_id: Callable[[], str]
-    count: Callable[[], int]
-    on_change: Callable[[], None]
 
 
 class Deployment:

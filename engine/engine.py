@@ -19,7 +19,6 @@ from engine.fleet import Fleet, Serving
 from engine.log import LogRing
 from engine.metrics import Metrics
 from engine.observer import Observer
-from engine.pool import NewHost
 from engine.pulse import Pulse
 from engine.records import RequestDetail, RequestText, text_of
 from engine.request import GenerateRequest, Request
@@ -28,7 +27,7 @@ from engine.snapshot import DeviceReading, ModelStatus, RequestRow, Snapshot
 from engine.stream import RequestStream, StreamDelta
 from engine.text.tokenizer import Tokenizer
 from engine.usage import ModelUsage
-from engine.worker.hosts import BackendFactory
+from engine.worker.hosts import BackendFactory, NewHost
 
 __all__ = ["Engine", "GenerateRequest", "RequestStream", "Serving", "StreamDelta"]
 

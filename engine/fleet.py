@@ -11,7 +11,7 @@ import msgspec
 
 from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, EngineConfig, ModelSpec
-from engine.deployment import Deployment, Surroundings
+from engine.deployment import Deployment
 from engine.desk import Desk
 from engine.devices import BusyTime
 from engine.errors import (
@@ -24,15 +24,15 @@ from engine.ledger import LedgerFile
 from engine.metrics import Metrics
 from engine.naps import Naps
 from engine.occupancy import occupied
-from engine.pool import NewHost, host_factory
 from engine.replica import Replica
 from engine.request import Request
 from engine.roster import Roster
 from engine.sampler import DeviceSampler
 from engine.snapshot import DeviceReading
+from engine.surroundings import Surroundings
 from engine.switch import Switch
 from engine.text.tokenizer import Tokenizer
-from engine.worker.hosts import BackendFactory
+from engine.worker.hosts import BackendFactory, NewHost, host_factory
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,8 @@ import signal
 from types import MappingProxyType
 from typing import Literal
 
-from engine.backends.base import LoadPhase
+from engine.backends.base import LoadPhase, LoadProgress
+from engine.snapshot import WorkerState
 from engine.worker.hosts import WorkerExit
 
 CHECK_S = 1.0
@@ -47,6 +48,15 @@ _DOING = MappingProxyType[Activity, str](
         "warm_up": "warmed up",
     }
 )
+
+
+def activity(state: WorkerState, progress: LoadProgress | None, requests: int) -> Activity:
+    """What a worker is at, with so many requests."""
+    if state == "starting":
+        return "starting"
+    if state == "loading":
+        return progress.phase if progress is not None else "loading"
+    return "working" if requests else "idle"
 
 
 def patience_s(activity: Activity, hang_s: float, slowest_step_s: float = 0.0) -> float:

@@ -7,39 +7,23 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import msgspec
-
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import AdapterSpec, DeviceShare, EngineConfig, ModelSpec
 from engine.desk import Desk
-from engine.devices import BusyTime, usable_cores
+from engine.devices import BusyTime
 from engine.dispatcher import Slot
 from engine.errors import ErrorInfo, from_info
 from engine.lane import Lane
 from engine.metrics import Metrics
+from engine.orders import ModelOrders
 from engine.plan import Placement
 from engine.replica import Replica
 from engine.request import Request
 from engine.restarts import Backoff
-from engine.worker.hosts import BackendFactory, ProcessHost, ThreadHost, WorkerHost
-from engine.worker.protocol import Load, StepBatch
-
-NewHost = Callable[[str, ModelSpec], WorkerHost]
-"""Makes the host of a worker, by its id and what it is going to load, devices included."""
+from engine.worker.hosts import NewHost
+from engine.worker.protocol import StepBatch
 
 _log = logging.getLogger("engine")
-
-
-def host_factory(config: EngineConfig, backend_factory: BackendFactory | None) -> NewHost:
-    """How `config` wants worker hosts made."""
-    if config.worker_host == "thread":
-        return lambda worker_id, spec: ThreadHost(worker_id, backend_factory=backend_factory)
-
-    def process(worker_id: str, spec: ModelSpec) -> WorkerHost:
-        folder = config.log_dir
-        return ProcessHost(worker_id, log_path=None if folder is None else folder / f"worker-{worker_id}.log")
-
-    return process
 
 
 class Pool:
@@ -69,11 +53,8 @@ class Pool:
         on_change: Callable[[], None],
         on_dead: Callable[[ErrorInfo], None],
     ) -> None:
-        self.spec = spec
         self._config = config
-        self._max_prompts = config.max_prompts
-        self._step_tokens = config.step_tokens
-        self._threads_each = config.threads
+        self._orders = ModelOrders(spec, config)
         self._new_host = new_host
         self._place_anew = place_anew
         self._new_id = new_id
@@ -85,7 +66,6 @@ class Pool:
         self._on_loaded = on_loaded
         self._on_change = on_change
         self._on_dead = on_dead
-        self._adapters: dict[str, AdapterSpec] = {}
         self._replicas: dict[str, Replica] = {}
         self._unnoted: dict[str, Placement] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -121,7 +101,7 @@ class Pool:
             worker_id = self._new_id()
             replica = Replica(
                 worker_id,
-                self._load_command(placement, total),
+                self._orders.load(placement, total),
                 device=placement.device,
                 new_host=self._new_host,
                 owner=self,
@@ -170,19 +150,19 @@ class Pool:
 
     def set_max_prompts(self, max_prompts: int) -> None:
         """Let each replica work on at most this many requests."""
-        self._max_prompts = max_prompts
+        self._orders.max_prompts = max_prompts
         for replica in self:
-            replica.set_max_prompts(max_prompts)
+            replica.orders.set_max_prompts(max_prompts)
 
     def set_step_tokens(self, step_tokens: int) -> None:
         """Let each replica compute at most this many tokens in a step."""
-        self._step_tokens = step_tokens
+        self._orders.step_tokens = step_tokens
         for replica in self:
-            replica.set_step_tokens(step_tokens)
+            replica.orders.set_step_tokens(step_tokens)
 
     def set_threads(self, threads: int) -> None:
         """Let each replica compute on this many threads; 0 shares the cores out."""
-        self._threads_each = threads
+        self._orders.threads = threads
         self.share_cores()
 
     def slots(self) -> list[Slot]:
@@ -190,22 +170,22 @@ class Pool:
         slots = []
         for replica in self:
             if replica.state == "ready":
-                places = replica.places(self._max_prompts)
+                places = replica.places(self._orders.max_prompts)
                 active = places if replica.guarded else len(replica.active)
                 slots.append(Slot(worker=replica.id, active=active, max_prompts=places))
         return slots
 
     def attach(self, adapter: AdapterSpec) -> None:
         """Give every replica the adapter, those to come included."""
-        self._adapters[adapter.name] = adapter
+        self._orders.adapters[adapter.name] = adapter
         for replica in self:
-            replica.attach(adapter)
+            replica.orders.attach(adapter)
 
     def detach(self, name: str) -> None:
         """Take the adapter from every replica."""
-        self._adapters.pop(name, None)
+        self._orders.adapters.pop(name, None)
         for replica in self:
-            replica.detach(name)
+            replica.orders.detach(name)
 
     def release(self, request: Request) -> None:
         """A request leaves its worker, which stops computing it."""
@@ -237,7 +217,7 @@ class Pool:
         if placement is None:
             return spec
         _log.warning("%s is placed anew", replica.id, extra={"source": replica.id})
-        return self._placed_spec(placement)
+        return self._orders.placed(placement)
 
     def replica_changed(self, replica: Replica) -> None:
         """ReplicaOwner: the first one ready ends `first_ready`; so does the last one's failure."""
@@ -283,34 +263,13 @@ class Pool:
     def share_cores(self) -> None:
         """Workers on more threads than there are cores wait for each other at every layer."""
         for replica in self:
-            replica.set_threads(self._threads(self._count()))
-
-    def _threads(self, workers: int) -> int:
-        return self._threads_each or self.spec.threads or max(1, usable_cores() // max(1, workers))
+            replica.orders.set_threads(self._orders.threads_each(self._count()))
 
     def _fail(self, errors: Iterable[ErrorInfo | None]) -> None:
         error = next((error for error in errors if error is not None), None)
         if error is not None:
             self._first.set_exception(from_info(error))
             self._first.exception()
-
-    def _load_command(self, placement: Placement, workers: int) -> Load:
-        return Load(
-            spec=self._placed_spec(placement),
-            max_prompts=self._max_prompts,
-            step_tokens=self._step_tokens,
-            page_tokens=self._config.page_tokens,
-            threads=self._threads(workers),
-            adapters=tuple(self._adapters.values()),
-        )
-
-    def _placed_spec(self, placement: Placement) -> ModelSpec:
-        return msgspec.structs.replace(
-            self.spec,
-            device=placement.device,
-            shares=placement.shares,
-            kv_cache_tokens=self.spec.kv_cache_tokens or placement.kv_tokens,
-        )
 
     def _leave(self, replica: Replica) -> None:
         task = asyncio.get_running_loop().create_task(self._forget(replica, replica.stop()))

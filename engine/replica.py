@@ -7,15 +7,14 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
-from engine.config import AdapterSpec, DeviceShare, ModelSpec
+from engine.config import DeviceShare, ModelSpec
 from engine.errors import ErrorInfo, WorkerFailed
-from engine.health import Activity, AwakeClock, describe_exit, describe_silence
+from engine.health import AwakeClock, activity, describe_exit, describe_silence
 from engine.hosting import STOP_PATIENCE_S, Hosting
 from engine.ledger import with_resident
 from engine.metrics import Rate
+from engine.orders import Orders
 from engine.request import Request
 from engine.restarts import Backoff, Deaths
 from engine.snapshot import WorkerReading, WorkerState
@@ -69,11 +68,9 @@ class Replica:
         self.progress: LoadProgress | None = None
         self.stats = BackendStats()
         self.active: dict[str, Request] = {}
-        self.attached: dict[str, protocol.Attached] = {}
         self.restarts = 0
         self.last_error: ErrorInfo | None = None
         self.load_s: float | None = None
-        self._load = load
         self._new_host = new_host
         self._owner = owner
         self._deaths = Deaths(backoff, max_deaths)
@@ -82,6 +79,7 @@ class Replica:
         self._awake = AwakeClock(self._loop.time())
         self._vitals = Vitals(self._awake)
         self._hosting = Hosting(self)
+        self.orders = Orders(load, self._hosting.send)
         self._retry: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._told: ErrorInfo | None = None
@@ -98,7 +96,7 @@ class Replica:
     @property
     def planned(self) -> tuple[DeviceShare, ...]:
         """What placement gave it of each device."""
-        return self._load.spec.shares
+        return self.orders.load.spec.shares
 
     @property
     def shares(self) -> tuple[DeviceShare, ...]:
@@ -128,8 +126,9 @@ class Replica:
     def start(self) -> None:
         """Start the worker in the background."""
         self._retry = None
-        spec = self._owner.placed(self, self._load.spec)
-        self._load, self.device = msgspec.structs.replace(self._load, spec=spec), spec.device
+        spec = self._owner.placed(self, self.orders.load.spec)
+        self.orders.move(spec)
+        self.device = spec.device
         self._hosting.start(self._new_host(self.id, spec))
         self._set_state("starting")
 
@@ -151,9 +150,10 @@ class Replica:
     def check(self, now: float) -> None:
         """Replace the worker if it is hung; to be called every `health.CHECK_S`, with the loop's clock."""
         self._awake.turn(now)
-        silent_s = self._vitals.hung_s(now, self._activity, self._hang_s)
+        doing = activity(self.state, self.progress, len(self.active))
+        silent_s = self._vitals.hung_s(now, doing, self._hang_s)
         if silent_s is not None and self.state != "stopping":
-            reason = describe_silence(self.id, silent_s, self._activity, len(self.active))
+            reason = describe_silence(self.id, silent_s, doing, len(self.active))
             self._died(WorkerFailed(reason, worker=self.id, silent_s=round(silent_s, 1)).info, kill=True)
 
     def submit(self, request: Request) -> None:
@@ -167,32 +167,6 @@ class Replica:
         """Stop working on a request."""
         if self.active.pop(request.wire_id, None) is not None:
             self._hosting.send(protocol.Cancel(request_id=request.wire_id))
-
-    def set_max_prompts(self, max_prompts: int) -> None:
-        """Work on at most this many at once, from now on and after restarts."""
-        self._order(protocol.SetMaxPrompts(max_prompts=max_prompts), max_prompts=max_prompts)
-
-    def set_step_tokens(self, step_tokens: int) -> None:
-        """Compute at most this many tokens in a step, from now on and after restarts."""
-        if step_tokens != self._load.step_tokens:
-            self._order(protocol.SetStepTokens(step_tokens=step_tokens), step_tokens=step_tokens)
-
-    def set_threads(self, threads: int) -> None:
-        """Compute with this many CPU threads, from now on and after restarts."""
-        if threads != self._load.threads:
-            self._order(protocol.SetThreads(threads=threads), threads=threads)
-
-    def attach(self, adapter: AdapterSpec) -> None:
-        """Let requests name this adapter, from now on and after restarts; `attached` tells what came of it."""
-        kept = tuple(each for each in self._load.adapters if each.name != adapter.name)
-        self.attached.pop(adapter.name, None)
-        self._order(protocol.Attach(adapter=adapter), adapters=(*kept, adapter))
-
-    def detach(self, name: str) -> None:
-        """Forget an adapter."""
-        kept = tuple(each for each in self._load.adapters if each.name != name)
-        self.attached.pop(name, None)
-        self._order(protocol.Detach(name=name), adapters=kept)
 
     def drain(self) -> None:
         """Take nothing new; `undrain` takes it back."""
@@ -248,19 +222,6 @@ class Replica:
             self.state = state
             self._owner.replica_changed(self)
 
-    def _order(self, command: protocol.Command, **changes: object) -> None:
-        """Have it do something, now and after each restart."""
-        self._load = msgspec.structs.replace(self._load, **changes)
-        self._hosting.send(command)
-
-    @property
-    def _activity(self) -> Activity:
-        if self.state == "starting":
-            return "starting"
-        if self.state == "loading":
-            return self.progress.phase if self.progress is not None else "loading"
-        return "working" if self.active else "idle"
-
     def host_begins(self) -> None:
         """HostListener: silence counts from now on."""
         self._vitals.begin(self._loop.time())
@@ -272,7 +233,7 @@ class Replica:
         match event:
             case protocol.Hello():
                 self._set_state("loading")
-                self._hosting.send(self._load)
+                self._hosting.send(self.orders.load)
             case protocol.Progress(progress=progress):
                 self._vitals.progressed(progress, now)
                 self.progress = progress
@@ -287,7 +248,7 @@ class Replica:
             case protocol.LoadFailed(error=error):
                 self._died(error)
             case protocol.Attached():
-                self.attached[event.name] = event
+                self.orders.attached[event.name] = event
                 self._owner.replica_changed(self)
             case protocol.StepBatch():
                 self._stepped(event)
@@ -332,7 +293,7 @@ class Replica:
             if not self.was_ready:
                 self.state = "failed"
             elif retry_s is None:
-                self.state, self.last_error = "failed", self._left_dead(error)
+                self.state, self.last_error = "failed", self._deaths.left_dead(self.id, error)
             else:
                 self.state, self.restarts = "restarting", self.restarts + 1
                 self._retry = self._loop.call_later(retry_s, self.start)
@@ -343,16 +304,10 @@ class Replica:
         """Have done with the host, and take its requests from it."""
         self._hosting.let_go(kill=kill)
         self.progress, self.stats, self._vitals = None, BackendStats(), Vitals(self._awake)
-        self.attached.clear()
+        self.orders.attached.clear()
         lost = list(self.active.values())
         self.active.clear()
         return lost
-
-    def _left_dead(self, error: ErrorInfo) -> ErrorInfo:
-        deaths = self._deaths.in_a_row
-        often = f"{deaths} times in a row" if deaths > 1 else "once"
-        sentence = f"worker {self.id} died {often} and is left dead; the last time: {error.message}"
-        return WorkerFailed(sentence, **{**error.details, "worker": self.id, "deaths": deaths}).info
 
     async def _stop(self, timeout_s: float) -> None:
         if self._retry is not None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from engine.errors import ErrorInfo, WorkerFailed
+
 
 class Backoff(msgspec.Struct, frozen=True):
     """Waits between restarts: doubling from first_s up to last_s."""
@@ -30,6 +32,12 @@ class Deaths:
         """Count a death after `worked_s` of work; seconds to wait until the next start, None to leave it dead."""
         self.in_a_row = 1 if worked_s > self.backoff.last_s else self.in_a_row + 1
         return None if self.in_a_row >= self.limit else self.backoff.delay_s(self.in_a_row)
+
+    def left_dead(self, worker: str, last: ErrorInfo) -> ErrorInfo:
+        """Why the worker is not started again. last: what it died of."""
+        often = f"{self.in_a_row} times in a row" if self.in_a_row > 1 else "once"
+        sentence = f"worker {worker} died {often} and is left dead; the last time: {last.message}"
+        return WorkerFailed(sentence, **{**last.details, "worker": worker, "deaths": self.in_a_row}).info
 
     def forget(self) -> None:
         """Begin a new row: an operator wants it to be tried again."""

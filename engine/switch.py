@@ -10,12 +10,13 @@ from collections.abc import Callable, Coroutine
 
 from engine.backends.base import LoadedModel
 from engine.config import EngineConfig, ModelSpec
-from engine.deployment import Deployment, Surroundings
+from engine.deployment import Deployment
 from engine.desk import Desk
 from engine.errors import EngineBusy, EngineError, InsufficientMemory, InvalidRequest, LoadCancelled
 from engine.handover import Handover
 from engine.roster import Roster
 from engine.sampler import DeviceSampler
+from engine.surroundings import Surroundings
 from engine.tasks import detached
 
 SWITCH_DRAIN_S = 30.0

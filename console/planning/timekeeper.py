@@ -105,11 +105,11 @@ class TimekeepingBackend:
 
     def set_max_prompts(self, max_prompts: int) -> None:
         """Admit up to this many from the next step on."""
-        self._loaded.set_max_prompts(max_prompts)
+        self._loaded.limits.set_max_prompts(max_prompts)
 
     def set_step_tokens(self, step_tokens: int) -> None:
         """Compute up to this many tokens from the next step on."""
-        self._loaded.set_step_tokens(step_tokens)
+        self._loaded.limits.set_step_tokens(step_tokens)
 
     def has_work(self) -> bool:
         """Whether any request is live."""

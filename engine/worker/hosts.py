@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.config import EngineConfig, ModelSpec
 from engine.errors import WorkerFailed
 from engine.worker.channel import EngineChannel, WorkerChannel, socket_pair
 from engine.worker.factory import BackendFactory, create_backend
@@ -27,7 +28,16 @@ from engine.worker.protocol import Command, Event, Shutdown
 TERMINATE_PATIENCE_S = 2.0
 KILL_PATIENCE_S = 10.0
 
-__all__ = ["BackendFactory", "ChannelHost", "ProcessHost", "ThreadHost", "WorkerExit", "WorkerHost"]
+__all__ = [
+    "BackendFactory",
+    "ChannelHost",
+    "NewHost",
+    "ProcessHost",
+    "ThreadHost",
+    "WorkerExit",
+    "WorkerHost",
+    "host_factory",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -63,6 +73,10 @@ class WorkerHost(Protocol):
 
     def kill(self) -> None:
         """End it at once: SIGKILL for a process; a thread is abandoned. on_exit follows."""
+
+
+NewHost = Callable[[str, ModelSpec], WorkerHost]
+"""Makes the host of a worker, by its id and what it is going to load, devices included."""
 
 
 class ChannelHost:
@@ -247,3 +261,15 @@ class ThreadHost(ChannelHost):
             channel.close()
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._ended, reason)
+
+
+def host_factory(config: EngineConfig, backend_factory: BackendFactory | None) -> NewHost:
+    """How `config` wants worker hosts made."""
+    if config.worker_host == "thread":
+        return lambda worker_id, spec: ThreadHost(worker_id, backend_factory=backend_factory)
+
+    def process(worker_id: str, spec: ModelSpec) -> WorkerHost:
+        folder = config.log_dir
+        return ProcessHost(worker_id, log_path=None if folder is None else folder / f"worker-{worker_id}.log")
+
+    return process

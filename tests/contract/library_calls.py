@@ -34,10 +34,10 @@ def read_sources(
     findings = Findings()
     trees = {file.stem: ast.parse(file.read_text(encoding="utf-8")) for file in files}
     ours = Ours(findings, roots)
-    every = trees | {file.stem: ast.parse(file.read_text(encoding="utf-8")) for file in contracts}
-    for tree in every.values():
+    every = [*trees.items(), *((file.stem, ast.parse(file.read_text(encoding="utf-8"))) for file in contracts)]
+    for _, tree in every:
         ours.note_names(tree)
-    for stem, tree in every.items():
+    for stem, tree in every:
         ours.note_members(stem, tree)
     noted = set(findings.unexplained)
     for _ in range(2):  # fields that are set from arguments are known in the second round

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from engine import config as engine_config
 from engine.backends import base
 from engine.backends.exllama import attention, draws, folder, parts, sampling
-from engine.config import SamplingParams
+from engine.config import SamplingParams, model
+from engine.config import sampling as asked
 from engine.models import headers
 from tests.contract.library_calls import read_sources
 from tests.contract.library_kinds import Findings, Use
@@ -38,7 +38,7 @@ from tests.contract.library_table import (
 from tests.fakes.exllamav2_wheel import wheel_folder
 
 _OURS = Path(parts.__file__).parent
-_CONTRACTS = [Path(str(module.__file__)) for module in (engine_config, base, headers)]
+_CONTRACTS = [Path(str(module.__file__)) for module in (model, asked, base, headers)]
 _FAKES = Path(__file__).parents[1] / "fakes"
 _GPU = Path(__file__).parents[1] / "gpu"
 _PAGED_CALLS = 2

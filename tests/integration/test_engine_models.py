@@ -162,7 +162,7 @@ async def test_the_workers_of_all_models_share_the_cores(tmp_path: Path, monkeyp
     monkeypatch.setattr("engine.pool.usable_cores", lambda: 8)
 
     def threads() -> list[int]:
-        return [replica._load.threads for replica in engine._fleet.roster.replicas()]
+        return [replica.orders.load.threads for replica in engine._fleet.roster.replicas()]
 
     async with started(num_workers=2) as engine:
         await engine.load(named(tmp_path, "a"))
