@@ -159,7 +159,7 @@ async def test_a_request_names_an_adapter_that_is_there(tmp_path: Path) -> None:
 
 
 async def test_the_workers_of_all_models_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.pool.usable_cores", lambda: 8)
+    monkeypatch.setattr("engine.orders.usable_cores", lambda: 8)
 
     def threads() -> list[int]:
         return [replica.orders.load.threads for replica in engine._fleet.roster.replicas()]
