@@ -43,6 +43,8 @@ def instruction_set(machine: str, cpu: Cpu) -> str:
     flags = cpu.flags
     if machine != "x86_64" or not flags >= {"avx2", "fma"}:
         return ""
-    if not flags >= {"avx512_bf16", "avx512_vnni", "avx512vl", "avx512bw"}:
+    if not flags >= {"avx512_vnni", "avx512vl", "avx512bw"}:
         return "avx2"
+    if "avx512_bf16" not in flags:
+        return "avx512"
     return "amx-bf16" if flags >= {"amx_tile", "amx_bf16"} else "avx512-bf16"

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.native.attention import Heads, NativeAttention
-from engine.backends.torch.native.build import InstructionSet, build_library, cache_folder, find_compiler
 from engine.backends.torch.native.library import NativeLibrary
 
-SETS: tuple[InstructionSet, ...] = ("avx512-bf16", "avx2")
 NUM_PAGES = 96
 Angles = tuple[Tensor, Tensor]
-
-
-def library_of(isa: InstructionSet) -> NativeLibrary:
-    """The kernels for `isa`; skips the test where this machine cannot run or compile them."""
-    flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
-    needed = {"avx512_bf16", "avx512vl", "avx512bw"} if isa == "avx512-bf16" else {"avx2", "fma"}
-    if not find_compiler() or not flags >= needed:
-        pytest.skip(f"no compiler, or a CPU without {isa}")
-    return NativeLibrary(isa, build_library(isa, cache_folder()))
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from engine.backends.torch.native import build
 from engine.backends.torch.native.build import InstructionSet, build_library, cache_folder, find_compiler
 from engine.backends.torch.native.library import NativeLibrary
 
-LibraryName = Literal["avx512-bf16", "avx2", "amx-bf16", "amx-bf16 emulated"]
+LibraryName = InstructionSet | Literal["amx-bf16 emulated"]
 EMULATED: LibraryName = "amx-bf16 emulated"
 
 _NEEDS: dict[InstructionSet, set[str]] = {
     "amx-bf16": {"amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni", "avx512vl", "avx512bw"},
     "avx512-bf16": {"avx512_bf16", "avx512_vnni", "avx512vl", "avx512bw"},
+    "avx512": {"avx512_vnni", "avx512vl", "avx512bw"},
     "avx2": {"avx2", "fma"},
 }
 _TILES = Path(__file__).with_name("amx_tiles.h")
@@ -28,30 +29,30 @@ def cpu_runs(isa: InstructionSet) -> bool:
     return _NEEDS[isa] <= set(flags)
 
 
-def _below() -> InstructionSet:
-    """What AMX's tiles are emulated with."""
-    return "avx512-bf16" if cpu_runs("avx512-bf16") else "avx2"
+_WITHOUT_TILES: tuple[InstructionSet, ...] = ("avx512-bf16", "avx512", "avx2")
 
+SETS: tuple[InstructionSet, ...] = tuple(isa for isa in _WITHOUT_TILES if find_compiler() and cpu_runs(isa))
+"""What can be made and run on this machine, but for AMX, widest first."""
 
-LIBRARIES: tuple[LibraryName, ...] = tuple(
-    name
-    for name, isa in (
-        ("avx512-bf16", "avx512-bf16"),
-        ("avx2", "avx2"),
-        ("amx-bf16", "amx-bf16"),
-        (EMULATED, _below()),
-    )
-    if find_compiler() and cpu_runs(isa)
+LIBRARIES: tuple[LibraryName, ...] = (
+    *SETS,
+    *(("amx-bf16",) if SETS and cpu_runs("amx-bf16") else ()),
+    *((EMULATED,) if SETS else ()),
 )
-"""What can be made and run on this machine."""
+"""The same with AMX, on tiles in memory too."""
+
+
+def native_set(isa: InstructionSet) -> NativeLibrary:
+    """The library for `isa`, made if it is not there yet."""
+    return NativeLibrary(isa, build_library(isa, cache_folder()))
 
 
 def native(name: LibraryName) -> NativeLibrary:
     """The library of that name, which is one of LIBRARIES."""
     if name != "amx-bf16 emulated":
-        return NativeLibrary(name, build_library(name, cache_folder()))
+        return native_set(name)
     version = hashlib.sha256(_TILES.read_bytes()).hexdigest()[:16]
     tiles = (f'-DERICLLM_TILES="{_TILES}"', f"-DTILES_VERSION=0x{version}")
-    flags = (*build.ISA_FLAGS[_below()], "-DERICLLM_AMX", *tiles, "-O1")  # compiled in two thirds of the time
+    flags = (*build.ISA_FLAGS[SETS[0]], "-DERICLLM_AMX", *tiles, "-O1")  # compiled in two thirds of the time
     with mock.patch.object(build, "ISA_FLAGS", {**build.ISA_FLAGS, "amx-bf16": flags}):
         return NativeLibrary("amx-bf16", build_library("amx-bf16", cache_folder()))

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from engine.backends.torch.native.build import InstructionSet, build_library, cache_folder, find_compiler
 from engine.backends.torch.native.layer import NativeLinear
-from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.native.quantised import bits_of
 from engine.backends.torch.quantised_size import GROUP_INPUTS
 
-SETS: tuple[InstructionSet, ...] = ("avx512-bf16", "avx2")
 CODES = torch.tensor([-108, -84, -67, -52, -39, -26, -14, -3, 10, 22, 35, 49, 63, 80, 101, 127]).float()
-_FLAGS = {
-    "avx512-bf16": {"avx512_bf16", "avx512_vnni", "avx512vl", "avx512bw"},
-    "avx2": {"avx2", "fma"},
-}
-
-
-def library_for(isa: InstructionSet) -> NativeLibrary | None:
-    """The kernels for `isa`, where this machine can make and run them."""
-    flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
-    if not find_compiler() or not flags >= _FLAGS[isa]:
-        return None
-    return NativeLibrary(isa, build_library(isa, cache_folder()))
 
 
 def weight_of(layer: NativeLinear) -> Tensor:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.backends.torch.native.library import NativeLibrary
-from tests.fakes.attending import SETS, Kernel, Shape, expected, library_of
+from tests.fakes.attending import Kernel, Shape, expected
+from tests.fakes.native_libraries import SETS, native_set
 
 TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 5e-6}
 SHAPES = {
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], i
 
 @pytest.fixture(scope="module", params=SETS)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    return library_of(request.param)
+    return native_set(request.param)
 
 
 @pytest.fixture(autouse=True)

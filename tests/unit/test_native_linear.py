@@ -236,12 +236,21 @@ def test_other_dtypes_and_devices_stay_with_torch() -> None:
     assert native_library(torch.bfloat16, torch.device("cuda", 0), lambda: False) is None
 
 
-@pytest.mark.parametrize(("tiles", "isa"), [(True, "amx-bf16"), (False, "avx512-bf16")])
-def test_tiles_are_used_where_the_cpu_has_them(
-    monkeypatch: pytest.MonkeyPatch, tiles: bool, isa: InstructionSet
+@pytest.mark.parametrize(
+    ("vnni", "bf16", "tiles", "isa"),
+    [
+        (True, True, True, "amx-bf16"),
+        (True, True, False, "avx512-bf16"),
+        (True, False, False, "avx512"),
+        (False, False, False, "avx2"),
+    ],
+)
+def test_the_widest_kernels_are_used_that_the_cpu_can_run(
+    monkeypatch: pytest.MonkeyPatch, vnni: bool, bf16: bool, tiles: bool, isa: InstructionSet
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     assert native_isa() == isa
 

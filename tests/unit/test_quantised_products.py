@@ -12,7 +12,8 @@ from engine.backends.torch.native.layer import Fused
 from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.native.quantised import quantised
 from engine.backends.torch.quantised_size import GROUP_INPUTS, Bits, packed_bytes
-from tests.fakes.quantised_weights import SETS, library_for, rounded, weight_of
+from tests.fakes.native_libraries import SETS, native_set
+from tests.fakes.quantised_weights import rounded, weight_of
 
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 31, 48, 70, 200, 401)
 SHAPES = ((64, 64), (48, 96), (1, 1), (17, 33), (100, 71), (35, 1024), (576, 130), (80, 2050))
@@ -22,10 +23,7 @@ both_bits = pytest.mark.parametrize("bits", BITS)
 
 @pytest.fixture(scope="module", params=SETS)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    found = library_for(request.param)
-    if found is None:
-        pytest.skip(f"no compiler, or a CPU without {request.param}")
-    return found
+    return native_set(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -71,13 +69,11 @@ def test_neither_threads_nor_the_rest_of_the_batch_change_a_row(library: NativeL
 
 @both_bits
 def test_every_cpu_gives_the_same_to_the_bit(bits: Bits) -> None:
-    libraries = [found for isa in SETS if (found := library_for(isa)) is not None]
-    if len(libraries) < 2:
-        pytest.skip("no compiler, or one instruction set alone")
     weight, x = random(100, 700), random(40, 700, seed=2)
-    first, second = (quantised(library, weight, None, bits) for library in libraries)
-    assert torch.equal(first.weight, second.weight)
-    assert torch.equal(first(x), second(x))
+    first, *others = (quantised(native_set(isa), weight, None, bits) for isa in SETS)
+    for other in others:
+        assert torch.equal(first.weight, other.weight)
+        assert torch.equal(first(x), other(x))
 
 
 @both_bits

@@ -162,6 +162,12 @@ def test_a_processor_without_avx2_is_told_that_it_is_slow() -> None:
             "ok",
             "native avx512-bf16 kernels for bfloat16, which the first load compiles with /usr/bin/g++",
         ),
+        (
+            AVX512_BF16 - {"avx512_bf16"},
+            {"kept": ("avx512",)},
+            "ok",
+            "native avx512 kernels for bfloat16, compiled",
+        ),
         ({"avx2", "fma"}, {}, "note", "torch's own kernels: there is no C++ compiler to make ours with"),
         ({"avx2", "fma"}, {"off": True}, "note", "torch's own kernels: ERICLLM_NATIVE keeps ours off"),
     ],

@@ -52,6 +52,28 @@ struct Pair {
     static Floats add(Floats sum, Wide a, One b) { return {_mm512_dpbf16_ps(sum.v, a, b)}; }
 };
 
+#elif defined(__AVX512F__)
+
+constexpr int64_t kMaxRows = 12;
+constexpr int64_t columns_for(int64_t rows) { return rows <= 4 ? 4 : 2; }
+
+struct Pair {
+    struct Halves {
+        Floats first, second;
+    };
+    using Value = Bfloat16;
+    using Wide = Halves;
+    using One = Halves;
+    static constexpr int64_t kPerUnit = 2;
+    static Wide wide(const uint32_t* units) { return {first_of(units), second_of(units)}; }
+    static One one(const uint32_t* unit) {
+        Bfloat16 both[2];
+        std::memcpy(both, unit, sizeof both);
+        return {all(to_float(both[0])), all(to_float(both[1]))};
+    }
+    static Floats add(Floats sum, Wide a, One b) { return fused(a.second, b.second, fused(a.first, b.first, sum)); }
+};
+
 #else
 
 constexpr int64_t kMaxRows = 4;

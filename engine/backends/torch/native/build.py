@@ -20,7 +20,7 @@ from typing import Literal
 
 import platformdirs
 
-InstructionSet = Literal["amx-bf16", "avx512-bf16", "avx2"]
+InstructionSet = Literal["amx-bf16", "avx512-bf16", "avx512", "avx2"]
 
 _FOLDER = Path(__file__).parent
 SHIPPED = _FOLDER / "shipped"
@@ -50,11 +50,13 @@ TIMEOUT_S = 180.0
 SWITCH = "ERICLLM_NATIVE"
 """The environment variable that keeps the kernels off with "0"."""
 
-_AVX512_BF16 = ("-DERICLLM_AVX512_BF16", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mavx512vnni")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni")
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
 
 ISA_FLAGS: Mapping[InstructionSet, tuple[str, ...]] = {
     "amx-bf16": (*_AVX512_BF16, "-DERICLLM_AMX", "-mamx-tile", "-mamx-bf16"),
     "avx512-bf16": _AVX512_BF16,
+    "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma"),
 }
 

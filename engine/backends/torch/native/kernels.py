@@ -123,7 +123,9 @@ def native_isa() -> InstructionSet | None:
     if os.environ.get(SWITCH) == "0" or sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return None
     match torch.backends.cpu.get_cpu_capability():
-        case "AVX512" if torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported():
+        case "AVX512" if torch.cpu._is_vnni_supported():
+            if not torch.cpu._is_avx512_bf16_supported():
+                return "avx512"
             return "amx-bf16" if torch.cpu._is_amx_tile_supported() else "avx512-bf16"
         case "AVX512" | "AVX2":
             return "avx2"

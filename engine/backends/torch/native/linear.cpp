@@ -19,7 +19,7 @@ using Bfloat16Kernel = AmxKernel;
 
 #else
 
-#if defined(ERICLLM_AVX512_BF16)
+#if defined(__AVX512BF16__)
 
 using Panel = PairPanel;
 constexpr bool reads_rows(const Call& call) { return call.layer.inputs % 2 == 0 && !PairPanel::crowds(call); }
@@ -56,6 +56,44 @@ void tile(const char* x, int64_t x_stride, const uint32_t* weight, int64_t strid
     }
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) _mm512_store_ps(sums + r * kRow + c * kBlock, sum[r][c]);
+}
+
+#elif defined(__AVX512F__)
+
+using Panel = FloatPanel;
+constexpr bool reads_rows(const Call&) { return false; }
+
+constexpr int64_t kTileRows = 12;  // x 2 blocks: 24 of 32 registers accumulate
+constexpr int64_t blocks_for(int64_t rows) { return rows <= 6 ? 4 : 2; }
+
+// R rows times C blocks from `weight` on, each `stride` behind the one before it. Of a pair, first one half is added and
+// then the other: each needs half as many registers as both.
+template <int R, int C>
+void tile(const char* x, int64_t x_stride, const uint32_t* weight, int64_t stride, int64_t pairs,
+          const Ahead& ahead, float* sums) {
+    constexpr int64_t kRow = kMaxStep * kBlock;
+    Floats sum[R][C];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) sum[r][c] = all(0.0f);
+    const char* next = reinterpret_cast<const char*>(weight) + ahead.bytes;
+    const auto add = [&](const Floats (&w)[C], int64_t k) {
+        for (int r = 0; r < R; ++r) {
+            const Floats a = all(reinterpret_cast<const float*>(x + r * x_stride)[k]);
+            for (int c = 0; c < C; ++c) sum[r][c] = fused(w[c], a, sum[r][c]);
+        }
+    };
+    for (int64_t p = 0; p < pairs; ++p, next += ahead.step) {
+        Floats w[C];
+        for (int c = 0; c < C; ++c) {
+            _mm_prefetch(next + c * stride * 4, R <= 8 ? _MM_HINT_T1 : _MM_HINT_T0);
+            w[c] = first_of(weight + c * stride + p * kBlock);
+        }
+        add(w, 2 * p);
+        for (int c = 0; c < C; ++c) w[c] = second_of(weight + c * stride + p * kBlock);
+        add(w, 2 * p + 1);
+    }
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) store(sums + r * kRow + c * kBlock, sum[r][c]);
 }
 
 #else  // AVX2 and FMA

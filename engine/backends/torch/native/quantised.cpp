@@ -15,7 +15,7 @@ struct Group {
     int32_t start;
 };
 
-#if defined(ERICLLM_AVX512_BF16)
+#if defined(__AVX512VNNI__)
 
 constexpr int64_t kTileRows = 8;  // x 2 blocks: 16 of 32 registers add up, and none has to be put away
 constexpr int64_t blocks_for(int64_t rows) { return rows <= 6 ? 4 : 2; }

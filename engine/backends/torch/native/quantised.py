@@ -20,7 +20,7 @@ from engine.backends.torch.native.library import DTYPES, Layer, NativeLibrary, a
 from engine.backends.torch.quantised_size import Bits, packed_bytes
 
 INTEGER_SETS: Mapping[InstructionSet, str] = MappingProxyType(
-    {"amx-bf16": "avx512-vnni", "avx512-bf16": "avx512-vnni", "avx2": "avx2"}
+    {"amx-bf16": "avx512-vnni", "avx512-bf16": "avx512-vnni", "avx512": "avx512-vnni", "avx2": "avx2"}
 )
 """What multiplies whole numbers in the library of an instruction set."""
 

@@ -31,11 +31,27 @@ inline Floats load(const Bfloat16* from) { return widened(_mm256_loadu_si256(rei
 inline Floats load(const Bfloat16* from, int64_t count) {
     return widened(_mm256_maskz_loadu_epi16(lanes(count), from));
 }
-inline void store(Bfloat16* to, Floats x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
+inline __m256i narrowed(Floats x) {  // as to_bfloat16
+#if defined(__AVX512BF16__)
+    return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v));
+#else
+    const __m512i bits = _mm512_castps_si512(x.v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+    const __m512i kept = _mm512_mask_or_epi32(nearest, nan, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16));
+#endif
 }
-inline void store(Bfloat16* to, Floats x, int64_t count) {
-    _mm256_mask_storeu_epi16(to, lanes(count), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
+inline void store(Bfloat16* to, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrowed(x)); }
+inline void store(Bfloat16* to, Floats x, int64_t count) { _mm256_mask_storeu_epi16(to, lanes(count), narrowed(x)); }
+
+// Of pairs of bfloat16, the first or the second of each.
+inline Floats first_of(const uint32_t* pairs) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16))};
+}
+inline Floats second_of(const uint32_t* pairs) {
+    return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(0xaaaaaaaau, pairs))};
 }
 
 inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
