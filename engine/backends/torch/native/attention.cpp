@@ -80,6 +80,7 @@ template <class Kind>
 class Attention {
   public:
     using Value = typename Kind::Value;
+    using Kept = typename Kind::Kept;
 
     Attention(const Layer& layer, const Step& step, const Rows& rows)
         : l_(layer), step_(step), rows_(rows), shared_(layer.heads / layer.kv_heads),
@@ -107,7 +108,7 @@ class Attention {
     // The queries of a task. Row r is query head r % shared of token r / shared.
     struct Group {
         int64_t rows, tiles;
-        uint32_t* queries;  // [tiles][units][kMaxRows]
+        Kept* queries;  // [tiles][units][kMaxRows]
         State state;
         float* spare;       // [head_dim]
     };
@@ -303,21 +304,22 @@ class Attention {
         Group group;
         group.rows = (task.last - task.first) * shared_;
         group.tiles = divide_up(group.rows, kMaxRows);
-        const int64_t queries = group.tiles * units_ * kMaxRows, states = state_floats(group.tiles);
+        const int64_t size = group.tiles * units_ * kMaxRows * static_cast<int64_t>(sizeof(Kept));
+        const int64_t queries = size / static_cast<int64_t>(sizeof(float)), states = state_floats(group.tiles);
         float* memory = scratch.of<float>(queries + states + 2 * l_.head_dim);
-        group.queries = reinterpret_cast<uint32_t*>(memory);
+        group.queries = reinterpret_cast<Kept*>(memory);
         group.state = laid_out(memory + queries, group.tiles);
         group.spare = memory + queries + states;
-        std::memset(group.queries, 0, static_cast<size_t>(queries) * sizeof(float));
+        std::memset(memory, 0, static_cast<size_t>(size));
         begin(group.state, group.tiles);
-        auto* query = reinterpret_cast<uint32_t*>(group.spare + l_.head_dim);
+        auto* query = reinterpret_cast<Value*>(group.spare + l_.head_dim);
         for (int64_t tile = 0; tile < group.tiles; ++tile) {
             const int64_t from = first_row(group, tile), to = first_row(group, tile + 1);
-            uint32_t* place = group.queries + tile * units_ * kMaxRows;
+            Kept* place = group.queries + tile * units_ * kMaxRows;
             for (int64_t row = from; row < to; ++row, ++place) {
                 prepare(chunk, task.first + row / shared_, task.head * shared_ + row % shared_, group.spare,
-                        reinterpret_cast<Value*>(query));
-                for (int64_t u = 0; u < units_; ++u) place[u * kMaxRows] = query[u];
+                        query);
+                for (int64_t u = 0; u < units_; ++u) place[u * kMaxRows] = Kind::kept(query + u * Kind::kPerUnit);
             }
         }
         return group;

@@ -21,85 +21,62 @@ constexpr float kLog2E = 1.44269504088896341f;
 static_assert(kTile == kLanes, "a vector has one unit of each token of a tile");
 
 // How sums of products of units are made. Value: what queries, keys and values are.  kPerUnit: how many make a unit.
+// Kept: a unit of a query or of its probabilities, as it is multiplied; `kept` makes it.
 struct Single {
     using Value = float;
     using Wide = Floats;
     using One = Floats;
+    using Kept = float;
     static constexpr int64_t kPerUnit = 1;
+    static Kept kept(const Value* unit) { return *unit; }
     static Wide wide(const uint32_t* units) { return load(reinterpret_cast<const float*>(units)); }
-    static One one(const uint32_t* unit) {
-        float value;
-        std::memcpy(&value, unit, sizeof value);
-        return all(value);
-    }
+    static One one(const Kept* unit) { return all(*unit); }
     static Floats add(Floats sum, Wide a, One b) { return fused(a, b, sum); }
 };
 
-#if defined(__AVX512BF16__)
-
+#if defined(__AVX512F__)
 constexpr int64_t kMaxRows = 12;
-constexpr int64_t columns_for(int64_t rows) { return rows <= 6 ? 4 : 2; }
+#if defined(__AVX512BF16__)
+constexpr int64_t kWideRows = 6;
+#else
+constexpr int64_t kWideRows = 4;  // keys take two registers where they are multiplied as floats
+#endif
+constexpr int64_t columns_for(int64_t rows) { return rows <= kWideRows ? 4 : 2; }
+#else
+constexpr int64_t kMaxRows = 4;
+constexpr int64_t columns_for(int64_t) { return 1; }
+#endif
+
+#if defined(__AVX512BF16__)
 
 struct Pair {
     using Value = Bfloat16;
     using Wide = __m512bh;
     using One = __m512bh;
+    using Kept = uint32_t;
     static constexpr int64_t kPerUnit = 2;
+    static Kept kept(const Value* unit) { return static_cast<Kept>(unit[1].bits) << 16 | unit[0].bits; }
     static Wide wide(const uint32_t* units) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(units)); }
-    static One one(const uint32_t* unit) {
-        return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(*unit)));
-    }
+    static One one(const Kept* unit) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(*unit))); }
     static Floats add(Floats sum, Wide a, One b) { return {_mm512_dpbf16_ps(sum.v, a, b)}; }
-};
-
-#elif defined(__AVX512F__)
-
-constexpr int64_t kMaxRows = 12;
-constexpr int64_t columns_for(int64_t rows) { return rows <= 4 ? 4 : 2; }
-
-struct Pair {
-    struct Halves {
-        Floats first, second;
-    };
-    using Value = Bfloat16;
-    using Wide = Halves;
-    using One = Halves;
-    static constexpr int64_t kPerUnit = 2;
-    static Wide wide(const uint32_t* units) { return {first_of(units), second_of(units)}; }
-    static One one(const uint32_t* unit) {
-        Bfloat16 both[2];
-        std::memcpy(both, unit, sizeof both);
-        return {all(to_float(both[0])), all(to_float(both[1]))};
-    }
-    static Floats add(Floats sum, Wide a, One b) { return fused(a.second, b.second, fused(a.first, b.first, sum)); }
 };
 
 #else
 
-constexpr int64_t kMaxRows = 4;
-constexpr int64_t columns_for(int64_t) { return 1; }
-
 struct Pair {
     struct Halves {
         Floats first, second;
+    };
+    struct Kept {
+        float first, second;
     };
     using Value = Bfloat16;
     using Wide = Halves;
     using One = Halves;
     static constexpr int64_t kPerUnit = 2;
-    static Halves halves(__m256i low, __m256i high) {
-        const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-        return {{_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))},
-                {_mm256_castsi256_ps(_mm256_and_si256(low, mask)), _mm256_castsi256_ps(_mm256_and_si256(high, mask))}};
-    }
-    static Wide wide(const uint32_t* units) {
-        const auto* from = reinterpret_cast<const __m256i*>(units);
-        return halves(_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1));
-    }
-    static One one(const uint32_t* unit) {
-        const __m256i both = _mm256_set1_epi32(static_cast<int>(*unit));
-        return halves(both, both);
-    }
+    static Kept kept(const Value* unit) { return {to_float(unit[0]), to_float(unit[1])}; }
+    static Wide wide(const uint32_t* units) { return {firsts_of(units), seconds_of(units)}; }
+    static One one(const Kept* unit) { return {all(unit->first), all(unit->second)}; }
     static Floats add(Floats sum, Wide a, One b) { return fused(a.second, b.second, fused(a.first, b.first, sum)); }
 };
 
@@ -161,14 +138,20 @@ inline Floats hyperbolic_tangent(Floats x) {
     return with_sign_of(where_within(size, all(0.0f), all(kSmall), near, far), x);
 }
 
-// Sixteen probabilities as `to` [16 / kPerUnit units] has them, and rounded as they are there.
-inline Floats keep(Floats x, Single, uint32_t* to) {
-    store(reinterpret_cast<float*>(to), x);
+// Sixteen probabilities as they are multiplied, and rounded as they are then.
+inline Floats keep(Floats x, Single, Single::Kept* to) {
+    store(to, x);
     return x;
 }
-inline Floats keep(Floats x, Pair, uint32_t* to) {
-    store(reinterpret_cast<Bfloat16*>(to), x);
-    return load(reinterpret_cast<const Bfloat16*>(to));
+inline Floats keep(Floats x, Pair, Pair::Kept* to) {
+    alignas(64) Bfloat16 rounded[kLanes];
+    store(rounded, x);
+    const Floats kept = load(rounded);
+    if constexpr (sizeof(Pair::Kept) == sizeof rounded[0] * 2)
+        std::memcpy(to, rounded, sizeof rounded);
+    else
+        store(reinterpret_cast<float*>(to), kept);
+    return kept;
 }
 
 }  // namespace ericllm::attention

@@ -37,10 +37,12 @@ inline void fetch(const uint32_t* from) { _mm_prefetch(reinterpret_cast<const ch
 
 // Products of R queries [units][kMaxRows] and C tiles of keys.
 template <class Kind, int64_t R, int64_t C>
-void multiply_keys(const uint32_t* queries, int64_t units, const uint32_t* const* keys, const uint32_t* const* ahead,
+void multiply_keys(const typename Kind::Kept* queries, int64_t units, const uint32_t* const* keys, const uint32_t* const* ahead,
                    float* scores) {
     Floats sums[R][C];
+#pragma GCC unroll 16  // early: or gcc keeps the sums in memory
     for (int64_t r = 0; r < R; ++r)
+#pragma GCC unroll 4
         for (int64_t c = 0; c < C; ++c) sums[r][c] = all(0.0f);
     for (int64_t u = 0; u < units; ++u) {
         typename Kind::Wide wide[C];
@@ -53,12 +55,14 @@ void multiply_keys(const uint32_t* queries, int64_t units, const uint32_t* const
             for (int64_t c = 0; c < C; ++c) sums[r][c] = Kind::add(sums[r][c], wide[c], one);
         }
     }
+#pragma GCC unroll 16
     for (int64_t r = 0; r < R; ++r)
+#pragma GCC unroll 4
         for (int64_t c = 0; c < C; ++c) store(scores + r * kBlock + c * kTile, sums[r][c]);
 }
 
 template <class Kind, int64_t R>
-void score_rows(const uint32_t* queries, int64_t units, int64_t begin, int64_t end, const View& view, const View& ahead,
+void score_rows(const typename Kind::Kept* queries, int64_t units, int64_t begin, int64_t end, const View& view, const View& ahead,
                 float* scores) {
     constexpr int64_t kColumns = columns_for(R);
     for (int64_t t = begin / kTile / kColumns * kColumns; t * kTile < end; t += kColumns)
@@ -67,17 +71,19 @@ void score_rows(const uint32_t* queries, int64_t units, int64_t begin, int64_t e
 
 // Sums of values, of C * kLanes elements from `column` on, weighed by R rows of probabilities: merged into `out`.
 template <class Kind, int64_t R, int64_t C>
-void multiply_values(const uint32_t* kept, int64_t begin, int64_t end, int64_t size, int64_t column, const View& view,
+void multiply_values(const typename Kind::Kept* kept, int64_t begin, int64_t end, int64_t size, int64_t column, const View& view,
                      const View& ahead, const float* old_share, const float* new_share, float* out) {
     constexpr int64_t kSteps = kTile / Kind::kPerUnit;
     Floats sums[R][C];
+#pragma GCC unroll 16  // early: or gcc keeps the sums in memory
     for (int64_t r = 0; r < R; ++r)
+#pragma GCC unroll 4
         for (int64_t c = 0; c < C; ++c) sums[r][c] = all(0.0f);
     const int64_t last = divide_up(end, Kind::kPerUnit);
     for (int64_t t = begin / kTile; t * kSteps < last; ++t) {
         const uint32_t* values = view.values[t] + column;
         const uint32_t* next = ahead.values[t] + column;
-        const uint32_t* weights = kept + t * kSteps;
+        const typename Kind::Kept* weights = kept + t * kSteps;
         const int64_t steps = std::min(kSteps, last - t * kSteps);
         for (int64_t s = 0; s < steps; ++s) {
             typename Kind::Wide wide[C];
@@ -91,8 +97,10 @@ void multiply_values(const uint32_t* kept, int64_t begin, int64_t end, int64_t s
             }
         }
     }
+#pragma GCC unroll 16
     for (int64_t r = 0; r < R; ++r) {
         const Floats before = all(old_share[r]), now = all(new_share[r]);
+#pragma GCC unroll 4
         for (int64_t c = 0; c < C; ++c) {
             float* to = out + r * size + column + c * kLanes;
             store(to, fused(load(to), before, sums[r][c] * now));
@@ -101,7 +109,7 @@ void multiply_values(const uint32_t* kept, int64_t begin, int64_t end, int64_t s
 }
 
 template <class Kind, int64_t R>
-void weigh_rows(const uint32_t* kept, int64_t begin, int64_t end, int64_t size, const View& view, const View& ahead,
+void weigh_rows(const typename Kind::Kept* kept, int64_t begin, int64_t end, int64_t size, const View& view, const View& ahead,
                 const float* old_share, const float* new_share, float* out) {
     constexpr int64_t kColumns = columns_for(R);
     int64_t column = 0;
@@ -142,7 +150,7 @@ inline float shape_row(const Shape& shape, int64_t row, float* scores) {
 
 // Probabilities of a row, relative to the one that `top` would have, as they are multiplied. Returns their sum.
 template <class Kind>
-float soften_row(const Shape& shape, float top, const float* scores, uint32_t* kept) {
+float soften_row(const Shape& shape, float top, const float* scores, typename Kind::Kept* kept) {
     const Floats zero = all(top == kNone ? 0.0f : top);
     Floats total = all(0.0f);
     for (int64_t key = shape.begin; key < shape.end; key += kTile)
@@ -164,10 +172,10 @@ inline void share(float* highest, float* sums, const float* new_highest, const f
 
 // A block of keys for a tile of `rows` queries [units][kMaxRows] of `size` elements, merged into its state.
 template <class Kind>
-void attend_block(const uint32_t* queries, int64_t rows, int64_t size, const Shape& shape, const View& view,
+void attend_block(const typename Kind::Kept* queries, int64_t rows, int64_t size, const Shape& shape, const View& view,
                   const View& ahead, const State& state) {
     alignas(64) float scores[kMaxRows * kBlock];
-    alignas(64) uint32_t kept[kMaxRows * kKeptUnits<Kind>];
+    alignas(64) typename Kind::Kept kept[kMaxRows * kKeptUnits<Kind>];
     alignas(64) float highest[kLanes], sums[kLanes], old_share[kLanes], new_share[kLanes];
     std::fill_n(highest, kLanes, kNone);
     std::fill_n(sums, kLanes, 0.0f);

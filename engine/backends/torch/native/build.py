@@ -38,6 +38,7 @@ HEADERS = tuple(
         "functions",
         "linear",
         "bfloat16",
+        "floating",
         "amx",
         "quantised",
         "attention",

@@ -160,6 +160,29 @@ struct Fetches<Kernel, std::void_t<decltype(Kernel::kInputBytes)>> : std::true_t
 template <class Kernel>
 inline constexpr int64_t kTogether = 1;
 
+template <int64_t (*kBlocksFor)(int64_t), int64_t R, int64_t C, class Tile>
+void with_rows(int64_t rows, int64_t block, const Tile& tile) {
+    if constexpr (C <= kBlocksFor(R))
+        if (rows == R) return tile(std::integral_constant<int64_t, R>(), std::integral_constant<int64_t, C>(), block);
+    if constexpr (R > 1) with_rows<kBlocksFor, R - 1, C>(rows, block, tile);
+}
+
+// Call tile(rows, 1, 2 or 4 blocks, the first of them), the former two constants, until all `blocks` had their turn: with
+// as many at once as registers can add up for so many rows, kTileRows at most.
+template <int64_t kTileRows, int64_t (*kBlocksFor)(int64_t), class Tile>
+void in_tiles(int64_t rows, int64_t blocks, const Tile& tile) {
+    const int64_t wide = kBlocksFor(rows);
+    for (int64_t block = 0, some; block < blocks; block += some) {
+        some = blocks - block >= wide ? wide : blocks - block >= 2 && wide > 2 ? 2 : 1;
+        if (some == 4)
+            with_rows<kBlocksFor, kTileRows, 4>(rows, block, tile);
+        else if (some == 2)
+            with_rows<kBlocksFor, kTileRows, 2>(rows, block, tile);
+        else
+            with_rows<kBlocksFor, kTileRows, 1>(rows, block, tile);
+    }
+}
+
 // One call, whose threads share it. A kernel, of which each thread makes one for the call, is a type with
 //   Value: that of x, bias, residual and, if not float, out
 //   kRows: rows of a tile at most;  step(rows): blocks of a tile of so many rows, 2 or 4

@@ -139,7 +139,7 @@ constexpr int64_t kSlowStep = kLineBytes / 3;  // of Ahead, where three or more 
 
 // R rows times C blocks, `slow` where many other rows use these too. Few sums stay in registers from group to group; the
 // order of what is added to each is the same.
-template <class Format, int R, int C, bool slow>
+template <class Format, int64_t R, int64_t C, bool slow>
 void tile(const char* x, int64_t x_stride, const Blocks& weight, float* to) {
     const uint8_t* codes = weight.codes;
     const Bfloat16* scales = weight.scales;
@@ -191,35 +191,16 @@ void tile(const char* x, int64_t x_stride, const Blocks& weight, float* to) {
             for (int c = 0; c < C; ++c) store(to + r * kMaxStep * kBlock + c * kBlock, total[r][c]);
 }
 
-template <class Format, int C, int R = kTileRows>
-void tile_of(int64_t rows, const char* x, int64_t x_stride, const Blocks& weight, float* to) {
-    if constexpr (C <= blocks_for(R)) {
-        if (rows == R) {
-            if constexpr (2 * R > kTileRows)
-                if (weight.ahead.step <= kSlowStep) return tile<Format, R, C, true>(x, x_stride, weight, to);
-            return tile<Format, R, C, false>(x, x_stride, weight, to);
-        }
-    }
-    if constexpr (R > 1) tile_of<Format, C, R - 1>(rows, x, x_stride, weight, to);
-}
-
 template <class Format>
 void multiply_blocks(const Quantised<Format>& weight, const char* x, int64_t x_stride, int64_t rows, int64_t block,
                      int64_t blocks, const Ahead& ahead, float* sums) {
-    const int64_t wide = blocks_for(rows);
-    for (int64_t b = 0; b < blocks;) {
-        const int64_t c = blocks - b >= wide ? wide : blocks - b >= 2 && wide > 2 ? 2 : 1;
+    in_tiles<kTileRows, blocks_for>(rows, blocks, [&](auto r, auto c, int64_t b) {
         const Blocks some{weight.codes_of(block + b), weight.scales_of(block + b), weight.groups, ahead,
                           blocks * weight.groups * kBlock};
-        float* to = sums + b * kBlock;
-        if (c == 4)
-            tile_of<Format, 4>(rows, x, x_stride, some, to);
-        else if (c == 2)
-            tile_of<Format, 2>(rows, x, x_stride, some, to);
-        else
-            tile_of<Format, 1>(rows, x, x_stride, some, to);
-        b += c;
-    }
+        if constexpr (2 * r() > kTileRows)
+            if (ahead.step <= kSlowStep) return tile<Format, r(), c(), true>(x, x_stride, some, sums + b * kBlock);
+        tile<Format, r(), c(), false>(x, x_stride, some, sums + b * kBlock);
+    });
 }
 
 // Put sixteen or fewer numbers of a row, scaled so that the largest of their group is 127, into its panel. What is not

@@ -1,4 +1,5 @@
-// Sixteen floats at a time, on AVX512 or AVX2, and the functions of them that layers need.
+// Sixteen floats at a time, on AVX512 or AVX2: a Vector or two. first_of and second_of take one half of each of as many
+// pairs of bfloat16 as a Vector has floats, firsts_of and seconds_of of sixteen.
 
 #pragma once
 
@@ -12,8 +13,9 @@ constexpr int64_t kLanes = 16;
 
 #if defined(__AVX512F__)
 
+using Vector = __m512;
 struct Floats {
-    __m512 v;
+    Vector v;
 };
 
 inline __mmask16 lanes(int64_t count) { return static_cast<__mmask16>(0xffffu >> (kLanes - count)); }
@@ -46,13 +48,14 @@ inline __m256i narrowed(Floats x) {  // as to_bfloat16
 inline void store(Bfloat16* to, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrowed(x)); }
 inline void store(Bfloat16* to, Floats x, int64_t count) { _mm256_mask_storeu_epi16(to, lanes(count), narrowed(x)); }
 
-// Of pairs of bfloat16, the first or the second of each.
-inline Floats first_of(const uint32_t* pairs) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16))};
+inline Vector first_of(const uint32_t* pairs) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
 }
-inline Floats second_of(const uint32_t* pairs) {
-    return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(0xaaaaaaaau, pairs))};
+inline Vector second_of(const uint32_t* pairs) {
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(0xaaaaaaaau, pairs));
 }
+inline Floats firsts_of(const uint32_t* pairs) { return {first_of(pairs)}; }
+inline Floats seconds_of(const uint32_t* pairs) { return {second_of(pairs)}; }
 
 inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -75,8 +78,9 @@ inline Floats scaled(Floats x, Floats n) {
 
 #else  // AVX2 and FMA
 
+using Vector = __m256;
 struct Floats {
-    __m256 low, high;
+    Vector low, high;
 };
 
 inline Floats all(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
@@ -103,6 +107,15 @@ inline void store(Bfloat16* to, Floats x) {
     const __m256i packed = _mm256_packus_epi32(narrowed(x.low), narrowed(x.high));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xd8));
 }
+
+inline __m256i pairs_at(const uint32_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+inline Vector first_of(const uint32_t* pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs_at(pairs), 16)); }
+inline Vector second_of(const uint32_t* pairs) {
+    const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs_at(pairs), upper));
+}
+inline Floats firsts_of(const uint32_t* pairs) { return {first_of(pairs), first_of(pairs + 8)}; }
+inline Floats seconds_of(const uint32_t* pairs) { return {second_of(pairs), second_of(pairs + 8)}; }
 
 template <class T>
 Floats load(const T* from, int64_t count) {

@@ -1,0 +1,103 @@
+// Products by multiplying and adding floats: an output is one accumulator to which its inputs are added in their order.
+
+#pragma once
+
+#include "linear.h"
+
+namespace ericllm::floating {
+
+#if defined(__AVX512F__)
+
+// Rows of a tile at most, and blocks with so many rows: 24 of 32 registers accumulate.
+template <int kInputs>
+constexpr int64_t kTileRows = 12;
+template <int kInputs>
+constexpr int64_t blocks_for(int64_t rows) {
+    return rows <= 6 ? 4 : 2;
+}
+
+inline Vector zeros() { return _mm512_setzero_ps(); }
+inline Vector same(float value) { return _mm512_set1_ps(value); }
+inline Vector loaded(const float* from) { return _mm512_loadu_ps(from); }
+inline Vector added(Vector sum, Vector a, Vector b) { return _mm512_fmadd_ps(a, b, sum); }
+inline void put(float* to, Vector x) { _mm512_store_ps(to, x); }
+
+#else  // AVX2 and FMA
+
+// Two registers a block: 12 of 16 accumulate, 10 where one has to tell the halves of pairs apart.
+template <int kInputs>
+constexpr int64_t kTileRows = 7 - kInputs;
+template <int kInputs>
+constexpr int64_t blocks_for(int64_t rows) {
+    return 2 * rows <= kTileRows<kInputs> ? 2 : 1;
+}
+
+inline Vector zeros() { return _mm256_setzero_ps(); }
+inline Vector same(float value) { return _mm256_set1_ps(value); }
+inline Vector loaded(const float* from) { return _mm256_loadu_ps(from); }
+inline Vector added(Vector sum, Vector a, Vector b) { return _mm256_fmadd_ps(a, b, sum); }
+inline void put(float* to, Vector x) { _mm256_store_ps(to, x); }
+
+#endif
+
+constexpr int kWidth = sizeof(Vector) / sizeof(float), kParts = kBlock / kWidth;  // of a block
+
+// How weights lie: what of a block lies together, of how many inputs, and those of the i-th.
+struct Floats {
+    using Unit = float;
+    static constexpr int kInputs = 1;
+    template <int>
+    static Vector input(const Unit* from) {
+        return loaded(from);
+    }
+};
+struct Pairs {
+    using Unit = uint32_t;
+    static constexpr int kInputs = 2;
+    template <int i>
+    static Vector input(const Unit* from) {
+        return i ? second_of(from) : first_of(from);
+    }
+};
+
+// R rows of floats times C blocks from `weight` on, each `stride` units behind the one before it. One input after the
+// other, so that few registers hold weights.
+template <class Weights, int64_t R, int64_t C>
+void tile(const char* x, int64_t x_stride, const typename Weights::Unit* weight, int64_t stride, int64_t units,
+          const Ahead& ahead, float* sums) {
+    Vector sum[R][C * kParts];
+#pragma GCC unroll 16  // early: or gcc keeps the sums in memory
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < C * kParts; ++c) sum[r][c] = zeros();
+    const char* next = reinterpret_cast<const char*>(weight) + ahead.bytes;
+    const auto add = [&](int64_t u, auto i) {
+        Vector w[C * kParts];
+        for (int c = 0; c < C * kParts; ++c)
+            w[c] = Weights::template input<i()>(weight + c / kParts * stride + u * kBlock + c % kParts * kWidth);
+        for (int r = 0; r < R; ++r) {
+            const Vector a = same(reinterpret_cast<const float*>(x + r * x_stride)[u * Weights::kInputs + i()]);
+            for (int c = 0; c < C * kParts; ++c) sum[r][c] = added(sum[r][c], w[c], a);
+        }
+    };
+    for (int64_t u = 0; u < units; ++u, next += ahead.step) {
+        for (int c = 0; c < C; ++c) _mm_prefetch(next + c * stride * 4, R <= 8 ? _MM_HINT_T1 : _MM_HINT_T0);
+        add(u, std::integral_constant<int, 0>());
+        if constexpr (Weights::kInputs == 2) add(u, std::integral_constant<int, 1>());
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < C * kParts; ++c) put(sums + r * kMaxStep * kBlock + c * kWidth, sum[r][c]);
+}
+
+// `blocks` blocks from `weight` on.
+template <class Weights>
+void multiply(const typename Weights::Unit* weight, int64_t stride, const char* x, int64_t x_stride, int64_t rows,
+              int64_t units, int64_t blocks, const Ahead& ahead, float* sums) {
+    in_tiles<kTileRows<Weights::kInputs>, blocks_for<Weights::kInputs>>(rows, blocks, [&](auto r, auto c, int64_t block) {
+        tile<Weights, r(), c()>(x, x_stride, weight + block * stride, stride, units, ahead, sums + block * kBlock);
+    });
+}
+
+}  // namespace ericllm::floating
