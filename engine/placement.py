@@ -11,12 +11,12 @@ import msgspec
 
 from engine.arrange import Ground, Worker, automatic, evenly, given, spread
 from engine.backends.torch.kv_size import TYPICAL_TOKENS
+from engine.backends.torch.native.available import prefers_bfloat16
 from engine.config import DeviceShare, ModelSpec
 from engine.costs import Correction, DeviceKind, ModelCosts, Workload, costs_of
 from engine.errors import InvalidRequest
 from engine.facts import ModelFacts
 from engine.plan import Placement, Plan, Seat
-from engine.processor import native_bfloat16
 from engine.snapshot import DeviceReading
 
 _MIB = 2**20
@@ -65,7 +65,7 @@ def plan(
 ) -> Plan:
     """The same, whether it fits or not. Raises InvalidRequest alone."""
     usable = candidates(devices, spec)
-    costs = costs_of(facts, spec, usable[0].kind, workload, bfloat16=native_bfloat16(), correct=correct)
+    costs = costs_of(facts, spec, usable[0].kind, workload, bfloat16=prefers_bfloat16(), correct=correct)
     return plan_costs(workers, costs, usable, spec, workload.max_prompts, held=held)
 
 

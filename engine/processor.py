@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+CPUINFO = Path("/proc/cpuinfo")
 
-def native_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+
+def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """The first processor's flags; empty where the system does not tell."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(found.partition(":")[2].split())
+
+
+def native_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
     """Whether torch's CPU kernels will multiply bfloat16 in hardware (AVX512-BF16, AMX, or ARM's BF16). False where
     nothing tells, which errs on the side of the wider float32."""
-    try:
-        text = cpuinfo.read_text(encoding="utf-8")
-    except OSError:
-        return False
-    for line in text.splitlines():
-        key, _, values = line.partition(":")
-        if key.strip() == "flags":  # x86
-            flags = set(values.split())
-            return "avx512bw" in flags and bool(flags & {"avx512_bf16", "amx_tile"})
-        if key.strip() == "Features":  # ARM
-            return "bf16" in values.split()
-    return False
+    flags = cpu_flags(cpuinfo)
+    return "bf16" in flags or ("avx512bw" in flags and bool(flags & {"avx512_bf16", "amx_tile"}))

@@ -15,7 +15,7 @@ def chosen_context(facts: ModelFacts, spec: ModelSpec) -> int:
 
 
 def chosen_dtype(facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, bfloat16: bool) -> str:
-    """As the backend chooses it: what is stored on CUDA, on a CPU bfloat16 where that is native and float32 else."""
+    """As the backend chooses it: what is stored on CUDA, on a CPU bfloat16 or else float32."""
     if facts.backend == "exllamav2":
         return "float16"
     if spec.dtype != "auto":

@@ -21,7 +21,7 @@ def costs_of(
     bfloat16: bool,
     correct: Callable[[str], Correction] = lambda identity: Correction(),
 ) -> ModelCosts:
-    """What `facts` cost on devices of `kind`. bfloat16: whether the CPU multiplies it natively.
+    """What `facts` cost on devices of `kind`. bfloat16: whether a CPU computes in it if nothing else is asked for.
 
     correct: what earlier loads of that identity teach.
     """

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.backends.torch.native.available import Native
+
 Version = tuple[int, ...]
 PackageManager = Literal["apt", "dnf", "pacman", "zypper", ""]
 DriverState = Literal["ok", "absent", "not loaded", "mismatched", "failing"]
@@ -100,17 +102,6 @@ class Exllama(Package, frozen=True, kw_only=True):
     kernels: Literal["prebuilt", "kept", ""] = ""
     kernels_error: str = ""
     kept_at: str = ""
-
-
-class Native(msgspec.Struct, frozen=True, kw_only=True):
-    """The native kernels of the torch backend. compiler: what would compile them, "" where there is none.
-
-    kept: the instruction sets that they were compiled for before.  off: whether ERICLLM_NATIVE keeps them off.
-    """
-
-    compiler: str = ""
-    kept: tuple[str, ...] = ()
-    off: bool = False
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True):

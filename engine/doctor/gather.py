@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import sys
 import sysconfig
@@ -19,16 +18,17 @@ import msgspec
 import platformdirs
 
 from engine.backends.paged_attention.choose import AttentionFacts, choose
-from engine.backends.torch.native.build import ISA_FLAGS, SHIPPED, SWITCH, cache_folder, find_compiler, kept_library
+from engine.backends.torch.native.available import read_native
 from engine.config import AttentionName
 from engine.devices import cpu_name, usable_cores
 from engine.doctor.child import ProbeFailed, ask
-from engine.doctor.facts import Attention, Cpu, Exllama, Facts, Native, Package, Torch
+from engine.doctor.facts import Attention, Cpu, Exllama, Facts, Package, Torch
 from engine.doctor.gpus import read_gpus
 from engine.doctor.native import native_attention_problem
 from engine.doctor.toolchain import package_manager, read_toolchain
 from engine.doctor.wheels import numbers
 from engine.errors import InvalidRequest
+from engine.processor import cpu_flags
 from engine.ram import read_ram
 
 IMPORT_TIMEOUT_S = 90.0
@@ -103,18 +103,9 @@ def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
     return Cpu(
         name=cpu_name(cpuinfo),
         cores=usable_cores(),
-        flags=_cpu_flags(cpuinfo),
+        flags=cpu_flags(cpuinfo),
         ram_total_bytes=ram.total_bytes,
         ram_free_bytes=ram.free_bytes,
-    )
-
-
-def read_native() -> Native:
-    """The native kernels that were compiled here or came compiled, and what would compile them."""
-    return Native(
-        compiler=find_compiler(),
-        kept=tuple(isa for isa in ISA_FLAGS if any(kept_library(isa, each) for each in (cache_folder(), SHIPPED))),
-        off=os.environ.get(SWITCH) == "0",
     )
 
 
@@ -165,13 +156,3 @@ def _attention(wanted: AttentionName, native_problem: str, torch: Future[Torch],
     except InvalidRequest as refusal:
         return Attention(error=refusal.message)
     return Attention(name=choice.name, reason=choice.reason)
-
-
-def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
-    """The first processor's flags; empty where the system does not tell."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(found.partition(":")[2].split())

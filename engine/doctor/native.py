@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.doctor.facts import Cpu, Facts, Native
+from engine.backends.torch.native.available import Native, instruction_set
+from engine.doctor.facts import Cpu, Facts
 from engine.doctor.install import system_command
 from engine.doctor.report import Finding
 
@@ -11,7 +12,7 @@ _AREA, _NAME = "torch", "linear layers"
 
 def native_finding(facts: Facts) -> Finding:
     """The kernels that a model in bfloat16 would use on this CPU, and what they lack; to lack them is no fault."""
-    native, kernels = facts.native, instruction_set(facts.machine, facts.cpu)
+    native, kernels = facts.native, instruction_set(facts.machine, facts.cpu.flags)
     if not kernels:
         return Finding(_AREA, _NAME, "ok", "torch's own kernels: ours need AVX2 on x86-64 Linux")
     if native.off:
@@ -28,7 +29,7 @@ def native_finding(facts: Facts) -> Finding:
 
 def native_attention_problem(machine: str, cpu: Cpu, native: Native) -> str:
     """Why native attention would not compute on this CPU, as a clause; "" where it would."""
-    kernels = instruction_set(machine, cpu)
+    kernels = instruction_set(machine, cpu.flags)
     if not kernels:
         return "the native kernels need AVX2 on x86-64 Linux"
     if native.off:
@@ -36,15 +37,3 @@ def native_attention_problem(machine: str, cpu: Cpu, native: Native) -> str:
     if kernels in native.kept or native.compiler:
         return ""
     return "there is no C++ compiler to make the native kernels with"
-
-
-def instruction_set(machine: str, cpu: Cpu) -> str:
-    """What the kernels would be compiled for, "" where they would not."""
-    flags = cpu.flags
-    if machine != "x86_64" or not flags >= {"avx2", "fma"}:
-        return ""
-    if not flags >= {"avx512_vnni", "avx512vl", "avx512bw"}:
-        return "avx2"
-    if "avx512_bf16" not in flags:
-        return "avx512"
-    return "amx-bf16" if flags >= {"amx_tile", "amx_bf16"} else "avx512-bf16"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 
 from engine.backends.torch import loading
 from engine.backends.torch.linear import native_bfloat16 as torch_says
+from engine.backends.torch.native import available
+from engine.backends.torch.native.build import SWITCH
+from engine.backends.torch.native.kernels import native_isa
 from engine.config import ModelSpec
 from engine.costs import MAX_HEAD_COPY_BYTES, Correction, ModelCosts, Workload, corrected, costs_of, device_kind
 from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
 from engine.facts import read_facts
 from engine.models.headers import read_header
 from engine.models.parts import divide
-from engine.processor import native_bfloat16
+from engine.processor import cpu_flags, native_bfloat16
 from tests.fakes.model_folders import write_model, write_safetensors
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -316,6 +320,34 @@ def test_pickles_are_refused_by_name(tmp_path: Path) -> None:
 def test_bfloat16_is_native_where_the_processor_says_so(tmp_path: Path, text: str, native: bool) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     assert native_bfloat16(tmp_path / "cpuinfo") is native
+
+
+@pytest.mark.parametrize(
+    ("flags", "compiler", "switch", "preferred"),
+    [
+        ({"avx512bw", "avx512_bf16"}, "", "0", True),
+        ({"avx2", "fma"}, "/usr/bin/g++", "1", True),
+        ({"avx2", "fma"}, "", "1", False),
+        ({"avx2", "fma"}, "/usr/bin/g++", "0", False),
+        ({"sse4_2"}, "/usr/bin/g++", "1", False),
+    ],
+)
+def test_bfloat16_is_preferred_where_the_processor_or_our_kernels_multiply_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: set[str], compiler: str, switch: str, preferred: bool
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(available, "native_bfloat16", lambda: "avx512_bf16" in flags)
+    monkeypatch.setattr(available, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(available, "find_compiler", lambda: compiler)
+    monkeypatch.setattr(available, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(available, "SHIPPED", tmp_path)
+    monkeypatch.setenv(SWITCH, switch)
+    assert available.prefers_bfloat16() is preferred
+
+
+def test_the_kernels_are_for_what_torch_says_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    assert available.instruction_set(platform.machine(), cpu_flags()) == native_isa()
 
 
 def test_torch_agrees_on_what_this_processor_multiplies_natively(tmp_path: Path) -> None:

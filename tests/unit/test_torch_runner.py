@@ -10,6 +10,7 @@ import torch
 
 from engine.backends.base import LoadProgress
 from engine.backends.torch import memory
+from engine.backends.torch import runner as runner_module
 from engine.backends.torch.device_memory import pick_device
 from engine.backends.torch.runner import ModelRunner, pick_dtype
 from engine.config import ModelSpec
@@ -181,10 +182,13 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: str) ->
         pick_device(name)
 
 
-def test_dtype_auto_is_the_stored_one_on_cuda_and_a_fast_one_on_a_cpu() -> None:
-    assert pick_dtype("auto", "float16", torch.device("cuda", 0)) == torch.float16
-    assert pick_dtype("auto", "float16", torch.device("cpu")) in (torch.bfloat16, torch.float32)
-    assert pick_dtype("float32", "bfloat16", torch.device("cpu")) == torch.float32
+def test_dtype_auto_is_the_stored_one_on_cuda_and_a_fast_one_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert pick_dtype("auto", "float16", torch.device("cuda", 0), kernels=False) == torch.float16
+    assert pick_dtype("auto", "float16", cpu, kernels=True) == torch.bfloat16
+    monkeypatch.setattr(runner_module, "native_bfloat16", lambda: False)
+    assert pick_dtype("auto", "bfloat16", cpu, kernels=False) == torch.float32
+    assert pick_dtype("float32", "bfloat16", cpu, kernels=True) == torch.float32
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

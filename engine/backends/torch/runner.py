@@ -38,6 +38,7 @@ from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, rea
 from engine.backends.torch.native.attention import NativeAttention
 from engine.backends.torch.native.attention_fit import native_obstacle, turned_heads
 from engine.backends.torch.native.kernels import PATIENT_S, WAIT_S, attention_library, native_library, quantised_library
+from engine.backends.torch.native.library import DTYPES as NATIVE_DTYPES
 from engine.backends.torch.native.stack import stacked
 from engine.backends.torch.prompts import FinalStates, Tell
 from engine.backends.torch.settings import apply_settings, refuse_settings
@@ -117,20 +118,19 @@ class ModelRunner:
         checkpoint = by_expert(text_alone(Checkpoint.open(path)), config)
         config = as_stored(config, checkpoint)
         layout = lay_out(config.layers, devices, spec.shares)
-        dtype = pick_dtype(spec.dtype, config.checkpoint_dtype, layout.first.device)
+        places = [memory.device for memory in layout.memories]
+        patience = PATIENT_S if spec.deterministic else WAIT_S
+        kernels = native_library(torch.bfloat16, places[0], cancelled, patience)
+        dtype = pick_dtype(spec.dtype, config.checkpoint_dtype, places[0], kernels=kernels is not None)
         weights = locate(checkpoint, tensor_shapes(config), config.quantisation)
         if spec.lora is not None:
             weights = merged(weights, locate_factors(spec.lora, config))
         report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
         reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
         files = {*checkpoint.files, path / "config.json", *(spec.lora.iterdir() if spec.lora else ())}
-        places = [memory.device for memory in layout.memories]
-        patience = PATIENT_S if spec.deterministic else WAIT_S
-        native = (
-            native_library(dtype, places[0], cancelled, patience)
-            if spec.weights == "auto"
-            else quantised_library(spec.weights, dtype, places[0], cancelled)
-        )
+        native = kernels if dtype in NATIVE_DTYPES else None
+        if spec.weights != "auto":
+            native = quantised_library(spec.weights, dtype, places[0], cancelled)
         with weight_store(path, files, dtype, places, cancelled, native, spec.weights) as store, torch.inference_mode():
             loader = DecoderLoader(config, reader, layout, dtype, store, native, spec.deterministic, spec.weights)
             decoder = loader.load()
@@ -334,10 +334,11 @@ class ModelRunner:
             span.memory.begin_step(needed_bytes + kept_bytes)
 
 
-def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device) -> torch.dtype:
-    """The dtype to compute in: as asked; else on CUDA as stored, on a CPU bfloat16 where it is native, or float32."""
+def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device, *, kernels: bool) -> torch.dtype:
+    """The dtype to compute in: as asked; else on CUDA as stored; else bfloat16 where the CPU or our `kernels` multiply it,
+    or float32."""
     if wanted == "auto":
-        wanted = stored if device.type == "cuda" else "bfloat16" if native_bfloat16() else "float32"
+        wanted = stored if device.type == "cuda" else "bfloat16" if kernels or native_bfloat16() else "float32"
     return _DTYPES[wanted]
 
 

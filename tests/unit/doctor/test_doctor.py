@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from engine.backends.torch.native.available import Native
 from engine.doctor.examine import examine
-from engine.doctor.facts import Attention, Cpu, Driver, Gpu, Native, Package, Torch
+from engine.doctor.facts import Attention, Cpu, Driver, Gpu, Package, Torch
 from engine.doctor.native import native_attention_problem
 from tests.fakes.examined import exllama, found, names
 from tests.fakes.machines import (

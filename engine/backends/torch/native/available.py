@@ -1,0 +1,64 @@
+"""Whether the native kernels can be used on this machine, asked without torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Set
+
+import msgspec
+
+from engine.backends.torch.native.build import (
+    ISA_FLAGS,
+    SHIPPED,
+    SWITCH,
+    InstructionSet,
+    cache_folder,
+    find_compiler,
+    kept_library,
+)
+from engine.processor import cpu_flags, native_bfloat16
+
+
+class Native(msgspec.Struct, frozen=True, kw_only=True):
+    """The native kernels of the torch backend. compiler: what would compile them, "" where there is none.
+
+    kept: the instruction sets that they were compiled for before.  off: whether ERICLLM_NATIVE keeps them off.
+    """
+
+    compiler: str = ""
+    kept: tuple[InstructionSet, ...] = ()
+    off: bool = False
+
+
+def read_native() -> Native:
+    """The native kernels that were compiled here or came compiled, and what would compile them."""
+    return Native(compiler=find_compiler(), kept=tuple(filter(_is_kept, ISA_FLAGS)), off=_is_off())
+
+
+def instruction_set(machine: str, flags: Set[str]) -> InstructionSet | None:
+    """What the kernels are compiled for on a CPU with such flags, None where they do not run."""
+    if machine != "x86_64" or not flags >= {"avx2", "fma"}:
+        return None
+    if not flags >= {"avx512_vnni", "avx512vl", "avx512bw"}:
+        return "avx2"
+    if "avx512_bf16" not in flags:
+        return "avx512"
+    return "amx-bf16" if flags >= {"amx_tile", "amx_bf16"} else "avx512-bf16"
+
+
+def prefers_bfloat16() -> bool:
+    """Whether models compute in bfloat16 here if nothing else is asked for: where the CPU multiplies it, or the kernels
+    do, which read half as much of it as of float32 and multiply it about as fast."""
+    if native_bfloat16():
+        return True
+    kernels = instruction_set(platform.machine(), cpu_flags())
+    return kernels is not None and not _is_off() and (bool(find_compiler()) or _is_kept(kernels))
+
+
+def _is_kept(isa: InstructionSet) -> bool:
+    return any(kept_library(isa, folder) for folder in (cache_folder(), SHIPPED))
+
+
+def _is_off() -> bool:
+    return os.environ.get(SWITCH) == "0"
