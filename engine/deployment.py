@@ -27,17 +27,18 @@ from engine.errors import (
     NoModelLoaded,
 )
 from engine.fitting import Fitting
+from engine.knobs import turns
 from engine.lane import Lane
 from engine.plan import Placement
 from engine.pool import Pool
 from engine.replica import Replica
 from engine.request import Request
 from engine.snapshot import DeviceReading, ModelState, ModelStatus
+from engine.standing import Standing
 from engine.surroundings import Surroundings
 from engine.tasks import detached, uninterrupted
 from engine.text.tokenizer import Tokenizer
 
-_RETRY_AFTER_S = 5
 _log = logging.getLogger("engine")
 
 
@@ -54,7 +55,7 @@ class Deployment:
         self.lane = Lane(queue, around.metrics.meter(spec.name), _now())
         self.adapters = Attachments()
         self._around = around
-        self._status = ModelStatus(since_s=time.time())
+        self._standing = Standing(spec)
         self._fitting = Fitting(spec, around.ledger)
         self._pool: Pool | None = None
 
@@ -63,17 +64,17 @@ class Deployment:
     @property
     def state(self) -> ModelState:
         """Where it stands, as in ModelStatus.state."""
-        return self._status.state
+        return self._standing.status.state
 
     @property
     def model(self) -> LoadedModel | None:
         """What its load ended with, while it is loaded."""
-        return self._status.model
+        return self._standing.status.model
 
     def status(self) -> ModelStatus:
         """Its status now."""
         progress = self._pool.progress() if self._pool is not None and self.state == "loading" else None
-        return msgspec.structs.replace(self._status, progress=progress)
+        return msgspec.structs.replace(self._standing.status, progress=progress)
 
     def replicas(self) -> tuple[Replica, ...]:
         """Its workers, oldest first."""
@@ -91,15 +92,7 @@ class Deployment:
 
     def not_ready(self) -> NoModelLoaded:
         """Why it does not answer."""
-        name, error = self.spec.name, self._status.error
-        sentence, wait_s = {
-            "loading": (f"{name} is still loading", _RETRY_AFTER_S),
-            "draining": (f"{name} is being unloaded", _RETRY_AFTER_S),
-            "unloading": (f"{name} is being unloaded", _RETRY_AFTER_S),
-            "idle": (f"{name} sleeps until it is asked", _RETRY_AFTER_S),
-            "failed": (f"{name} has failed: {error.message if error is not None else 'why is not known'}", None),
-        }.get(self.state, ("no model is loaded", None))
-        return NoModelLoaded(sentence, state=self.state, retry_after_s=wait_s)
+        return self._standing.refusal()
 
     def idle_s(self, now: float) -> float:
         """Seconds since a request last came or ended; 0 while any is live."""
@@ -220,19 +213,16 @@ class Deployment:
         """Go to a state, log it and show it. model: what a load ended with, kept until the memory is given back."""
         if state == self.state:
             return
-        kept = self.model if state in ("ready", "draining", "unloading") else None
         if model is not None:
             self.lane.usage.loaded(model.max_model_len)
-        self._status = ModelStatus(state=state, spec=self.spec, model=model or kept, since_s=time.time())
-        _log.info("%s: %s", self.spec.name, state)
+        self._standing.go(state, model)
         self._around.on_change()
 
     def fail(self, error: ErrorInfo) -> None:
         """No worker can answer: what waits ends with the reason."""
         if self._pool is None:  # else a dead worker may be revived
             self.tokenizer = None
-        self._status = ModelStatus(state="failed", spec=self.spec, error=error, since_s=time.time())
-        _log.error("%s: failed: %s", self.spec.name, error.message)
+        self._standing.fail(error)
         self._around.desk.end(self.lane.live, error)
         self._around.on_change()
 
@@ -284,17 +274,10 @@ class Deployment:
 
     def _mark(self, before: EngineConfig) -> None:
         """A mark for each knob that was turned."""
-        for knob, name in (
-            ("workers", "num_workers"),
-            ("max_prompts", "max_prompts"),
-            ("idle_unload", "idle_unload_s"),
-        ):
-            old, new = getattr(before, name), getattr(self.config, name)
-            if old != new:
-                said = f"{knob} {old:g} -> {new:g}"
-                metrics, model = self._around.metrics, self.spec.name
-                metrics.mark(time.time(), said, knob=knob, before=old, after=new, model=model)
-                _log.info("%s: %s", model, said)
+        metrics, model = self._around.metrics, self.spec.name
+        for turn in turns(before, self.config):
+            metrics.mark(time.time(), str(turn), knob=turn.knob, before=turn.before, after=turn.after, model=model)
+            _log.info("%s: %s", model, turn)
 
     @property
     def settled(self) -> bool:

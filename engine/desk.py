@@ -7,13 +7,15 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from engine.backends.base import BackendStats, FinishReason
 from engine.dispatcher import Slot
-from engine.errors import ErrorInfo, InvalidRequest, QueueFull, RequestTimeout, WorkerFailed
+from engine.errors import ErrorInfo, InvalidRequest, QueueFull, RequestNotFound, RequestTimeout, WorkerFailed
 from engine.insight import SessionCounter
 from engine.lane import Lane
 from engine.metrics import Metrics
-from engine.records import Records, RequestText
+from engine.records import Records, RequestDetail, RequestText
 from engine.replica import Replica
 from engine.request import SUSPECT_DEATHS, Request
 from engine.snapshot import RequestRow
@@ -81,6 +83,17 @@ class Desk:
                 request.dispatched = now
                 lane.usage.dispatched(now - request.created)
         return assigned
+
+    def detail(self, request_id: str, order: int, *, texts: bool) -> RequestDetail:
+        """See Engine.request_detail. texts: whether texts may be told."""
+        live = self.live.get(request_id)
+        if live is not None and order in (0, live.order):
+            detail = live.detail(live.row(_now()))
+            return msgspec.structs.replace(detail, text=self._text_of(live), texts=texts)
+        ended = self.records.detail(request_id, order, texts=texts)
+        if ended is None:
+            raise RequestNotFound(f"nothing is known of a request {request_id} any more", id=request_id)
+        return ended
 
     def cancel(self, request_id: str) -> bool:
         """End a live request with finish "cancelled"; False if there is none of that id."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 import msgspec
 
@@ -14,8 +14,9 @@ from engine.config import AdapterSpec, EngineConfig, ModelSpec
 from engine.desk import Desk
 from engine.devices import DeviceProbe, new_probe
 from engine.entrance import Entrance
-from engine.errors import EngineClosed, EngineError, NoModelLoaded, RequestNotFound
+from engine.errors import EngineClosed, EngineError, NoModelLoaded
 from engine.fleet import Fleet, Serving
+from engine.knobs import Knobs, changed_fields
 from engine.log import LogRing
 from engine.metrics import Metrics
 from engine.observer import Observer
@@ -136,11 +137,7 @@ class Engine:
         spec: ModelSpec,
         *,
         beside: bool = False,
-        workers: int | None = None,
-        max_prompts: int | None = None,
-        idle_unload_s: float | None = None,
-        step_tokens: int | None = None,
-        threads: int | None = None,
+        **knobs: Unpack[Knobs],
     ) -> LoadedModel:
         """Load `spec` and return when its first worker is ready. The load goes on if the caller is cancelled.
 
@@ -152,8 +149,7 @@ class Engine:
         with nothing else loaded, the model is "failed".
         """
         self._refuse_if_closed()
-        knobs = _knobs(workers, max_prompts, idle_unload_s, step_tokens, threads)
-        config = msgspec.structs.replace(self.config, **knobs).validate()
+        config = msgspec.structs.replace(self.config, **changed_fields(knobs)).validate()
         return await self._fleet.switch.load(spec, config, beside=beside)
 
     async def devices(self, *, without: str | None = None) -> list[DeviceReading]:
@@ -179,25 +175,14 @@ class Engine:
         gone = NoModelLoaded("the model was unloaded before the answer was complete")
         await self._fleet.switch.unload(model, drain_s, gone)
 
-    async def reconfigure(
-        self,
-        *,
-        workers: int | None = None,
-        max_prompts: int | None = None,
-        idle_unload_s: float | None = None,
-        step_tokens: int | None = None,
-        threads: int | None = None,
-        model: str = "",
-    ) -> None:
+    async def reconfigure(self, *, model: str = "", **knobs: Unpack[Knobs]) -> None:
         """Set the targets of a model; growth and shrinking go on in the background and lose no request.
-
-        step_tokens: in one step of a worker, where its backend is ours.  threads: of each worker, 0 shares them out.
 
         Workers that never got ready, or died too often, are tried again. Raises InvalidRequest out of range,
         InsufficientMemory where another worker does not fit, ModelNotFound, EngineClosed; nothing is changed then.
         """
         self._refuse_if_closed()
-        self._fleet.reconfigure(model, _knobs(workers, max_prompts, idle_unload_s, step_tokens, threads))
+        self._fleet.reconfigure(model, changed_fields(knobs))
 
     async def restart_worker(self, worker_id: str) -> None:
         """Start a worker again: one that was left dead, or one that works, whose requests go on elsewhere.
@@ -263,14 +248,7 @@ class Engine:
     def request_detail(self, request_id: str, order: int = 0) -> RequestDetail:
         """All about a request, live or ended; of several of that id the newest unless `order` is given. Its text where
         the settings allow to keep it. Raises RequestNotFound."""
-        texts, live = self.config.show_prompts, self._desk.live.get(request_id)
-        if live is not None and order in (0, live.order):
-            detail = live.detail(live.row(_now()))
-            return msgspec.structs.replace(detail, text=self._text_of(live), texts=texts)
-        ended = self._desk.records.detail(request_id, order, texts=texts)
-        if ended is None:
-            raise RequestNotFound(f"nothing is known of a request {request_id} any more", id=request_id)
-        return ended
+        return self._desk.detail(request_id, order, texts=self.config.show_prompts)
 
     def _text_of(self, request: Request) -> RequestText | None:
         """What may be told of its text: nothing, unless the settings allow it."""
@@ -354,21 +332,3 @@ def _shut_down() -> EngineClosed:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _knobs(
-    workers: int | None,
-    max_prompts: int | None,
-    idle_unload_s: float | None,
-    step_tokens: int | None,
-    threads: int | None,
-) -> dict[str, Any]:
-    """Fields of EngineConfig that are to be others."""
-    given = {
-        "num_workers": workers,
-        "max_prompts": max_prompts,
-        "idle_unload_s": idle_unload_s,
-        "step_tokens": step_tokens,
-        "threads": threads,
-    }
-    return {name: value for name, value in given.items() if value is not None}
