@@ -1,0 +1,124 @@
+"""Troubleshooting: every sentence that the page explains under "It does not start" is one that the program says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+import console.loading
+import engine.worker.factory
+from console.api.server import ApiSettings
+from console.loading import choose_model
+from console.sources import load_settings
+from engine.errors import EngineError
+from engine.models.hub_errors import explain
+from engine.models.resolve import resolve_local
+from tests.api.harness import serving
+
+PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+SECTION = PAGE.read_text(encoding="utf-8").partition("## It does not start\n")[2].partition("\n## ")[0]
+QUOTED = re.findall(r"\*\*`([^`]+)`\*\*", SECTION)
+
+Provoke = Callable[[Path, pytest.MonkeyPatch], Awaitable[str]]
+
+
+def refused(**flags: object) -> str:
+    """Why a model with these flags is refused before anything starts."""
+    with pytest.raises(EngineError) as error:
+        choose_model(load_settings(flags, env={}, file=Path("nowhere.toml")))
+    return error.value.message
+
+
+def folder_of(tmp_path: Path, *, architecture: str, weights: str = "") -> str:
+    """A model's folder with everything but what it lacks."""
+    demo = resolve_local("demo", ())
+    assert demo is not None
+    for file in (*demo.glob("*.json"), *demo.glob("*.jinja")):
+        shutil.copy(file, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    if weights == "safetensors":
+        for file in demo.glob("*.safetensors"):
+            shutil.copy(file, tmp_path)
+    elif weights:
+        (tmp_path / weights).write_bytes(b"x")
+    return str(tmp_path)
+
+
+async def no_folder(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    return refused(model="/models/x")
+
+
+async def no_name(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    return refused(model="x")
+
+
+async def no_hub(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    return explain(OSError("no network"), "org/name", None, "https://hub").message
+
+
+async def no_weights(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    return refused(model=folder_of(tmp_path, architecture="LlamaForCausalLM"))
+
+
+async def pickled(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    return refused(model=folder_of(tmp_path, architecture="LlamaForCausalLM", weights="pytorch_model.bin"))
+
+
+async def unknown(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    return refused(model=folder_of(tmp_path, architecture="XForCausalLM", weights="safetensors"))
+
+
+async def no_backend(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(engine.worker.factory, "exllamav2_lacks", lambda: "no NVIDIA GPU was found")
+    return refused(model="demo", backend="exllamav2")
+
+
+async def no_gpu(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(console.loading, "_has_gpu", lambda: False)
+    return refused(model="demo", gpu_split="16,24")
+
+
+async def not_served(tmp_path: Path, settings: ApiSettings) -> str:
+    with pytest.raises(EngineError) as error:
+        async with serving(tmp_path, settings=settings, load=False):
+            pass
+    return re.sub(r"port \d+", "port 8000", error.value.message)
+
+
+async def port_taken(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        return await not_served(tmp_path, ApiSettings(host="127.0.0.1", port=other.getsockname()[1]))
+
+
+async def no_key(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    return await not_served(tmp_path, ApiSettings(host="0.0.0.0", port=0))
+
+
+PROVOKED: dict[str, Provoke] = {
+    "there is no folder /models/x": no_folder,
+    "no model is called x": no_name,
+    "org/name could not be fetched from the hub ...": no_hub,
+    "the folder holds no weights: it has no *.safetensors file": no_weights,
+    "pytorch_model.bin is a pickle, which can run code when read ...": pickled,
+    "the torch backend does not know the architecture ...": unknown,
+    "--backend exllamav2 cannot run here: ...": no_backend,
+    "Cannot listen on 127.0.0.1 port 8000: ...": port_taken,
+    "Not listening on 0.0.0.0 port 8000 without a key": no_key,
+    "--gpu_split spreads workers over GPUs, and none was found": no_gpu,
+}
+
+
+def test_every_sentence_of_the_page_is_provoked_here() -> None:
+    assert sorted(QUOTED) == sorted(PROVOKED)
+
+
+@pytest.mark.parametrize("sentence", PROVOKED)
+async def test_the_program_says_so(sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sentence.removesuffix("...").rstrip() in await PROVOKED[sentence](tmp_path, monkeypatch)
