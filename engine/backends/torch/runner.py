@@ -335,8 +335,8 @@ class ModelRunner:
 
 
 def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device, *, kernels: bool) -> torch.dtype:
-    """The dtype to compute in: as asked; else on CUDA as stored, and on a CPU bfloat16 where it or our `kernels` multiply
-    that, or float32."""
+    """The dtype to compute in: as asked; else as stored on CUDA, and on a CPU bfloat16 where it or our `kernels`
+    multiply that, else float32."""
     if wanted == "auto":
         wanted = stored if device.type == "cuda" else "bfloat16" if kernels or native_bfloat16() else "float32"
     return _DTYPES[wanted]
