@@ -1,5 +1,5 @@
-"""OpenVINO GenAI's ContinuousBatchingPipeline. The model is OpenVINO's own format; arithmetic is in bfloat16 where the CPU
-has that, else in float32, as by its default: asked for bfloat16 there, it refuses to run."""
+"""OpenVINO GenAI's ContinuousBatchingPipeline. The model is OpenVINO's own format; arithmetic is in bfloat16 where the
+CPU has that, else in float32, as by its default: asked for bfloat16 there, it refuses to run."""
 
 from __future__ import annotations
 
