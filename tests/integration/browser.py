@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 INSTALL = "apt-get install -y --no-install-recommends chromium"
 _FLAGS = (
     "--headless=new",

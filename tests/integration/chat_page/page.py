@@ -13,6 +13,15 @@ from tests.fakes.backend import FakeBackend
 from tests.integration.browser import Page, browsing
 
 IDLE = "!document.querySelector('[aria-busy]')"
+_KEPT = """new Promise((resolve) => {
+  const opening = indexedDB.open("ericllm-chat");
+  opening.onsuccess = () => {
+    const looking = opening.result.transaction("conversations");
+    looking.objectStore("conversations").count();
+    looking.oncomplete = () => { opening.result.close(); resolve(); };
+  };
+})"""
+"""Settled once all that was begun before is kept: looks and changes take their turns."""
 LAST = "[...document.querySelectorAll('.turn')].at(-1)"
 
 
@@ -44,6 +53,11 @@ class Chat:
         """The text of the last answer so far."""
         found: str = await self.page.run(f"{LAST}.querySelector('.said')?.innerText ?? ''")
         return found
+
+    async def reload(self) -> None:
+        """The page anew, once what was done on it is kept."""
+        await self.page.run(_KEPT)
+        await self.page.reload()
 
     async def press_in_last(self, label: str) -> None:
         """Press a button of the last turn."""

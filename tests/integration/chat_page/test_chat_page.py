@@ -13,7 +13,7 @@ from tests.fakes.saying import Script
 from tests.integration.browser import chromium
 from tests.integration.chat_page.page import IDLE, LAST, chatting
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_without_a_browser_it_is_said_how_to_get_one_and_ci_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from tests.fakes.backend import FakeBackend
 from tests.fakes.saying import Script
 from tests.integration.chat_page.page import chatting, choose
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 async def test_conversations_outlast_the_page_and_can_be_renamed_deleted_and_brought_back(
@@ -23,14 +23,14 @@ async def test_conversations_outlast_the_page_and_can_be_renamed_deleted_and_bro
         await chat.ask("alpha")
         await page.click("#new")
         await chat.ask("beta")
-        await page.reload()
+        await chat.reload()
         assert await page.run(titles) == ["beta", "alpha"]
         assert await chat.text() == "beta"
 
         await page.run("document.querySelector('[aria-label=\"Rename alpha\"]').click()")
         await page.type("Gamma")
         await page.press("Enter")
-        await page.reload()
+        await chat.reload()
         assert await page.run(titles) == ["beta", "Gamma"]
 
         await page.run("document.querySelector('[aria-label=\"Delete beta\"]').click()")
@@ -38,7 +38,7 @@ async def test_conversations_outlast_the_page_and_can_be_renamed_deleted_and_bro
         await page.run("document.querySelector('#toast button').click()")
         assert await page.run(titles) == ["beta", "Gamma"]
         await page.run("document.querySelector('[aria-label=\"Delete beta\"]').click()")
-        await page.reload()
+        await chat.reload()
         assert await page.run(titles) == ["Gamma"]
 
 

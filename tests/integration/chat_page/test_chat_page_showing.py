@@ -13,7 +13,7 @@ from tests.fakes.saying import Script
 from tests.integration.browser import Page
 from tests.integration.chat_page.page import chatting, choose
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 HOSTILE = (
     "<img src=x onerror=window.hacked=1> <script>window.hacked=1</script> "
@@ -50,7 +50,7 @@ async def test_markup_in_answers_questions_names_and_files_is_text(chrome: str, 
         file.write_text(json.dumps({"format": "ericllm-conversations", "conversations": [conversation]}))
         await choose(page, file)
         await page.until("document.getElementById('toast').textContent.startsWith('Imported')")
-        await page.reload()
+        await chat.reload()
         for number in range(2):
             await page.run(f"document.querySelectorAll('#conversations .open')[{number}].click()")
             bad = "#turns :is(script, img, iframe, style, svg[onload], [onerror], [onclick])"

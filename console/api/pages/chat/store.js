@@ -35,20 +35,28 @@ export class Conversations {
 
   /** All of them, the one that changed last first. */
   async all() {
-    const found = this.#database ? await promised(this.#table("readonly").getAll()) : [];
+    const found = this.#database ? await promised(this.#database.transaction(TABLE).objectStore(TABLE).getAll()) : [];
     return found.sort((one, other) => other.changedAt - one.changedAt);
   }
 
   async put(conversation) {
-    if (this.#database) await promised(this.#table("readwrite").put(conversation));
+    await this.#change((table) => table.put(conversation));
   }
 
   async delete(id) {
-    if (this.#database) await promised(this.#table("readwrite").delete(id));
+    await this.#change((table) => table.delete(id));
   }
 
-  #table(mode) {
-    return this.#database.transaction(TABLE, mode).objectStore(TABLE);
+  /** Ends once the change is kept; committed at once, so that it outlasts a page that is left right after it. */
+  async #change(change) {
+    if (!this.#database) return;
+    const transaction = this.#database.transaction(TABLE, "readwrite");
+    change(transaction.objectStore(TABLE));
+    transaction.commit();
+    await new Promise((resolve, reject) => {
+      transaction.oncomplete = resolve;
+      transaction.onabort = () => reject(transaction.error);
+    });
   }
 }
 
