@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -39,5 +40,21 @@ def _one_thread() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """What is imported by now stays: to look through it for garbage took a quarter of the screen tests' time."""
+    if "torch" in sys.modules:
+        _compile_kernels()
     gc.collect()
     collect_rarely()
+
+
+def _compile_kernels() -> None:
+    """A load waits for the compiler only so long and then does without: how busy the machine is must not decide what
+    two loads of a test compute with, nor must a test's time limit hold for the compiler."""
+    from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder
+    from engine.backends.torch.native.kernels import native_isa
+
+    with contextlib.suppress(CannotBuild):
+        if (isa := native_isa()) is not None:
+            build_library(isa, cache_folder())
+        if (libraries := sys.modules.get("tests.fakes.native_libraries")) is not None:
+            for name in libraries.LIBRARIES:
+                libraries.native(name)
