@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,6 +20,8 @@ from console.remote.link import RemoteLink
 from console.standing import standing_of
 from engine.config import SamplingParams
 from engine.errors import EngineBusy, EngineError, InvalidRequest, ModelNotFound
+from tests.fakes.held import Hold
+from tests.fakes.ports import free_port
 from tests.fakes.tiny_models import make_tiny_model
 from tests.integration.headless import Headless
 
@@ -47,9 +48,7 @@ class Instance:
     """A headless server on one port, that can be started again."""
 
     def __init__(self, models: Path, home: Path, *flags: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self._flags = ("--headless", "--model", str(models / "tiny"), "--models-dir", str(models), *flags)
         self._home = home
         self.server: Headless | None = None
@@ -65,7 +64,13 @@ class Instance:
 
 
 @pytest.fixture
-def instance(tmp_path: Path, models: Path) -> Iterator[Instance]:
+def hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hold:
+    """Holds up the workers of the instance."""
+    return Hold(monkeypatch, tmp_path, "make_torch")
+
+
+@pytest.fixture
+def instance(tmp_path: Path, models: Path, hold: Hold) -> Iterator[Instance]:
     made = Instance(models, tmp_path)
     made.start()
     yield made
@@ -120,8 +125,11 @@ async def test_all_that_a_console_asks_for_can_be_asked_from_elsewhere(remote: E
     await until(lambda: remote.snapshot().status.state == "unloaded")
 
 
-async def test_a_chat_that_is_closed_and_a_request_that_is_cancelled_end_over_there(remote: EngineLink) -> None:
+async def test_a_chat_that_is_closed_and_a_request_that_is_cancelled_end_over_there(
+    remote: EngineLink, hold: Hold
+) -> None:
     await until(lambda: standing_of(remote).reach == "live")
+    hold.begin()
     answer = _chat(remote, 400)
     await anext(answer)
     await until(lambda: remote.snapshot().running == 1)

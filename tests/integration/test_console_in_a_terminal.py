@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import urllib.error
 import urllib.request
@@ -13,17 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.fakes.ports import free_port
 from tests.integration.headless import Headless
 from tests.integration.terminal import Terminal, console
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ANSWER_TOKENS = 300
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def post(port: int, path: str, body: dict[str, object]) -> dict[str, object]:
@@ -80,7 +74,7 @@ def terminal(tmp_path: Path, port: int) -> Iterator[Terminal]:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     return not alive
 
 

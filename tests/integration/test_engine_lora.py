@@ -14,6 +14,7 @@ from engine.engine import Engine
 from engine.errors import UnsupportedModel
 from tests.fakes.adapters import make_adapter
 from tests.fakes.engines import ask, config, read, until
+from tests.fakes.held import Hold
 from tests.fakes.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,10 @@ pytestmark = pytest.mark.slow
 PARAMS = SamplingParams(max_tokens=100, temperature=1.1, top_p=0.9, ignore_eos=True, seed=2)
 
 
-async def test_adapters_outlive_a_killed_worker_and_new_workers_have_them(tmp_path: Path) -> None:
+async def test_adapters_outlive_a_killed_worker_and_new_workers_have_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hold = Hold(monkeypatch, tmp_path, "make_torch")
     folder = make_tiny_model(tmp_path / "model")
     names = ("", "one", "two")
     engine = Engine(config(worker_host="process"))
@@ -35,11 +39,13 @@ async def test_adapters_outlive_a_killed_worker_and_new_workers_have_them(tmp_pa
         undisturbed = [await read(engine.submit(request)) for request in requests]
         assert len({answer.text for answer in undisturbed}) == len(names)
 
+        hold.begin()
         reading = [asyncio.create_task(read(engine.submit(request))) for request in requests]
         await until(lambda: sum(row.state == "decode" for row in engine.snapshot().requests) == len(requests))
         pid = engine.snapshot().workers[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
+        hold.end()
         disturbed = await asyncio.gather(*reading)
         assert engine.snapshot().totals.requeued == len(requests)
         assert [answer.token_ids for answer in disturbed] == [answer.token_ids for answer in undisturbed]

@@ -16,6 +16,7 @@ from engine.engine import Engine
 from engine.errors import WorkerFailed
 from tests.fakes.backend import expected_text
 from tests.fakes.engines import StillProbe, all_ready, ask, config, read, until
+from tests.fakes.held import Hold
 from tests.fakes.model import fake_spec
 
 pytestmark = pytest.mark.slow
@@ -23,10 +24,10 @@ pytestmark = pytest.mark.slow
 
 @asynccontextmanager
 async def processes(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *, factory: str = "make", **settings: object
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *, factory: str = "backend_factories:make", **settings: object
 ) -> AsyncIterator[Engine]:
     """An engine whose workers are processes; none of them is left at the end."""
-    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", f"tests.fakes.backend_factories:{factory}")
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", f"tests.fakes.{factory}")
     before = children()
     engine = Engine(config(worker_host="process", **settings), probe=StillProbe())
     await engine.start()
@@ -49,14 +50,17 @@ def pids(engine: Engine) -> list[int]:
 async def test_a_worker_killed_mid_stream_changes_nothing_in_the_answers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async with processes(monkeypatch, tmp_path, num_workers=2) as engine:
+    hold = Hold(monkeypatch, tmp_path)
+    async with processes(monkeypatch, tmp_path, factory="held:make", num_workers=2) as engine:
         await engine.load(fake_spec(tmp_path))
         await all_ready(engine)
         prompts = [f"marker {number}" for number in range(16)]
-        length = 3000
+        length = 300
+        hold.begin()
         reading = [asyncio.create_task(read(engine.submit(ask(prompt, max_tokens=length)))) for prompt in prompts]
-        await until(lambda: all(row.output_tokens > 20 for row in engine.snapshot().requests))
+        await until(lambda: all(row.output_tokens > 5 for row in engine.snapshot().requests))
         os.kill(pids(engine)[0], signal.SIGKILL)
+        hold.end()
         answers = await asyncio.gather(*reading)
         assert [answer.text for answer in answers] == [expected_text(prompt.encode(), length) for prompt in prompts]
         assert engine.snapshot().totals.requeued > 0
@@ -93,7 +97,7 @@ async def test_a_load_cancelled_while_its_processes_start_leaves_none(
 async def test_a_worker_that_crashes_again_and_again_gives_its_request_up_in_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async with processes(monkeypatch, tmp_path, factory="make_crashing") as engine:
+    async with processes(monkeypatch, tmp_path, factory="backend_factories:make_crashing") as engine:
         await engine.load(fake_spec(tmp_path))
         answer = await read(engine.submit(ask("x", max_tokens=100)))
         assert answer.last.error is not None

@@ -15,6 +15,7 @@ import pytest
 from engine.config import ModelSpec, SamplingParams
 from engine.engine import Engine
 from tests.fakes.engines import all_ready, ask, config, read, until
+from tests.fakes.held import Hold
 from tests.fakes.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -26,7 +27,10 @@ SETTINGS = (
 )
 
 
-async def test_a_killed_worker_changes_no_token_greedy_or_seeded(tmp_path: Path) -> None:
+async def test_a_killed_worker_changes_no_token_greedy_or_seeded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hold = Hold(monkeypatch, tmp_path, "make_torch")
     folder = make_tiny_model(tmp_path / "model")
     engine = Engine(config(worker_host="process", num_workers=2))
     await engine.start()
@@ -36,11 +40,13 @@ async def test_a_killed_worker_changes_no_token_greedy_or_seeded(tmp_path: Path)
         requests = [ask(f"marker {number}", params=params) for params in SETTINGS for number in range(2)]
         undisturbed = [await read(engine.submit(request)) for request in requests]
 
+        hold.begin()
         reading = [asyncio.create_task(read(engine.submit(request))) for request in requests]
         await until(lambda: sum(row.state == "decode" for row in engine.snapshot().requests) == len(requests))
         busiest = max(engine.snapshot().workers, key=lambda worker: worker.active)
         assert busiest.pid is not None
         os.kill(busiest.pid, signal.SIGKILL)
+        hold.end()
         disturbed = await asyncio.gather(*reading)
 
         assert engine.snapshot().totals.requeued > 0

@@ -16,6 +16,7 @@ from engine.backends.torch.native.kernels import native_isa
 from engine.config import ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
 from tests.fakes.engines import Answer, all_ready, ask, config, read, until
+from tests.fakes.held import Hold
 from tests.fakes.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -32,8 +33,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), head_dim=16)
 
 
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hold:
+    return Hold(monkeypatch, tmp_path, "make_torch")
+
+
 @pytest.fixture(params=["float32", "bfloat16"])
-async def engine(folder: Path, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+async def engine(folder: Path, request: pytest.FixtureRequest, hold: Hold) -> AsyncIterator[Engine]:
     """Two workers with sixteen places each."""
     engine = Engine(config(worker_host="process", num_workers=2, max_prompts=STREAMS // 2))
     await engine.start()
@@ -73,9 +79,10 @@ def logprobs(answer: Answer) -> list[float]:
     return [each.logprob for delta in answer.deltas for each in delta.logprobs]
 
 
-async def disturbed(engine: Engine, requests: list[GenerateRequest], victims: int) -> list[Answer]:
+async def disturbed(engine: Engine, hold: Hold, requests: list[GenerateRequest], victims: int) -> list[Answer]:
     """The answers when that many workers are killed while all requests are in their middle."""
     await all_ready(engine)
+    hold.begin()
     reading = [asyncio.create_task(read(engine.submit(request))) for request in requests]
     await until(lambda: min(row.output_tokens for row in engine.snapshot().requests[:STREAMS]) > 3)
     before = engine.snapshot()
@@ -83,20 +90,21 @@ async def disturbed(engine: Engine, requests: list[GenerateRequest], victims: in
     for worker in before.workers[:victims]:
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
+    hold.end()
     answered = await asyncio.gather(*reading)
     assert engine.snapshot().totals.requeued - before.totals.requeued == STREAMS // 2 * victims
     return answered
 
 
 async def test_32_streams_go_on_from_what_their_clients_have_when_one_worker_is_killed_or_all_are(
-    engine: Engine,
+    engine: Engine, hold: Hold
 ) -> None:
     bare = [plain(number) for number in range(STREAMS)]
     bare_answers = await answers(engine, bare)
     requests = [with_extras(each, number, bare_answers[number]) for number, each in enumerate(bare)]
     expected = await answers(engine, requests)
     for victims in (1, 2):
-        got = await disturbed(engine, requests, victims)
+        got = await disturbed(engine, hold, requests, victims)
         assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
         assert [answer.text for answer in got] == [answer.text for answer in expected]
         assert [answer.last.finish for answer in got] == [answer.last.finish for answer in expected]

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +24,9 @@ from engine.worker.hosts import WorkerExit
 from engine.worker.protocol import Loaded, LogLine
 from tests.fakes.backend import expected_text
 from tests.fakes.engines import all_ready, ask, config, read, until
+from tests.fakes.held import Hold
 from tests.fakes.model import fake_spec
+from tests.fakes.ports import free_port
 from tests.fakes.worker import Probe, load_command, submit_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -35,13 +37,19 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[RayNodes]:
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hold]:
+    """Holds up the workers of all nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield Hold(patch, tmp_path_factory.mktemp("hold"), "make_noisy")
+
+
+@pytest.fixture(scope="module")
+def nodes(hold: Hold) -> Iterator[RayNodes]:
     """A head without a name and a node "left"; nothing of it is left at the end, and nobody is told of it."""
     before = ray_processes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else a token would be looked for in, or put into, the home folder
-        patch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_noisy")
         cluster = RayNodes(initialize_head=True, head_node_args={**NODE, "ray_client_server_port": free_port()})
         patch.setenv("RAY_ADDRESS", cluster.address)
         cluster.add_node(node_name="left", num_gpus=2, **NODE)
@@ -49,7 +57,9 @@ def nodes() -> Iterator[RayNodes]:
             yield cluster
         finally:
             cluster.shutdown()
-    psutil.wait_procs([psutil.Process(pid) for pid in ray_processes() - before if psutil.pid_exists(pid)], timeout=10)
+    until_s = time.monotonic() + PATIENCE_S
+    while ray_processes() - before and time.monotonic() < until_s:
+        time.sleep(0.05)
     assert ray_processes() <= before
 
 
@@ -67,17 +77,13 @@ def ray_processes() -> set[int]:
     return {each.pid for each in found if any("raylet" in part for part in each.info["cmdline"] or ())}
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 @asynccontextmanager
 async def serving(cluster: Cluster, folder: Path, workers: int) -> AsyncIterator[Engine]:
     """An engine with so many workers on the cluster, all of them ready."""
     engine = Engine(
-        config(worker_host="process", num_workers=workers), new_host=cluster.new_host, probe=cluster.probe()
+        config(worker_host="process", num_workers=workers, restart_backoff_s=0.5),
+        new_host=cluster.new_host,
+        probe=cluster.probe(),
     )
     await engine.start()
     try:
@@ -111,19 +117,21 @@ def switch_off(nodes: RayNodes, node: Any) -> None:
 
 
 async def test_a_node_killed_under_load_changes_nothing_in_the_answers(
-    nodes: RayNodes, cluster: Cluster, tmp_path: Path
+    nodes: RayNodes, cluster: Cluster, hold: Hold, tmp_path: Path
 ) -> None:
     doomed: Any = nodes.add_node(node_name="right", **NODE)
     await eventually(lambda: any(each.node == "right" for each in cluster.probe().read()))
     async with serving(cluster, tmp_path, workers=3) as engine:
         assert places(engine) == ["", "left", "right"]
         prompts = [f"marker {number}" for number in range(12)]
-        length = 4000
+        length = 400
+        hold.begin()
         reading = [
             asyncio.create_task(read(engine.submit(ask(prompt, max_tokens=length)), PATIENCE_S)) for prompt in prompts
         ]
-        await until(lambda: all(row.output_tokens > 20 for row in engine.snapshot().requests))
+        await until(lambda: all(row.output_tokens > 5 for row in engine.snapshot().requests))
         await asyncio.to_thread(switch_off, nodes, doomed)
+        hold.end()
         answers = await asyncio.gather(*reading)
         assert [answer.text for answer in answers] == [expected_text(prompt.encode(), length) for prompt in prompts]
         await eventually(lambda: engine.snapshot().totals.worker_restarts)
@@ -158,7 +166,7 @@ async def test_a_worker_on_a_node_says_what_a_local_one_would(cluster: Cluster, 
 
 async def test_a_stopped_worker_leaves_by_itself(cluster: Cluster, tmp_path: Path) -> None:
     probe = await Probe(cluster.new_host("w0", fake_spec(tmp_path, device="left/cpu"))).start()
-    await probe.host.stop(10.0)
+    await probe.host.stop(PATIENCE_S)
     assert [exit_.code for exit_ in probe.exits] == [0]
 
 
@@ -177,7 +185,7 @@ async def test_a_worker_sees_no_gpu_but_those_that_placement_gave_it(cluster: Cl
     probe = await Probe(cluster.new_host("w0", fake_spec(tmp_path, device="left/cuda:1"))).start()
     assert probe.host.pid is not None
     assert psutil.Process(probe.host.pid).environ()["CUDA_VISIBLE_DEVICES"] == "1"
-    await probe.host.stop(10.0)
+    await probe.host.stop(PATIENCE_S)
 
 
 async def test_a_worker_whose_node_is_not_there_says_so_at_once(cluster: Cluster, tmp_path: Path) -> None:
@@ -205,7 +213,7 @@ async def test_a_ray_client_computes_on_the_nodes_and_not_on_its_own_machine(nod
         probe = await Probe(cluster.new_host("w0", fake_spec(tmp_path, device="left/cpu"))).start()
         probe.send(load_command(tmp_path))
         assert (await probe.wait_for(Loaded)).model.devices == ("left/cpu",)
-        await probe.host.stop(10.0)
+        await probe.host.stop(PATIENCE_S)
         assert [exit_.code for exit_ in probe.exits] == [0]
     finally:
         await asyncio.to_thread(cluster.close)
@@ -216,6 +224,7 @@ import asyncio, sys, time
 from pathlib import Path
 from engine.cluster import open_cluster
 from tests.fakes.model import fake_spec
+from tests.fakes.ports import free_port
 from tests.fakes.worker import Probe
 
 async def main():
@@ -250,14 +259,17 @@ async def test_a_cluster_that_is_not_there_is_an_error_in_seconds(
         await asyncio.to_thread(open_cluster, address.format(port))
 
 
-async def test_an_engine_outlives_its_connection_to_ray_and_joins_again(cluster: Cluster, tmp_path: Path) -> None:
+async def test_an_engine_outlives_its_connection_to_ray_and_joins_again(
+    cluster: Cluster, hold: Hold, tmp_path: Path
+) -> None:
     async with serving(cluster, tmp_path, workers=2) as engine:
         workers = [psutil.Process(worker.pid) for worker in engine.snapshot().workers if worker.pid is not None]
-        reading = asyncio.create_task(read(engine.submit(ask("on and on", max_tokens=3000)), PATIENCE_S))
-        await until(lambda: engine.snapshot().requests[0].output_tokens > 20)
+        hold.begin()
+        reading = asyncio.create_task(read(engine.submit(ask("on and on", max_tokens=300)), PATIENCE_S))
+        await until(lambda: engine.snapshot().requests[0].output_tokens > 5)
         driver = next(each for each in psutil.Process().children() if "engine.cluster" in each.cmdline())
         driver.kill()
-        answer = await reading
-        assert answer.text == expected_text(b"on and on", 3000)
-        assert not any(worker.is_running() for worker in workers)
+        await eventually(lambda: not any(worker.is_running() for worker in workers))
+        hold.end()
+        assert (await reading).text == expected_text(b"on and on", 300)
         await eventually(lambda: all(worker.state == "ready" for worker in engine.snapshot().workers))
