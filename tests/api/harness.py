@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -23,7 +23,8 @@ from tests.fakes.backend import FakeBackend
 from tests.fakes.engines import Backends
 from tests.fakes.model import fake_spec
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
+T = TypeVar("T")
 PROMPT = {"prompt": "x", "max_tokens": 2}
 
 
@@ -96,6 +97,19 @@ class Served:
         assert frames.pop() == ""
         lines = [frame.removeprefix("data: ") for frame in frames if not frame.startswith(":")]
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+    async def cut_off(self, asking: Coroutine[Any, Any, T], *, tokens: int) -> T:
+        """What comes of a request whose time is up once it has so many tokens, in all of its answers together."""
+        asked = asyncio.create_task(asking)
+        live = self.engine._desk.live
+        await until(lambda: sum(len(request.generated) for request in live.values()) >= tokens)
+        self.expire()
+        return await asked
+
+    def expire(self) -> None:
+        """The time of all requests is up, whatever limit they have."""
+        for request in tuple(self.engine._desk.live.values()):
+            self.engine._desk._expire(request)
 
     async def until_row(self, **fields: object) -> None:
         """Wait until the request table has a row with these fields."""

@@ -184,9 +184,8 @@ async def test_an_answer_cut_short_by_the_context_s_end_says_so(tmp_path: Path) 
 
 
 async def test_an_answer_whose_time_was_up_pauses_the_turn_which_may_go_on(tmp_path: Path) -> None:
-    config = EngineConfig(worker_host="thread", timeout_s=1.0)
-    async with serving(tmp_path, FakeBackend(gate=Gate(6)), config=config) as api:
-        answer = await ask(api)
+    async with serving(tmp_path, FakeBackend(gate=Gate(6))) as api:
+        answer = await api.cut_off(ask(api), tokens=6)
     assert answer["stop_reason"] == "pause_turn"
     assert answer["content"]
 

@@ -11,7 +11,6 @@ import aiohttp
 import pytest
 
 from console.api.server import ApiSettings
-from engine.config import EngineConfig
 from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate, expected_text, letters, saying
 from tests.fakes.model import EOS_ID
@@ -264,9 +263,8 @@ async def test_a_silent_websocket_is_closed(tmp_path: Path) -> None:
 
 
 async def test_a_stream_that_runs_out_of_time_ends_with_what_it_has(tmp_path: Path) -> None:
-    config = EngineConfig(worker_host="thread", timeout_s=0.6)
-    async with serving(tmp_path, FakeBackend(gate=Gate(3)), config=config) as api:
-        told = await events(api, prompt="x")
+    async with serving(tmp_path, FakeBackend(gate=Gate(3))) as api:
+        told = await api.cut_off(events(api, prompt="x"), tokens=3)
     assert "".join(event["text"] for event in told[:-1]) == completion("x", 3)
     assert told[-1]["event"] == "stream_end"
 

@@ -298,9 +298,8 @@ async def test_a_key_of_use_is_needed_to_ask_the_root(tmp_path: Path) -> None:
 
 
 async def test_an_answer_that_runs_out_of_time_ends_with_what_it_has(tmp_path: Path) -> None:
-    config = EngineConfig(worker_host="thread", timeout_s=0.6)
-    async with serving(tmp_path, FakeBackend(gate=Gate(3)), config=config) as api:
-        told = await events(api, inputs="x", parameters={"details": True})
+    async with serving(tmp_path, FakeBackend(gate=Gate(3))) as api:
+        told = await api.cut_off(events(api, inputs="x", parameters={"details": True}), tokens=3)
     assert told[-1]["generated_text"] == completion("x", 3)
     assert told[-1]["details"]["finish_reason"] == "length"
     assert "".join(event["token"]["text"] for event in told) == completion("x", 3)
