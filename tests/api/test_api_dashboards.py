@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from console.api.operations import Operations
 from engine.config import EngineConfig
-from tests.api.harness import Served, serving, until
+from tests.api.harness import PATIENCE_S, Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate
 from tests.fakes.model import fake_spec
 
@@ -223,7 +223,7 @@ async def test_vllmstat_reads_us_as_it_reads_vllm(tmp_path: Path, monkeypatch: p
         gate.allow(10)
         await until(lambda: api.engine.snapshot().totals.output_tokens == 26)
         produced.set()
-        out, _ = await asyncio.wait_for(looking.communicate(), 20)
+        out, _ = await asyncio.wait_for(looking.communicate(), PATIENCE_S)
         capacity = api.engine.snapshot().workers[0].kv_tokens
         gate.open()
         await asking

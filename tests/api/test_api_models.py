@@ -141,6 +141,7 @@ async def test_a_model_that_sleeps_is_listed_as_such_and_asking_wakes_it(tmp_pat
         assert await api.get("/ready") == {"status": "idle", "model": "fake"}
         assert (await api.get("/health"))["status"] == "ok"
         assert api.engine.status.state == "idle"
+        await api.engine.reconfigure(idle_unload_s=600.0)
         assert (await api.post("/generate", prompt=">", max_tokens=2))["text"] == ">11"
 
 

@@ -192,6 +192,7 @@ async def test_many_requests_for_a_sleeping_model_wake_it_once(tmp_path: Path) -
     woken = Backends(FakeBackend(reply=saying("w")), FakeBackend(reply=saying("again")))
     async with serving(tmp_path, config=config, others=woken) as api:
         await until(lambda: api.engine.status.state == "idle")
+        await api.engine.reconfigure(idle_unload_s=600.0)
         texts = await asyncio.gather(*(api.post("/generate", prompt=">", max_tokens=2) for _ in range(5)))
         assert [answer["text"] for answer in texts] == [">ww"] * 5
         assert len(woken.made) == 1

@@ -113,7 +113,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 
 async def until(met: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not met():  # noqa: ASYNC110 - another thread does it
             await asyncio.sleep(0.005)
 

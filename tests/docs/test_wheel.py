@@ -19,6 +19,7 @@ from engine.backends.torch.native.build import ISA_FLAGS
 from tests.fakes.kernel_cache import share_kernels
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(300)
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -65,7 +66,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_wheel_serves_the_demo_model_outside_the_checkout(installed: Path) -> None:
     python = installed / "venv" / "bin" / "python"
     where = run(str(python), "-c", "import console, engine; print(console.__file__, engine.__file__)", cwd=installed)

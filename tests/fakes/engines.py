@@ -15,7 +15,7 @@ from tests.fakes.backend import FakeBackend, Gate
 from tests.fakes.model import fake_spec
 
 GIB = 2**30
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class StillProbe:

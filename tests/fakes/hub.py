@@ -137,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
         if hold:
             self.wfile.flush()
             self.hub.half_sent.set()
-            self.hub.release.wait(30)
+            self.hub.release.wait(60)
             self._write_rest(body[half:])
 
     def _write_rest(self, rest: bytes) -> None:

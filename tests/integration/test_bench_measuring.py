@@ -16,7 +16,7 @@ from console.cli import main
 from tests.fakes.kernel_cache import share_kernels
 from tests.fakes.tiny_models import make_tiny_model
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,7 @@ def test_a_bench_prints_a_table_writes_its_files_and_is_remembered(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 async def test_ctrl_c_ends_a_bench_with_what_was_measured_by_then(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = (

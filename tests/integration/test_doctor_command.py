@@ -22,7 +22,7 @@ from engine.doctor.gather import gather
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def doctor(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,7 @@ def doctor(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=110,
+        timeout=280,
         check=False,
     )
 

@@ -98,8 +98,9 @@ async def test_a_model_at_work_does_not_fall_asleep(tmp_path: Path) -> None:
     gate, backend = Gate(), FakeBackend()
     backend.gate = gate
     async with started(Backends(backend)) as engine:
-        await engine.load(named(tmp_path, "a"), idle_unload_s=0.001)
+        await engine.load(named(tmp_path, "a"))
         stream = engine.submit(ask("x"))
+        await engine.reconfigure(idle_unload_s=0.001)
         engine._fleet.tick(asyncio.get_running_loop().time() + 100)
         assert states(engine) == {"a": "ready"}
         gate.open()

@@ -70,12 +70,13 @@ async def test_requests_of_a_dead_worker_go_on_on_another(tmp_path: Path) -> Non
 
 
 async def test_the_queue_is_kept_while_no_worker_is_ready(tmp_path: Path) -> None:
-    backends = Backends(DyingBackend(dies_at=1))
-    async with serving(tmp_path, backends, restart_backoff_s=0.05) as engine:
+    gate = Gate()
+    async with serving(tmp_path, Backends(DyingBackend(dies_at=1), FakeBackend(load_gate=gate))) as engine:
         first = engine.submit(ask("first"))
-        await until(lambda: worker(engine, "w0").state == "restarting")
+        await until(lambda: worker(engine, "w0").state != "ready")
         second = engine.submit(ask("second"))
         assert engine.snapshot().queued == 2
+        gate.open()
         assert (await read(first)).text == expected_text(b"first", 8)
         assert (await read(second)).text == expected_text(b"second", 8)
 

@@ -67,7 +67,7 @@ def answers(backend: ExllamaBackend, masks: GrammarMasks, *requests: BackendRequ
     """What each was answered, to its end."""
     events: dict[str, list[TokenEvent]] = {request.id: [] for request in requests}
     for request in requests:
-        backend.submit(request, masks.begin(request).result(20.0) if request.params.grammar else None)
+        backend.submit(request, masks.begin(request).result(60.0) if request.params.grammar else None)
     while backend.has_work():
         for event in backend.step():
             events[event.request_id].append(event)
@@ -127,7 +127,7 @@ def test_a_generator_that_is_made_anew_finds_the_mask_where_the_answer_was_told_
     backend = load(fakes)
     requests = [ask(name, HELD, temperature=0.0) for name in "abcd"]
     for request in requests:
-        backend.submit(request, masks.begin(request).result(20.0))
+        backend.submit(request, masks.begin(request).result(60.0))
     events = [event for _ in range(12) for event in backend.step()]
     fakes.faults.add("decoded", torch.OutOfMemoryError("CUDA out of memory"))
     while backend.has_work():
@@ -144,7 +144,7 @@ def test_tokens_ruled_out_that_leave_the_grammar_nothing_are_an_error(make: Make
     backend = load(make())
     backend.submit(
         BackendRequest(id="a", prompt_ids=[3, 4, 5], params=request.params, banned_next=(ord("a"),)),
-        masks.begin(request).result(20.0),
+        masks.begin(request).result(60.0),
     )
     events = [event for _ in range(9) for event in backend.step()]
     assert [event.finish for event in events] == ["error"]

@@ -47,7 +47,7 @@ def test_without_a_terminal_it_says_so_serves_and_leaves_nothing_behind(
     with urllib.request.urlopen(urllib.request.Request(f"{url}/generate", data=body), timeout=60) as answer:
         assert json.load(answer)["text"].startswith("abc")
     assert server.end() == 0
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
     assert not any("Traceback" in line for line in server.lines)
 

@@ -40,7 +40,7 @@ def status(url: str, key: str = "") -> int:
     """What is answered to who asks for the models."""
     request = urllib.request.Request(f"{url}/v1/models", headers={"X-API-Key": key} if key else {})
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

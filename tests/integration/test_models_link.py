@@ -118,7 +118,7 @@ async def test_a_download_is_seen_beside_a_model_that_serves_and_can_be_cancelle
     async with linked(models) as (link, _):
         await link.models.load("tiny")
         download = asyncio.create_task(link.models.download("org/tiny"))
-        await asyncio.to_thread(hub.half_sent.wait, 30)
+        await asyncio.to_thread(hub.half_sent.wait, 60)
         seen = link.models.fetching()
         assert seen is not None
         assert (seen.model, seen.progress.phase) == ("org/tiny", "download")

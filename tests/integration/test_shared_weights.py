@@ -183,10 +183,10 @@ def test_a_writer_that_is_killed_half_way_leaves_the_writing_to_who_waits(folder
         loaded: list[ModelRunner] = []
         waiting = threading.Thread(target=lambda: loaded.append(load(folder, cancelled=polled)))
         waiting.start()
-        assert waits.wait(20), "nobody waited for the writer"
+        assert waits.wait(60), "nobody waited for the writer"
         assert not loaded
         writer.send_signal(signal.SIGKILL)
-        waiting.join(20)
+        waiting.join(60)
     finally:
         writer.kill()
         writer.communicate()

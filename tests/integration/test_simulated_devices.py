@@ -18,6 +18,7 @@ from engine.facts import read_facts
 from engine.placement import place
 from engine.worker.hosts import ProcessHost, ThreadHost, WorkerHost
 from engine.worker.protocol import Load, Loaded, LoadFailed, LogLine, StepBatch, Submit
+from tests.fakes.backend import PATIENCE_S
 from tests.fakes.oracle import ignore_progress, never
 from tests.fakes.tiny_models import make_tiny_model
 from tests.fakes.worker import Probe
@@ -52,7 +53,7 @@ async def start_worker() -> AsyncIterator[StartWorker]:
 
     yield start
     for host in hosts:
-        await host.stop(10.0)
+        await host.stop(PATIENCE_S)
 
 
 def load(folder: Path, *shares: DeviceShare, attention: AttentionName = "auto") -> Load:

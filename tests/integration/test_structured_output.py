@@ -137,7 +137,7 @@ def test_guesses_are_made_for_none_that_is_held(folder: Path) -> None:
     masks = GrammarMasks(Tokenizer.from_folder(folder), 320)
     loops = Grammar(kind="regex", source="(abcdef){20}")
     request = BackendRequest(id="a", prompt_ids=[4, 5], params=SamplingParams(grammar=loops, seed=1, max_tokens=400))
-    backend.submit(request, masks.begin(request).result(20.0))
+    backend.submit(request, masks.begin(request).result(60.0))
     events: list[TokenEvent] = []
     while backend.has_work():
         events += backend.step()

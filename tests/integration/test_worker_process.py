@@ -46,7 +46,7 @@ async def start_worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartWo
 
     yield start
     for probe in started:
-        await probe.host.stop(5.0)
+        await probe.host.stop(PATIENCE_S)
         assert len(probe.exits) == 1
         assert not psutil.pid_exists(probe.host.pid)
 

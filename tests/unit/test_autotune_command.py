@@ -111,6 +111,7 @@ def test_a_model_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 async def test_interrupted_it_still_tells_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("state_dir", "log_dir"):
         monkeypatch.setattr(f"console.autotune.command.{name}", lambda: tmp_path)
@@ -120,7 +121,7 @@ async def test_interrupted_it_still_tells_what_was_found(tmp_path: Path, monkeyp
     mix = Mix(said="short", lengths=((16, 8),))
     settings = Settings(worker_host="thread")
     running = asyncio.create_task(tune(settings, order, mix, Live(stream), reports))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while "1 windows" not in stream.getvalue():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     running.cancel()

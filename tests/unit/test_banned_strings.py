@@ -19,7 +19,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.worker.answer import MAX_TRIES, Answer, Output
 from engine.worker.hosts import ThreadHost
 from engine.worker.protocol import RequestOutput
-from tests.fakes.backend import FakeBackend, saying
+from tests.fakes.backend import PATIENCE_S, FakeBackend, saying
 from tests.fakes.model import EOS_ID, write_fake_model
 from tests.fakes.tiny_models import make_tiny_model
 from tests.fakes.worker import Probe, submit_command
@@ -231,7 +231,7 @@ async def start_worker(folder: Path) -> AsyncIterator[StartWorker]:
 
     yield start
     for probe in started:
-        await probe.host.stop(5.0)
+        await probe.host.stop(PATIENCE_S)
 
 
 async def outputs_of(probe: Probe, **params: object) -> list[RequestOutput]:
@@ -350,7 +350,7 @@ async def test_the_torch_backend_goes_another_way_from_the_same_start(
             await outputs_of(probe, ignore_eos=True, logprobs=0, banned_strings=(banned,), **params) for _ in range(2)
         ]
     finally:
-        await probe.host.stop(5.0)
+        await probe.host.stop(PATIENCE_S)
     told = "".join(output.text for output in first)
     assert banned.casefold() in text.casefold()
     assert banned.casefold() not in told.casefold()

@@ -187,7 +187,7 @@ class SlowProbe:
 
     def read(self, pids: Collection[int] = ()) -> Sequence[DeviceReading]:
         self.reads += 1
-        assert self.let.wait(20)
+        assert self.let.wait(60)
         return (reading(total=3, free=2, ours=1),)
 
 

@@ -27,7 +27,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.fakes import tiny_tokenizers
 
 EOS = 2
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 KINDS = {"byte_level": tiny_tokenizers.byte_level, "byte_fallback": tiny_tokenizers.byte_fallback}
 
 

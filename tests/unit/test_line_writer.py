@@ -49,7 +49,7 @@ def test_a_file_that_somebody_else_put_aside_is_begun_anew(tmp_path: Path) -> No
     writer.open()
     (tmp_path / "lines").rename(tmp_path / "moved")
     writer.put("after")
-    assert written.wait(20)
+    assert written.wait(60)
     writer.close()
     assert (tmp_path / "lines").read_text() == "after\n"
     assert (tmp_path / "moved").read_text() == ""

@@ -38,7 +38,7 @@ def test_who_asks_for_more_waits_for_the_engine() -> None:
     asking = threading.Thread(target=lambda: found.append(link.models))
     asking.start()
     opening.set_result(engine)
-    asking.join(10)
+    asking.join(60)
     assert found == [engine.models]
 
 

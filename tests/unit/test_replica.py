@@ -81,7 +81,7 @@ class Stage:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Let the loop turn until it is so."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110 - callbacks on this loop change it
                 await asyncio.sleep(0)
 

@@ -87,4 +87,4 @@ async def test_a_reader_that_gave_up_waiting_takes_nothing_from_the_next() -> No
     patient = asyncio.ensure_future(anext(stream))
     await asyncio.gather(impatient, return_exceptions=True)
     push(stream, "for the patient", 1)
-    assert (await asyncio.wait_for(patient, 10)).text == "for the patient"
+    assert (await asyncio.wait_for(patient, 60)).text == "for the patient"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.worker.hosts import ThreadHost
-from tests.fakes.backend import FakeBackend
+from tests.fakes.backend import PATIENCE_S, FakeBackend
 from tests.fakes.model import write_fake_model
 from tests.fakes.worker import Probe, StartWorker
 
@@ -33,5 +33,5 @@ async def start_worker() -> AsyncIterator[StartWorker]:
         for gate in (backend.gate, backend.load_gate):
             if gate is not None:
                 gate.open()
-        await probe.host.stop(5.0)
+        await probe.host.stop(PATIENCE_S)
         assert len(probe.exits) == 1

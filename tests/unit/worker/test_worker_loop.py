@@ -9,7 +9,7 @@ from engine.backends.base import PrefixChanges
 from engine.worker.hosts import ThreadHost, WorkerExit
 from engine.worker.outbox import CROWD
 from engine.worker.protocol import Cancel, Loaded, SetMaxPrompts, StepBatch, WorkerError
-from tests.fakes.backend import FakeBackend, Gate, expected_text
+from tests.fakes.backend import PATIENCE_S, FakeBackend, Gate, expected_text
 from tests.fakes.worker import PROMPT_IDS, Probe, step_until, submit_command
 
 
@@ -156,7 +156,7 @@ async def test_unloading_happens_when_the_worker_ends(start_worker, model_folder
     backend = FakeBackend()
     probe = await start_worker(backend)
     await probe.load(model_folder)
-    await probe.host.stop(5.0)
+    await probe.host.stop(PATIENCE_S)
     assert backend.loaded is None
     assert probe.exits == [WorkerExit(code=0)]
 
@@ -189,7 +189,7 @@ async def test_an_event_that_its_listener_trips_over_does_not_cost_the_channel(m
     probe.send(submit_command("r", max_tokens=2))
     assert (await probe.answer("r"))[0] == expected_text(PROMPT_IDS, 2)
     assert len(seen) == 1
-    await probe.host.stop(5.0)
+    await probe.host.stop(PATIENCE_S)
 
 
 async def test_what_changed_in_the_prefix_cache_is_told_with_the_step(start_worker, model_folder):

@@ -16,7 +16,7 @@ from engine.text.masks import GrammarMask, GrammarMasks
 from engine.text.tokenizer import Tokenizer
 from engine.worker.hosts import ThreadHost
 from engine.worker.protocol import Cancel
-from tests.fakes.backend import FakeBackend, saying
+from tests.fakes.backend import PATIENCE_S, FakeBackend, saying
 from tests.fakes.model import EOS_ID, write_fake_model
 from tests.fakes.worker import Probe, submit_command
 
@@ -33,7 +33,7 @@ class Slow:
     def compile(self, request_id: str, masks: GrammarMasks) -> None:
         """Let one be done."""
         request, future = self.begun[request_id]
-        future.set_result(_begin(masks, request).result(20.0))
+        future.set_result(_begin(masks, request).result(60.0))
 
 
 _begin = GrammarMasks.begin
@@ -59,7 +59,7 @@ async def probe(tmp_path: Path, backend: FakeBackend) -> AsyncIterator[Probe]:
     probe = await Probe(ThreadHost("w0", backend_factory=lambda spec: backend)).start()
     await probe.load(write_fake_model(tmp_path / "fake"))
     yield probe
-    await probe.host.stop(5.0)
+    await probe.host.stop(PATIENCE_S)
 
 
 @pytest.fixture
