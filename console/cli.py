@@ -14,7 +14,8 @@ from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
 from console.config_file import sample
-from console.settings import APP_NAME, TUNED_FILE, Flag, Settings, config_path, fields, state_dir
+from console.setting_fields import fields
+from console.settings import APP_NAME, TUNED_FILE, Flag, Settings, config_path, state_dir
 from console.sources import Sources, load_settings
 from engine.errors import EngineError, InvalidRequest
 

@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
-from console.settings import APP_NAME, ENV_PREFIX, config_path, fields
+from console.setting_fields import fields
+from console.settings import APP_NAME, ENV_PREFIX, config_path
 
 
 def sample() -> str:

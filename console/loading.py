@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from console.settings import Settings, fields
+from console.setting_fields import fields
+from console.settings import Settings
 from engine.backends.base import LoadProgress
 from engine.backends.torch.model_config import read_model_config
 from engine.backends.torch.settings import apply_settings

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from console.api.operator import LoadOrder
-from console.settings import fields
+from console.setting_fields import fields
 from engine.config import AdapterSpec
 from engine.errors import InvalidRequest, UnsupportedModel
 from engine.estimate import Estimate

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from console.config_file import edited, replace_file
 from console.links.settings import SettingRow
+from console.setting_fields import flag_of
 from console.setting_rows import setting_rows, toml_value
-from console.settings import Settings, flag_of
+from console.settings import Settings
 from console.sources import Sources, changed, read_file
 from console.watched import Watched
 from engine.errors import EngineError, InvalidRequest

@@ -11,7 +11,8 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from console.links.settings import HIDDEN, Kind, SettingRow
-from console.settings import SECRETS, Flag, Settings, fields
+from console.setting_fields import SECRETS, fields
+from console.settings import Flag, Settings
 from console.sources import Sources
 
 

@@ -6,13 +6,12 @@ A flag wins over a variable, a variable over config.toml, config.toml over the d
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import platformdirs
-from pydantic import BeforeValidator, ConfigDict, Field, SecretStr
-from pydantic.fields import FieldInfo
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from console.served_settings import ServedSettings
 from console.setting_flags import Flag, Group, When
@@ -68,7 +67,8 @@ def state_dir() -> Path:
 
 
 class Settings(ServedSettings):
-    """All settings of the console, the engine and the HTTP side. Build it with `console.sources.load_settings`."""
+    """All settings of the console, the engine and the HTTP side. Build it with `console.sources.load_settings`; what is
+    said of each is read with `console.setting_fields`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -294,22 +294,3 @@ class Settings(ServedSettings):
     def effective_cache_bits(self) -> Literal[16, 8, 6, 4]:
         """--cache-bits, or 8 where --cache_8bit was given."""
         return 8 if self.cache_8bit else self.cache_bits
-
-
-def fields() -> Sequence[tuple[str, FieldInfo, Flag]]:
-    """Every setting with its flag, by its group, in the order of the model."""
-    found = [(name, field, flag_of(name)) for name, field in Settings.model_fields.items()]
-    return sorted(found, key=lambda each: get_args(Group).index(each[2].group))
-
-
-def flag_of(name: str) -> Flag:
-    """What a setting is besides its type."""
-    return next(extra for extra in Settings.model_fields[name].metadata if isinstance(extra, Flag))
-
-
-SECRETS = frozenset(
-    name
-    for name, field in Settings.model_fields.items()
-    if SecretStr in (field.annotation, *get_args(field.annotation))
-)
-"""Settings whose values are never shown."""

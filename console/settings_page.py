@@ -12,8 +12,9 @@ from typing import get_args
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from console.setting_fields import SECRETS, fields
 from console.setting_rows import as_text, choices_of
-from console.settings import ENV_PREFIX, SECRETS, Flag, Group, When, fields
+from console.settings import ENV_PREFIX, Flag, Group, When
 
 _INTRO = """# Settings
 

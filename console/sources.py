@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from console.settings import APP_NAME, ENV_PREFIX, SECRETS, Settings, config_path
+from console.setting_fields import SECRETS
+from console.settings import APP_NAME, ENV_PREFIX, Settings, config_path
 from engine.errors import InvalidRequest
 
 _NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_BACKEND_FACTORY", "ERICLLM_NATIVE"}

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from console.links.settings import SettingRow
+from console.setting_fields import flag_of
 from console.setting_rows import setting_rows
-from console.settings import Settings, flag_of
+from console.settings import Settings
 from console.sources import Sources, changed
 from engine.errors import EngineError
 

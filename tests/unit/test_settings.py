@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from console.config_file import sample
-from console.settings import Settings, fields
+from console.setting_fields import fields
+from console.settings import Settings
 from console.sources import load_settings
 from engine.errors import InvalidRequest
 
