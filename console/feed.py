@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -48,3 +50,17 @@ class Feed:
                 return
             if self._closed:
                 self._ready.set()
+
+
+async def told(begin: Callable[[Feed], Future[Any]]) -> AsyncIterator[ChatDelta]:
+    """What the work that `begin` begins puts into its feed, until it ends; raises what it raises. Closing the iterator
+    cancels it."""
+    feed = Feed(asyncio.get_running_loop())
+    work = begin(feed)
+    work.add_done_callback(lambda _: feed.close())
+    try:
+        async for delta in feed:
+            yield delta
+        await asyncio.wrap_future(work)
+    finally:
+        work.cancel()

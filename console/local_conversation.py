@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 
 from console.api.conversation import Turn, render
-from console.feed import Feed
+from console.feed import Feed, told
 from console.links.conversation import ChatDelta, ChatMessage, DraftCount
 from console.runtime import LoopThread, Runtime
 from engine.config import SamplingParams
@@ -24,20 +25,16 @@ class LocalConversation:
         self._loop = loop
         self._counted = _Counted()
 
-    async def chat(
+    def chat(
         self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
     ) -> AsyncIterator[ChatDelta]:
         """Stream an answer; closing the iterator cancels the request."""
-        feed = Feed(asyncio.get_running_loop())
-        encode = _encoder(messages, continue_answer=continue_answer)
-        work = self._loop.submit(_converse(self._runtime.engine, encode, params, model, feed))
-        work.add_done_callback(lambda _: feed.close())
-        try:
-            async for delta in feed:
-                yield delta
-            await asyncio.wrap_future(work)
-        finally:
-            work.cancel()
+
+        def begin(feed: Feed) -> Future[None]:
+            encode = _encoder(messages, continue_answer=continue_answer)
+            return self._loop.submit(_converse(self._runtime.engine, encode, params, model, feed))
+
+        return told(begin)
 
     async def count_tokens(self, messages: Sequence[ChatMessage], draft: str, model: str = "") -> DraftCount:
         """What asking `draft` would take, counted on a thread of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import msgspec
 from console.called import CalledGroup, CalledLink
 from console.calls import Call
 from console.deltas import plain, shaped
-from console.feed import Feed
+from console.feed import Feed, told
 from console.link import ApiStatus
 from console.links.conversation import ChatDelta, ChatMessage
 from console.loops import LoopThread
@@ -102,7 +103,7 @@ class RemoteLink(CalledLink):
         """Run something on the link's loop."""
         return await asyncio.wrap_future(self._loop.submit(work))
 
-    def converse(self, body: Mapping[str, Any], feed: Feed) -> Any:
+    def converse(self, body: Mapping[str, Any], feed: Feed) -> Future[None]:
         """Have an answer forwarded; a future of its end."""
         self._connection.check()
         return self._loop.submit(_forward(self._instance, body, feed))
@@ -135,19 +136,15 @@ class RemoteConversation(CalledGroup):
         super().__init__(link, "conversation")
         self._link = link
 
-    async def chat(
+    def chat(
         self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
     ) -> AsyncIterator[ChatDelta]:
         """Stream an answer; closing the iterator cancels the request."""
-        feed = Feed(asyncio.get_running_loop())
-        work = self._link.converse(chat_body(messages, params, model, continue_answer=continue_answer), feed)
-        work.add_done_callback(lambda _: feed.close())
-        try:
-            async for delta in feed:
-                yield delta
-            await asyncio.wrap_future(work)
-        finally:
-            work.cancel()
+
+        def begin(feed: Feed) -> Future[None]:
+            return self._link.converse(chat_body(messages, params, model, continue_answer=continue_answer), feed)
+
+        return told(begin)
 
 
 async def _opened(address: Address, api_key: str | None, tls: ssl.SSLContext | None) -> Instance:

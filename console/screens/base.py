@@ -17,7 +17,7 @@ from console.ordering import without_orders
 from console.widgets.key_row import KeyRow
 from console.widgets.status_line import StatusLine
 from console.widgets.tabs import TabRow
-from engine.snapshot import Snapshot
+from engine.snapshot import RequestRow, Snapshot
 
 if TYPE_CHECKING:
     from console.app import EricApp
@@ -89,6 +89,15 @@ class ConsoleScreen(Screen[None]):
     def perform(self, command: Coroutine[Any, Any, object], *, done: str = "") -> None:
         """Run an engine command in the background; toast `done` afterwards, or why it failed."""
         self.console.perform(command, done=done)
+
+    def cancel_request(self, row: RequestRow | None) -> None:
+        """Cancel the chosen request, or say why there is nothing to cancel."""
+        if row is None:
+            self.notify("Choose a request with the arrow keys first.", severity="warning")
+        elif row.state == "finished":
+            self.notify(f"{row.id} has ended already.", markup=False)
+        else:
+            self.perform(self.link.cancel_request(row.id), done=f"Cancelled {row.id}")
 
     def refresh_view(self) -> None:
         """Show the latest snapshot now."""

@@ -98,13 +98,7 @@ class DashboardScreen(ConsoleScreen):
     def action_cancel(self) -> None:
         """Cancel the request under the cursor."""
         key = self.query_one(RequestsPanel).table.cursor_key
-        row = next((row for row in self.link.snapshot().requests if row.id == key), None)
-        if row is None:
-            self.notify("Choose a request with the arrow keys first.", severity="warning")
-        elif row.state == "finished":
-            self.notify(f"{row.id} has ended already.", markup=False)
-        else:
-            self.perform(self.link.cancel_request(row.id), done=f"Cancelled {row.id}")
+        self.cancel_request(next((row for row in self.link.snapshot().requests if row.id == key), None))
 
     # -- advice --------------------------------------------------------------------------------------------------------
 

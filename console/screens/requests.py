@@ -135,13 +135,7 @@ class RequestsScreen(ConsoleScreen):
 
     def action_cancel(self) -> None:
         """Cancel the request under the cursor."""
-        row = self.table.chosen
-        if row is None:
-            self.notify("Choose a request with the arrow keys first.", severity="warning")
-        elif row.state == "finished":
-            self.notify(f"{row.id} has ended already.", markup=False)
-        else:
-            self.perform(self.link.cancel_request(row.id), done=f"Cancelled {row.id}")
+        self.cancel_request(self.table.chosen)
 
     def action_cancel_queued(self) -> None:
         """Cancel all that waits; ask first."""

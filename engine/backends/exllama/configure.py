@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.backends.context_length import context_length
 from engine.backends.exllama.folder import ModelFolder
 from engine.backends.exllama.parts import MAX_Q_SIZE, PAGE_TOKENS, Library
 from engine.config import MAX_STRETCH, ModelSpec
@@ -140,15 +141,7 @@ def _context(config: Any, spec: ModelSpec) -> int:
             _refuse_fixed_positions(config, param)
             stretch *= value
     longest = int(native_length(config) * stretch)
-    length = int(config.max_seq_len * stretch) if spec.max_model_len is None else spec.max_model_len
-    if not 1 <= length <= longest:
-        raise InvalidRequest(
-            f"max_model_len is {length}; this model takes from 1 to {longest} tokens "
-            "(alpha_value and compress_pos_emb stretch it)",
-            param="max_model_len",
-            value=length,
-            limit=longest,
-        )
+    length = context_length(spec.max_model_len, int(config.max_seq_len * stretch), longest)
     config.scale_alpha_value = spec.alpha_value or 1.0
     config.scale_pos_emb *= spec.compress_pos_emb or 1.0
     config.max_seq_len = _whole_pages(length)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
+from engine.backends.context_length import context_length
 from engine.backends.torch.kv_format import refuse_format
 from engine.backends.torch.model_config import ModelConfig
 from engine.config import MAX_STRETCH, ModelSpec
@@ -32,15 +33,7 @@ def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:
     longest = int(config.max_model_len * stretch)
     if config.rope.kind == "dynamic":
         longest = int(longest * config.rope.factor)
-    length = int(config.max_model_len * stretch) if spec.max_model_len is None else spec.max_model_len
-    if not 1 <= length <= longest:
-        raise InvalidRequest(
-            f"max_model_len is {length}; this model takes from 1 to {longest} tokens "
-            "(alpha_value and compress_pos_emb stretch it)",
-            param="max_model_len",
-            value=length,
-            limit=longest,
-        )
+    length = context_length(spec.max_model_len, int(config.max_model_len * stretch), longest)
     alpha, compress = spec.alpha_value or 1.0, spec.compress_pos_emb or 1.0
     rope = replace(config.rope, alpha=alpha, compress=compress, max_positions=int(length / (alpha * compress)))
     return with_num_experts(replace(config, rope=rope, max_model_len=length), spec.num_experts)
