@@ -9,12 +9,12 @@ import sys
 
 from console.loading import ModelChoice
 from console.logs import logging_to
-from console.pauses import collect_rarely
 from console.recording.recorder import recording
 from console.runtime import Runtime
 from console.settings import APP_NAME, Settings, log_dir, state_dir
 from console.sources import Sources
 from engine.errors import EngineError
+from engine.pauses import collect_rarely
 
 _RED, _PLAIN = "\x1b[1;31m", "\x1b[0m"
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from console.called import as_link
 from console.logs import logging_to
-from console.pauses import collect_rarely
 from console.readonly import ReadOnlyLink
 from console.recording.link import ReplayLink
 from console.remote.link import RemoteLink
@@ -16,6 +15,7 @@ from console.settings import APP_NAME, data_dir, log_dir
 from console.sources import load_settings
 from engine.errors import InvalidRequest
 from engine.log import LogRing
+from engine.pauses import collect_rarely
 
 
 def show_instances(links: Sequence[RemoteLink], theme: str | None, *, read_only: bool) -> int:

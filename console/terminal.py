@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 from console.link import ApiStatus, EngineLink
 from console.modes import import_screens
 from console.opening import OpeningLink
-from console.pauses import collect_rarely
 from console.settings import APP_NAME, Settings, data_dir, log_dir, state_dir
 from console.sources import Sources
 from engine.errors import EngineError
+from engine.pauses import collect_rarely
 
 if TYPE_CHECKING:
     from console.app import EricApp

@@ -24,10 +24,10 @@ from console.bench.engines import all_ready
 from console.bench.instant import InstantWorkers
 from console.bench.plan import Plan, plan_for
 from console.logs import logging_to
-from console.pauses import collect_rarely
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError
+from engine.pauses import collect_rarely
 
 _CONTEXT_TOKENS = 1 << 16
 _MAX_PROMPTS = 1024

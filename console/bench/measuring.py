@@ -27,11 +27,11 @@ from console.bench.svg import plot
 from console.bench.target import Target
 from console.bench.text import progress_text, result_text, row_text
 from console.cli import sources_of
-from console.pauses import collect_rarely
 from console.settings import APP_NAME, Settings, state_dir
 from engine.errors import EngineError, InvalidRequest
 from engine.files import replace_file
 from engine.models.resolve import resolve
+from engine.pauses import collect_rarely
 from engine.text.tokenizer import Tokenizer
 
 _SHOWN_EVERY_S = 0.2

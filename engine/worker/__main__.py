@@ -17,6 +17,7 @@ import sys
 import time
 from typing import cast
 
+from engine.pauses import collect_rarely
 from engine.worker.channel import WorkerChannel
 from engine.worker.factory import BackendFactory, create_backend
 from engine.worker.logs import forwarded_logs
@@ -42,6 +43,7 @@ def main() -> int:
     channel = WorkerChannel(sock, on_eof=_leave_anyway)
     logging.captureWarnings(True)
     logging.getLogger("engine").setLevel(logging.INFO)
+    collect_rarely()
     with forwarded_logs(channel):
         return 0 if WorkerLoop(channel, _factory(), before_load=_limit_threads).run() else 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +41,8 @@ def room_for(needed_bytes: int, device: torch.device, purpose: str) -> Iterator[
 
 
 def give_back(device: torch.device) -> None:
-    """Return freed memory to the driver or the system: both allocators keep some of it otherwise."""
+    """Return freed memory to the driver or the system: both allocators keep some of it otherwise, as do cycles."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return

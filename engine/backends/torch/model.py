@@ -83,10 +83,11 @@ class Decoder:
         """Whether all of its blocks are."""
         return all(block.fused is not None for stage in self.stages for block in stage.blocks)
 
-    def hidden(self, plan: StepPlan, kv: KvPool) -> Tensor:
-        """Run one step: write its keys and values to `kv`, return hidden states [rows, hidden] before the last norm.
+    def hidden(self, plan: StepPlan, kv: KvPool, rows: Tensor | None = None) -> Tensor:
+        """Run one step: write its keys and values to `kv`, return hidden states [rows, hidden] before the last norm:
+        of all rows, or of `rows` [R] alone, which the last block then computes alone once it has attended.
 
-        `plan` lies on the first stage's device, the states on the last one's.
+        `plan` and `rows` lie on the first stage's device, the states on the last one's.
         """
         traits = self.config.traits
         hidden = F.embedding(plan.ids, self.embedding)
@@ -96,10 +97,12 @@ class Decoder:
             plan, hidden = plan.on(stage.device), hidden.to(stage.device)
             angles = stage.angles(plan.positions, hidden.dtype if plan.native is None else torch.float32)
             if self.stack is not None and plan.native is not None and not plan.adapted:
-                return self.stack(hidden, plan.native, angles)
+                return self.stack(hidden, plan.native, angles, rows)
             for layer, block in enumerate(stage.blocks, stage.first_layer):
-                hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary])
-        return hidden
+                last = layer + 1 == self.config.layers
+                taken = rows.to(stage.device) if last and rows is not None and not plan.adapted else None
+                hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary], taken)
+        return hidden.index_select(0, rows.to(hidden.device)) if rows is not None and plan.adapted else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [rows, vocab] of hidden states before the last norm."""
@@ -111,23 +114,30 @@ class Decoder:
         return capped_(logits, traits.logit_cap) if traits.logit_cap else logits
 
     def _block(
-        self, layer: int, block: Block, hidden: Tensor, plan: StepPlan, kv: KvPool, angles: Angles | None
+        self,
+        layer: int,
+        block: Block,
+        hidden: Tensor,
+        plan: StepPlan,
+        kv: KvPool,
+        angles: Angles | None,
+        taken: Tensor | None,
     ) -> Tensor:
+        """States after a block, of the rows `taken` [R] alone where they are given."""
         if block.fused is not None:
             qkv = block.fused.into_attention(hidden, layer, plan.adapted)
             attended = self._attend(layer, block, qkv, plan, kv, angles)
             del qkv  # its memory is that of the products to come
-            return block.fused.out_of_attention(attended, hidden, layer, plan.adapted)
+            return block.fused.out_of_attention(_of(attended, taken), _of(hidden, taken), layer, plan.adapted)
         if block.sums is not None and not plan.adapted:
             attended = self._attend(layer, block, block.qkv(block.input_norm(hidden)), plan, kv, angles)
-            hidden = sum_onto(hidden, block.o, attended)
+            hidden = sum_onto(_of(hidden, taken), block.o, _of(attended, taken))
             return block.sums.onto(hidden, block.mlp_norm(hidden), layer)
         scale = self.config.traits.residual_scale
         normed = block.input_norm(hidden)
-        attended = block.attention_out_norm(self._attention(layer, block, normed, plan, kv, angles))
-        hidden = torch.add(hidden, attended, alpha=scale)
-        if not self.config.traits.parallel:
-            normed = block.mlp_norm(hidden)
+        attended = block.attention_out_norm(_of(self._attention(layer, block, normed, plan, kv, angles), taken))
+        hidden = torch.add(_of(hidden, taken), attended, alpha=scale)
+        normed = _of(normed, taken) if self.config.traits.parallel else block.mlp_norm(hidden)
         return torch.add(hidden, block.mlp_out_norm(block.mlp(normed, layer, plan.adapted)), alpha=scale)
 
     def _attention(
@@ -153,3 +163,7 @@ class Decoder:
         kv.write(layer, plan.slots, qkv[:, heads:])
         scores = Scores(heads, self.config.score_scale, self.config.traits.score_cap)
         return attend(layer, block.window, qkv, plan, kv, scores)
+
+
+def _of(states: Tensor, rows: Tensor | None) -> Tensor:
+    return states if rows is None else states.index_select(0, rows)

@@ -289,7 +289,8 @@ class ModelRunner:
         sizes = plan.sizes(self._kv.page_tokens, copies_runs=self._heads.coded, most_told=most_told)
         self._begin_step(replace(sizes, fused=self._decoder.fused and not plan.adapted))
         try:
-            hidden = self._decoder.hidden(plan, self._kv)
+            few = not plan.told and len(plan.sampled_rows) < len(plan.ids)
+            hidden = self._decoder.hidden(plan, self._kv, plan.sampled_rows if few else None)
         except BaseException:
             if self._mirror is not None:
                 self._mirror.forget()
@@ -297,7 +298,7 @@ class ModelRunner:
         if tell is not None:
             for index, rows in plan.told.items():
                 tell(index, FinalStates(self._decoder, hidden[rows.start : rows.stop], most_told))
-        return self._decoder.logits(hidden.index_select(0, plan.sampled_rows))
+        return self._decoder.logits(hidden if few else hidden.index_select(0, plan.sampled_rows))
 
     def unload(self) -> None:
         """Give the weights and the KV pages back; idempotent."""

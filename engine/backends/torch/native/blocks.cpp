@@ -29,6 +29,12 @@ struct Angles {
     int64_t turned;
 };
 
+// Rows of `bytes` each, as `taken` names them.
+inline void take(const char* from, int64_t bytes, const int64_t* taken, int64_t rows, char* to) {
+    for (int64_t r = 0; r < rows; ++r)
+        std::memcpy(to + r * bytes, from + taken[r] * bytes, static_cast<size_t>(bytes));
+}
+
 }  // namespace ericllm
 
 extern "C" {
@@ -39,9 +45,10 @@ void ericllm_attention(const ericllm::Threads* by, int32_t threads, const ericll
 
 // Take `hidden` [rows, hidden size] through `count` blocks, in its place. All of it is float32, or else bfloat16.
 // memory: for each row, as many elements as go into a block's attention and come out of it, or go into `down`.
+// taken: the rows whose states are wanted at the end, which come to lie in `out`; null where all are, in their place.
 void ericllm_blocks(const ericllm::Threads* by, int32_t threads, const ericllm::Block* blocks, int64_t count,
-                    const ericllm::attention::Step* step, const ericllm::Angles* angles, void* hidden, int64_t rows,
-                    char* memory, int32_t floats) {
+                    const ericllm::attention::Step* step, const ericllm::Angles* angles, char* hidden, int64_t rows,
+                    char* memory, int32_t floats, const int64_t* taken, int64_t taken_rows, char* out) {
     using namespace ericllm;
     const int64_t size = floats ? sizeof(float) : sizeof(Bfloat16);
     for (const Block* block = blocks; block < blocks + count; ++block) {
@@ -54,6 +61,11 @@ void ericllm_blocks(const ericllm::Threads* by, int32_t threads, const ericllm::
         multiply(block->qkv, hidden, fused, nullptr);
         ericllm_attention(by, threads, block->attention, step, fused, width, turns.cosines, turns.sines,
                           turns.turned, attended, floats);
+        if (taken && block + 1 == blocks + count) {
+            take(attended, block->o.layer->inputs * size, taken, taken_rows, fused);
+            take(hidden, block->o.layer->outputs * size, taken, taken_rows, out);
+            attended = fused, hidden = out, rows = taken_rows;
+        }
         multiply(block->o, attended, hidden, hidden);
         multiply(block->gated, hidden, inner, nullptr);
         multiply(block->down, inner, hidden, hidden);

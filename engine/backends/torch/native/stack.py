@@ -80,15 +80,26 @@ class Stack:
         self._width = max(max(block.qkv.form.outputs + block.o.form.inputs, block.down.form.inputs) for block in blocks)
         self._run = library.functions["ericllm_blocks"]
         self._run.restype = None
-        self._run.argtypes = (_ADDRESS, _FLAG, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _FLAG)
+        self._run.argtypes = (
+            *(_ADDRESS, _FLAG, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
+            *(_ADDRESS, _SIZE, _ADDRESS, _FLAG, _ADDRESS, _SIZE, _ADDRESS),
+        )
 
     def __call__(
-        self, hidden: Tensor, step: NativeStep, angles: Mapping[RotaryEmbedding | None, tuple[Tensor, Tensor] | None]
+        self,
+        hidden: Tensor,
+        step: NativeStep,
+        angles: Mapping[RotaryEmbedding | None, tuple[Tensor, Tensor] | None],
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """`hidden` [T, hidden size], without gaps, after all blocks, in its place. angles: float32, of each rotary."""
+        """`hidden` [T, hidden size], without gaps, after all blocks, in its place; of `rows` [R] alone if given, int64.
+
+        angles: float32, of each rotary.
+        """
         assert hidden.is_contiguous(), "what blocks change in its place has no gaps"
         turns = [turn for rotary in self._rotaries if (turn := angles[rotary]) is not None]
         memory = torch.empty(len(hidden) * self._width, dtype=hidden.dtype)
+        out = hidden if rows is None else hidden.new_empty(len(rows), hidden.shape[1])
         described = (Angles * len(turns))(
             *(Angles(cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1]) for cosines, sines in turns)
         )
@@ -103,8 +114,11 @@ class Stack:
             len(hidden),
             memory.data_ptr(),
             self._floats,
+            None if rows is None else rows.data_ptr(),
+            len(out),
+            out.data_ptr(),
         )
-        return hidden
+        return out
 
 
 def stacked(decoder: Decoder, library: NativeLibrary, attention: NativeAttention) -> Stack | None:
