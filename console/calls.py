@@ -16,7 +16,7 @@ import msgspec
 
 from console.link import EngineLink
 from console.links.api import ApiLink, ApiReport
-from console.links.benches import BenchesLink, BenchReport
+from console.links.benches import BenchesLink, BenchReport, refuse_from_elsewhere
 from console.links.conversation import ConversationLink
 from console.links.insight import InsightLink
 from console.links.models import LoadSettings, ModelsLink
@@ -52,6 +52,7 @@ class Call:
     changes: whether it changes anything.
     at_once: a screen polls it and cannot wait; blank: what it gives, by its arguments, while nothing is known yet.
     named: those of its arguments that name something on the engine's machine.
+    check: raises EngineError for arguments that are taken in the engine's process alone.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Call:
     at_once: bool
     blank: Callable[..., object]
     named: Mapping[str, Names]
+    check: Callable[..., None]
 
     @property
     def group(self) -> str:
@@ -91,6 +93,7 @@ def _call(
     *,
     looks: bool = False,
     blank: Callable[..., object] = lambda **_: None,
+    check: Callable[..., None] = lambda **_: None,
     **named: Names,
 ) -> Call:
     group, _, method = name.partition(".")
@@ -116,6 +119,7 @@ def _call(
         at_once=not inspect.iscoroutinefunction(function),
         blank=blank,
         named=named,
+        check=check,
     )
 
 
@@ -161,7 +165,7 @@ _TABLE = (
     _call("tuning.use_best", "admin"),
     _call("benches.report", "watch", blank=lambda **_: BenchReport()),
     _call("benches.forms", "watch"),
-    _call("benches.start", "admin"),
+    _call("benches.start", "admin", check=refuse_from_elsewhere),
     _call("benches.cancel", "admin"),
     _call("benches.history", "watch"),
     _call("benches.result", "watch"),

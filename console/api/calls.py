@@ -89,6 +89,7 @@ class Calls:
         return order.result()
 
     async def _carry_out(self, call: Call, arguments: dict[str, Any]) -> object:
+        call.check(**arguments)
         for argument, kind in call.named.items():
             arguments[argument] = await self._admit(kind, arguments[argument])
         return await carried_out(call, self._link(), arguments)

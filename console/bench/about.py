@@ -1,4 +1,4 @@
-"""What each bench measures, in a sentence for whoever chooses one. Light: no bench is imported for it."""
+"""What each bench measures and each dialect asks, for whoever chooses one. Light: no bench is imported for it."""
 
 from __future__ import annotations
 
@@ -15,3 +15,14 @@ MEASURES: Mapping[str, str] = {
     "load": "How far loading the model is from the speed of reading its files.",
 }
 """By the names of the benches, in the order of the command line."""
+
+ASKED: Mapping[str, str] = {
+    "openai": "/v1/completions (vLLM, others)",
+    "chat": "/v1/chat/completions",
+    "tgi": "/generate_stream (TGI)",
+    "llamacpp": "/completion (llama.cpp)",
+    "tabby": "/v1/completions (TabbyAPI)",
+    "ollama": "/api/generate (Ollama)",
+    "generate": "/generate (EricLLM)",
+}
+"""What of a server is asked, by the names of the dialects, in the order of the command line."""

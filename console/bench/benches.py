@@ -1,4 +1,4 @@
-"""Benches of a model that serves: one at a time, as a task of its own, whoever watches it; and their results."""
+"""Benches that a console has run: one at a time, as a task of its own, whoever watches it; and their results."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from console.bench.engine_target import EngineTarget
-from console.bench.forms import check_size, forms, ordered
+from console.bench.forms import forms, ordered
 from console.bench.headline import headline, settings_text
 from console.bench.history import BenchHistory, Kept
-from console.bench.kinds.base import Lab, Plan, fits
-from console.bench.kinds.threads import Threads
+from console.bench.jobs import Job, job_for
 from console.bench.news import BenchProgress
 from console.bench.result import BenchResult, write_result
-from console.bench.run import run_bench
 from console.links.benches import BenchEntry, BenchForm, BenchOrder, BenchReport, BenchState
 from engine.engine import Engine
 from engine.errors import EngineBusy, EngineError, InvalidRequest
@@ -61,18 +58,11 @@ class Benches:
     async def start(self, order: BenchOrder) -> None:
         """See BenchesLink.start."""
         self._refuse_if_busy()
-        plan = ordered(order)
-        engine = self._engine
-        serving = await engine.serving(order.model)
+        job = await job_for(order, ordered(order), self._engine)
         self._refuse_if_busy()
-        target = EngineTarget(engine, model=serving.name, fresh=True)
-        if isinstance(plan, Threads):
-            plan = msgspec.structs.replace(plan, guessed=(target.guessing,))
-        _check(plan, target, engine.config.max_queue)
         self._stopping = False
-        self._report = BenchReport(state="running", bench=plan.name, model=serving.name)
-        before = self._engine.snapshot().totals.requests
-        self._task = detached(self._to_its_end(plan, target, before))
+        self._report = BenchReport(state="running", bench=job.name, model=job.model)
+        self._task = detached(self._to_its_end(job))
 
     async def cancel(self) -> None:
         """See BenchesLink.cancel."""
@@ -103,18 +93,16 @@ class Benches:
         if self._tuning():
             raise EngineBusy("settings are being tried to find the best; cancel that first", state="tuning")
 
-    async def _to_its_end(self, plan: Plan, target: EngineTarget, before: int) -> None:
-        """before: requests of all by then."""
+    async def _to_its_end(self, job: Job) -> None:
         state: BenchState = "failed"
         said, number = "It failed; the log says how.", 0
         try:
-            result = await run_bench(plan, target, self._tell, lambda: self._stopping)
-            others = self._engine.snapshot().totals.requests - before - target.sent
-            state, said, number = await self._ended(_with_note(result, others))
+            result = await job.run(self._tell, lambda: self._stopping)
+            state, said, number = await self._ended(result)
         except EngineError as error:
             said = error.message
         except Exception:
-            log.exception("bench %s failed", plan.name)
+            log.exception("bench %s failed", job.name)
         finally:
             self._report = msgspec.structs.replace(self._report, state=state, said=said, number=number)
 
@@ -181,22 +169,6 @@ class Benches:
         history.remove(number)
         if self._folder is not None:
             _file(self._folder, result).unlink(missing_ok=True)
-
-
-def _check(plan: Plan, target: EngineTarget, max_queue: int) -> None:
-    """Raise InvalidRequest for what the model or its queue cannot take, before anything is asked."""
-    parts = plan.parts(target)
-    mix = plan.mix(Lab(target, plan.seed))
-    fits(target, mix)
-    prefix = mix.prefix.tokens if mix.prefix else 0
-    check_size(plan, parts, prefix + (mix.prompt.most or 0), max_queue)
-
-
-def _with_note(result: BenchResult, others: int) -> BenchResult:
-    if others <= 0:
-        return result
-    asked = "1 request of others was" if others == 1 else f"{others:,} requests of others were"
-    return msgspec.structs.replace(result, notes=(*result.notes, f"{asked} taken meanwhile, which is in the numbers."))
 
 
 def _entry(history: BenchHistory, kept: Kept) -> BenchEntry:

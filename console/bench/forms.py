@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping, Sequence
 
 from console.bench.about import MEASURES
 from console.bench.flags import description, plan_from, written
 from console.bench.kinds import PLANS, Plan
 from console.bench.kinds.base import Part
+from console.bench.lengths import TRACE
 from console.links.benches import BenchField, BenchForm, BenchOrder
 from engine.errors import InvalidRequest
+from engine.models.files import home_expanded
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "latency": ("prompts", "prompt_tokens", "output_tokens", "repeats"),
     "users": ("users", "requests", "prompt_tokens", "output_tokens", "repeats"),
     "threads": ("clients", "requests", "prompt_tokens", "output_tokens", "repeats"),
     "grid": ("workers", "max_prompts", "concurrent", "requests", "prompt_tokens", "output_tokens", "repeats"),
-    "serve": ("rates", "requests", "prompt_tokens", "output_tokens", "slo_ttft", "slo_tpot", "repeats"),
+    "serve": ("rates", "requests", "prompt_tokens", "output_tokens", "trace", "slo_ttft", "slo_tpot", "repeats"),
     "prefix": ("requests", "concurrent", "prefix_tokens", "prefix_groups", "prompt_tokens", "repeats"),
     "long": ("streams", "long_tokens", "prompt_tokens", "repeats"),
     "load": (),
 }
 REFUSED: Mapping[str, str] = {
     "load": "This bench unloads the model, and here it serves others: 'ericllm bench load MODEL' does it beside them.",
+}
+NO_SERVER: Mapping[str, str] = {
+    "grid": "This bench turns the knobs of the engine of this process, and a server's cannot be turned.",
+    "load": "This bench loads a model, and a server loads its own.",
 }
 _TITLES = {
     "output_tokens": "answer tokens",
@@ -34,8 +41,11 @@ _TITLES = {
     "concurrent": "clients",
 }
 _OF_A_TRACE = "; 'trace' takes the trace's"
+_LENGTHS = ("prompt_tokens", "output_tokens")
 MOST_TOKENS = 500_000
 """Of the prompts of one row: they are made on the engine's own loop, where nobody else is served meanwhile."""
+MOST_TRACE_BYTES = 64 << 20
+"""Of a trace's file: reading a larger one would hold up others for as long."""
 
 
 def forms() -> Sequence[BenchForm]:
@@ -52,18 +62,26 @@ def _form(name: str, plan: type[Plan]) -> BenchForm:
             hint=description(plan, field).removesuffix(_OF_A_TRACE),
             quick=written(getattr(quick, field)),
             full=written(getattr(full, field)),
+            traced=str(TRACE) if "trace" in FIELDS[name] and field in _LENGTHS else "",
         )
         for field in FIELDS[name]
     )
-    return BenchForm(bench=name, measures=MEASURES[name], fields=fields, refused=REFUSED.get(name, ""))
+    return BenchForm(
+        bench=name,
+        measures=MEASURES[name],
+        fields=fields,
+        refused=REFUSED.get(name, ""),
+        no_server=NO_SERVER.get(name, ""),
+    )
 
 
 def ordered(order: BenchOrder) -> Plan:
     """The plan that was ordered. Raises InvalidRequest, its param the setting."""
     if order.bench not in PLANS:
         raise InvalidRequest(f"there is no bench {order.bench}; there are {', '.join(PLANS)}", param="bench")
-    if order.bench in REFUSED:
-        raise InvalidRequest(REFUSED[order.bench], param="bench")
+    refused = (REFUSED if order.server is None else NO_SERVER).get(order.bench)
+    if refused is not None:
+        raise InvalidRequest(refused, param="bench")
     for name in order.settings:
         if name not in FIELDS[order.bench]:
             raise InvalidRequest(f"{name} of bench {order.bench} is for the command line alone", param=name)
@@ -85,6 +103,23 @@ def check_size(plan: Plan, parts: Sequence[Part], prompt_tokens: int, max_queue:
             f"a row has prompts of {most:,} tokens, and making more than {MOST_TOKENS:,} would hold up those who are "
             "being served; ask for fewer, or use the command line",
             param="requests",
+        )
+
+
+def check_trace(path: str) -> None:
+    """Raise InvalidRequest for a file that cannot be read while others are served; what is not there is not said."""
+    file = home_expanded(path)
+    try:
+        found = file.stat()
+    except OSError:
+        return
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidRequest(f"{file} is no file", param="trace")
+    if found.st_size > MOST_TRACE_BYTES:
+        raise InvalidRequest(
+            f"{file} has {found.st_size >> 20:,} MiB, and reading more than {MOST_TRACE_BYTES >> 20} would hold up "
+            "those who are being served; take a part of it, or use the command line",
+            param="trace",
         )
 
 

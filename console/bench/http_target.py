@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import random
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -15,11 +19,14 @@ from console.bench.prompts import Material, TokenIds, Words
 from console.bench.result import Setting, TargetInfo
 from console.bench.target import Chunk, TargetFailed
 from console.bench.workload import Item
+from console.unreached import reason
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 
 _LINE_BYTES = 1 << 23
 _SHOWN = 300
+_GREETING_TOKENS = 4
+_PATIENCE_S = 15.0
 
 
 class HttpTarget:
@@ -32,6 +39,7 @@ class HttpTarget:
         self._url = _base(url)
         self._dialect = _dialect(dialect)
         self._model = model
+        self._named = bool(model)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._tokenizer = tokenizer
         self._plain = False
@@ -93,8 +101,21 @@ class HttpTarget:
         try:
             async for chunk in self._send(item):
                 yield chunk
-        except (aiohttp.ClientError, TimeoutError, ValueError, msgspec.DecodeError) as error:
-            raise TargetFailed(f"{self._url}{self._dialect.path}: {str(error) or type(error).__name__}") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise TargetFailed(f"{self._url} cannot be asked: {reason(error)}", param="url") from error
+        except ValueError as error:
+            raise TargetFailed(f"{self._url}{self._dialect.path}: {error}", param="dialect") from error
+
+    async def greet(self) -> None:
+        """Ask for one token, to find out whether it answers at all: one that takes its time may be loading a model.
+
+        Raises TargetFailed, its param what is most likely wrong.
+        """
+        item = Item(number=0, prompt=self.material.prompt(_GREETING_TOKENS, random.Random(0)), output_tokens=1)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_S), aclosing(self.send(item)) as answer:
+                async for _ in answer:
+                    pass
 
     async def _send(self, item: Item) -> AsyncGenerator[Chunk, None]:
         assert self._http is not None
@@ -103,7 +124,7 @@ class HttpTarget:
         body = self._dialect.body(item, self._model, plain=self._plain)
         async with self._http.post(self._url + self._dialect.path, json=body) as answer:
             if answer.status != 200:
-                raise TargetFailed(await self._refusal(answer))
+                raise await self._refusal(answer)
             self._answered = True
             read = self._dialect.reader()
             async for line in answer.content:
@@ -131,12 +152,27 @@ class HttpTarget:
         try:
             async with self._http.get(self._url + self._dialect.models_path) as answer:
                 return first_model(await answer.read()) if answer.status == 200 else ""
-        except (aiohttp.ClientError, TimeoutError):
+        except (aiohttp.ClientError, TimeoutError, ValueError):
             return ""
 
-    async def _refusal(self, answer: aiohttp.ClientResponse) -> str:
-        said = " ".join((await answer.text(errors="replace")).split())[:_SHOWN]
-        return f"{self._url}{self._dialect.path} answered {answer.status}: {said or answer.reason}"
+    async def _refusal(self, answer: aiohttp.ClientResponse) -> TargetFailed:
+        said = " ".join(_said(await answer.read()).split())[:_SHOWN] or answer.reason
+        wrong = {401: "key", 403: "key", 404: "model" if self._named else "dialect", 405: "dialect"}
+        return TargetFailed(
+            f"{self._url}{self._dialect.path} answered {answer.status}: {said}", param=wrong.get(answer.status, "url")
+        )
+
+
+def _said(body: bytes) -> str:
+    """What a refusal says, out of the JSON that most servers put it into."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body.decode(errors="replace")
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(name):
+            found = found[name]
+    return found if isinstance(found, str) else body.decode(errors="replace")
 
 
 def _payload(line: bytes) -> bytes:
@@ -148,9 +184,15 @@ def _payload(line: bytes) -> bytes:
 
 
 def _base(url: str) -> str:
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        found = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        found = None
+    if not found:
         raise InvalidRequest(f"{url} is no address of a server; one looks like http://127.0.0.1:8000", param="url")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise InvalidRequest("an address says where a server is and no more; a key is given by itself", param="url")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 

@@ -70,6 +70,7 @@ class _Running:
         lab = Lab(self._target, self._plan.seed, note=self._note, done=self._ended, cancelled=self._cancelled)
         try:
             self._tell()
+            await self._plan.prepare(lab)
             await self._plan.warm(lab)
             self._begin_to_count()
             for repeat in range(self._plan.repeats):

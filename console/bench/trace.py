@@ -65,7 +65,8 @@ def usable(exchanges: Sequence[Exchange], material: Material, max_model_len: int
     limit = max_model_len or 2**31
     kept = [each for each in exchanges if _fits(material.count(each.asked), material.count(each.answered), limit)]
     if not kept:
-        raise InvalidRequest(f"no exchange of the trace fits the model's {limit} tokens", param="trace")
+        fits = f"fits the model's {limit} tokens" if max_model_len else f"has {LEAST_TOKENS} tokens on both sides"
+        raise InvalidRequest(f"no exchange of the trace {fits}", param="trace")
     return kept
 
 

@@ -9,31 +9,52 @@ import msgspec
 
 from console.bench.news import BenchProgress
 from console.bench.result import BenchResult
+from engine.errors import InvalidRequest
 
 BenchState = Literal["none", "running", "stopping", "done", "cancelled", "failed"]
 
 
 class BenchField(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting of a bench. hint: what it means.  quick, full: what it is where nothing is given, as it is written."""
+    """A setting of a bench. hint: what it means.  quick, full: what it is where nothing is given, as it is written.
+
+    traced: what it is in their place where a trace is given, "" where that changes nothing.
+    """
 
     name: str
     title: str
     hint: str
     quick: str
     full: str
+    traced: str = ""
 
 
 class BenchForm(msgspec.Struct, frozen=True, kw_only=True):
-    """A bench to choose. measures: a sentence.  refused: why it cannot be run here, "" where it can."""
+    """A bench to choose. measures: a sentence.  refused: why it cannot be run here, "" where it can.
+
+    no_server: why it cannot be put to a server, "" where it can.
+    """
 
     bench: str
     measures: str
     fields: tuple[BenchField, ...] = ()
     refused: str = ""
+    no_server: str = ""
+
+
+class BenchServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server to be asked in place of the engine. dialect: as --dialect takes it.  key: its API key, "" for none.
+
+    model: as the server calls it, "" is the first that it lists.
+    """
+
+    url: str
+    dialect: str = "openai"
+    key: str = ""
+    model: str = ""
 
 
 class BenchOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is to be measured. model: by its name, "" is the first one.
+    """What is to be measured. model: by its name, "" is the first one.  server: None is the engine.
 
     settings: of the bench, by their names and as they are written on the command line; the rest is as `quick` says.
     """
@@ -42,6 +63,22 @@ class BenchOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: str = ""
     settings: dict[str, str] = {}
     quick: bool = True
+    server: BenchServer | None = None
+
+
+def refuse_from_elsewhere(order: BenchOrder) -> None:
+    """Raise InvalidRequest, its param the setting, for what only a console of the engine's own process may order."""
+    if order.server is not None:
+        raise InvalidRequest(
+            "a server is asked by a console in the process that measures, not by way of another machine; "
+            f"'ericllm bench {order.bench} --url {order.server.url}' asks it from here",
+            param="url",
+        )
+    if order.settings.get("trace"):
+        raise InvalidRequest(
+            "a trace is a file of the engine's machine: it is read for a console there, or for its command line alone",
+            param="trace",
+        )
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,8 +129,8 @@ class BenchesLink(Protocol):
     async def start(self, order: BenchOrder) -> None:
         """Begin; returns once it has.
 
-        Raises EngineBusy while another bench or a search for settings goes on, NoModelLoaded, and InvalidRequest, its
-        param the setting, for what the engine cannot take.
+        Raises EngineBusy while another bench or a search for settings goes on, NoModelLoaded, InvalidRequest for what
+        the engine cannot take, and TargetFailed where a server does not answer; details: param, the setting.
         """
 
     async def cancel(self) -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from console.remote.address import Address
 from console.remote.errors import NotAllowed, OutOfReach
+from console.unreached import reason
 from engine.errors import EngineError, ErrorInfo, from_info
 
 CONNECT_S = 5.0
@@ -137,16 +138,5 @@ def _told(document: Mapping[str, Any], status: int) -> EngineError:
 
 
 def _reason(error: BaseException) -> str:
-    """In few words."""
-    if isinstance(error, TimeoutError):
-        return "it does not answer"
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        why = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
-        return f"its certificate is not trusted: {why}; --ca FILE names who is"
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return "there is no such host"
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return "nobody listens there" if isinstance(error.os_error, ConnectionRefusedError) else str(error.os_error)
-    if isinstance(error, aiohttp.InvalidURL):
-        return "that is no URL"
-    return "the connection broke off"
+    untrusted = isinstance(error, aiohttp.ClientConnectorCertificateError)
+    return f"{reason(error)}{'; --ca FILE names who is' if untrusted else ''}"

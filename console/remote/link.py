@@ -95,7 +95,8 @@ class RemoteLink(CalledLink):
         return self._polled.get(_question(call, arguments), lambda: self._answer(call, arguments), blank)
 
     async def ask(self, call: Call, arguments: Mapping[str, object]) -> object:
-        """The answer of the instance."""
+        """The answer of the instance; what it would refuse is not even sent."""
+        call.check(**arguments)
         self._connection.check()
         return await self.run(self._answer(call, arguments))
 

@@ -1,4 +1,4 @@
-"""Which bench, and with what: its sentence, a few settings with good values in them, and why it cannot begin."""
+"""Which bench, of what, with what: its sentence, a few settings with good values in them, and why it cannot begin."""
 
 from __future__ import annotations
 
@@ -7,69 +7,81 @@ from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Grid, Horizontal, Vertical
+from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Button, Input, Label, Static
+from textual.widgets import Button, Input, Static
 
+from console.bench.draft import TRACE, BenchDraft
 from console.link import EngineLink
 from console.links.benches import BenchForm, BenchOrder
+from console.standing import standing_of
+from console.widgets.bench_fields import BenchFields
+from console.widgets.bench_place import BenchPlace
 from console.widgets.glyphs import fitted
 from console.widgets.table import Column, Row, Table, cell
 from engine.errors import EngineError
 
-MOST_FIELDS = 7
-SHARED = "It asks the engine that serves: whoever else asks shares it meanwhile, and both are slower for it."
+_SHARED = "It asks the engine that serves: whoever else asks shares it meanwhile, and both are slower for it."
+_SERVER = "It asks that server as its clients do: whoever else asks it, or uses this machine, is in the numbers."
+_ELSEWHERE = "Servers, and traces, are for a console on that machine, and for 'ericllm bench'."
 _SIZES = {True: "a first look: fewer and shorter requests", False: "in full, as on the command line"}
+
+_SWITCHES = {True: "In full (ctrl+t)", False: "Quick (ctrl+t)"}
 
 
 class BenchFormScreen(ModalScreen[bool | None]):
-    """True once a bench has begun. bench: the one to begin with, "" is the first."""
+    """True once a bench has begun. bench: the one to begin with, "" is the first.  draft: what was typed before."""
 
-    AUTO_FOCUS = "Table"
+    AUTO_FOCUS = "#bench-kinds"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
             "ctrl+t,ctrl+f", "size", "Quick or full", id="bench.size", tooltip="A first look, or the bench in full"
         ),
+        Binding("ctrl+o", "place", "A server", id="bench.place", tooltip="Type the address of a server to be asked"),
         Binding("ctrl+s,ctrl+r", "start", "Start", id="bench.start", tooltip="Begin the bench"),
         Binding("up", "app.focus_previous", "Up", id="bench.up", tooltip="Go up a field", show=False, system=True),
         Binding("down", "app.focus_next", "Down", id="bench.down", tooltip="Go down a field", show=False, system=True),
         Binding("escape", "dismiss(None)", "Leave", id="bench.leave", tooltip="Measure nothing", show=False),
     ]
 
-    def __init__(self, link: EngineLink, *, model: str = "", bench: str = "") -> None:
+    def __init__(self, link: EngineLink, *, model: str = "", bench: str = "", draft: BenchDraft | None = None) -> None:
         super().__init__()
         self._link = link
         self._model = model
         self._bench = bench
+        self._draft = draft or BenchDraft()
         self._forms: dict[str, BenchForm] = {}
-        self._quick = True
         self._starting = False
 
     def compose(self) -> ComposeResult:
-        """The benches on the left; on the right the settings of the one under the cursor."""
+        """What is asked; below it the benches on the left, the settings of the one under the cursor on the right."""
+        elsewhere = self._elsewhere
         with Vertical(classes="dialog bench-form") as page:
             page.border_title = "Bench"
             page.border_subtitle = "enter starts it, tab goes on, esc leaves"
+            yield BenchPlace(self._draft, elsewhere)
             with Horizontal(id="bench-choice"):
                 yield Table((Column("bench", 9),), id="bench-kinds")
                 with Vertical(id="bench-settings"):
                     yield Static(id="bench-measures", markup=False)
-                    with Grid():
-                        for at in range(MOST_FIELDS):
-                            yield Label("", id=f"title-{at}", markup=False)
-                            yield Input(id=f"field-{at}", compact=True, select_on_focus=True)
-                            yield Label("", id=f"hint-{at}", classes="hint", markup=False)
+                    yield BenchFields(self._draft, without=(TRACE,) if elsewhere else ())
             yield Static(id="bench-shared", markup=False)
             yield Static(id="bench-problem", markup=False)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Start (enter)", id="start", compact=True)
-                yield Button("Quick or full (ctrl+t)", id="size", compact=True)
+                yield Button(_SWITCHES[self._draft.quick], id="size", compact=True)
+                yield Button("Server (ctrl+o)", id="place", compact=True, disabled=bool(elsewhere))
                 yield Button("Leave (esc)", id="leave", compact=True)
+
+    @property
+    def _elsewhere(self) -> str:
+        """Where the engine is, "" for this process."""
+        return standing_of(self._link).name
 
     def on_mount(self) -> None:
         """Ask which there are."""
-        self._show_fields(None)
+        self._show_bench()
         self.run_worker(self._ask(), exit_on_error=False)
 
     async def _ask(self) -> None:
@@ -79,52 +91,68 @@ class BenchFormScreen(ModalScreen[bool | None]):
             self._complain(error.message)
             return
         self._forms = {form.bench: form for form in forms}
-        self._show_kinds(forms)
+        self._show_kinds()
+        names = list(self._forms)
+        self._table.move_to(names.index(self._bench) if self._bench in names else 0)
 
-    def _show_kinds(self, forms: Sequence[BenchForm]) -> None:
-        table = self.query_one(Table)
-        table.show([Row(form.bench, (cell(form.bench, "$muted" if form.refused else ""),)) for form in forms])
-        names = [form.bench for form in forms]
-        table.move_to(names.index(self._bench) if self._bench in names else 0)
+    @property
+    def _table(self) -> Table:
+        return self.query_one("#bench-kinds", Table)
 
     @property
     def _form(self) -> BenchForm | None:
-        return self._forms.get(self.query_one(Table).cursor_key or "")
+        return self._forms.get(self._table.cursor_key or "")
+
+    # -- what is shown ------------------------------------------------------------------------------------------------
+
+    def _show_kinds(self) -> None:
+        forms: Sequence[BenchForm] = list(self._forms.values())
+        self._table.show(
+            [Row(form.bench, (cell(form.bench, "$muted" if self._draft.refused(form) else ""),)) for form in forms]
+        )
 
     def on_table_moved(self, event: Table.Moved) -> None:
         """Another bench."""
         event.stop()
-        self._show_fields(self._form)
+        self._show_bench()
 
-    def _show_fields(self, form: BenchForm | None) -> None:
-        fields = form.fields if form is not None else ()
-        for at in range(MOST_FIELDS):
-            field = fields[at] if at < len(fields) else None
-            box = self.query_one(f"#field-{at}", Input)
-            for name in ("title", "field", "hint"):
-                self.query_one(f"#{name}-{at}").display = field is not None
-            if field is not None:
-                box.value = field.quick if self._quick else field.full
-                box.placeholder = "none"
-                if box.has_focus:
-                    box.action_select_all()
-                self.query_one(f"#title-{at}", Label).update(field.title)
-                self.query_one(f"#hint-{at}", Label).update(fitted(self.app, Content(field.hint)))
-        self.query_one("#bench-measures", Static).update(fitted(self.app, Content(form.measures if form else "")))
-        shared = f"{SHARED} {_SIZES[self._quick].capitalize()}." if fields else ""
-        self.query_one("#bench-shared", Static).update(shared)
-        self._complain(form.refused if form is not None else "")
+    def on_bench_place_changed(self, event: BenchPlace.Changed) -> None:
+        """Some benches are for the engine alone."""
+        event.stop()
+        self._show_kinds()
+        self._show_about(self._form)
+
+    def _show_bench(self) -> None:
+        self.query_one(BenchFields).show(self._form)
+        self._show_about(self._form)
+
+    def _show_about(self, form: BenchForm | None) -> None:
+        measures = Content(form.measures if form is not None else "")
+        self.query_one("#bench-measures", Static).update(fitted(self.app, measures))
+        whom = _SERVER if self._draft.server.url else _SHARED
+        said = [whom, f"{_SIZES[self._draft.quick].capitalize()}.", *([_ELSEWHERE] if self._elsewhere else [])]
+        self.query_one("#bench-shared", Static).update(" ".join(said) if form is not None and form.fields else "")
+        self._complain(self._draft.refused(form) if form is not None else "")
 
     def _complain(self, sentence: str) -> None:
-        said = Content.styled(f"✖ {sentence[:1].upper()}{sentence[1:]}", "$error") if sentence else Content("")
-        self.query_one("#bench-problem", Static).update(fitted(self.app, said))
+        first = sentence[:1] if sentence.startswith("http") else sentence[:1].upper()
+        self._say(f"✖ {first}{sentence[1:]}" if sentence else "", "$error")
+
+    def _say(self, sentence: str, style: str) -> None:
+        said = fitted(self.app, Content.styled(sentence, style))
+        self.query_one("#bench-problem", Static).update(said)
 
     # -- what can be done ---------------------------------------------------------------------------------------------
 
     def action_size(self) -> None:
         """The other values."""
-        self._quick = not self._quick
-        self._show_fields(self._form)
+        self._draft.quick = not self._draft.quick
+        self.query_one("#size", Button).label = _SWITCHES[self._draft.quick]
+        self._show_bench()
+
+    def action_place(self) -> None:
+        """To the address."""
+        self.query_one(BenchPlace).go_to_address()
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
         """Enter among the benches."""
@@ -138,29 +166,23 @@ class BenchFormScreen(ModalScreen[bool | None]):
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """The mouse's way."""
-        if event.button.id == "leave":
-            self.dismiss(None)
-        elif event.button.id == "size":
-            self.action_size()
-        else:
-            self.action_start()
+        does = {"leave": lambda: self.dismiss(None), "size": self.action_size, "place": self.action_place}
+        does.get(event.button.id or "", self.action_start)()
 
     def action_start(self) -> None:
         """Begin; where it is refused, say why and stay."""
         form = self._form
         if form is None or self._starting:
             return
-        if form.refused:
-            self._complain(form.refused)
+        if refused := self._draft.refused(form):
+            self._complain(refused)
             return
-        values = {
-            field.name: self.query_one(f"#field-{at}", Input).value.strip() for at, field in enumerate(form.fields)
-        }
-        order = BenchOrder(bench=form.bench, model=self._model, settings=values, quick=self._quick)
         self._starting = True
-        self.run_worker(self._start(order), exit_on_error=False)
+        self.run_worker(self._start(self._draft.order(form, self._model)), exit_on_error=False)
 
     async def _start(self, order: BenchOrder) -> None:
+        if order.server is not None:
+            self._say(f"◔ Asking {order.server.url}", "$muted")
         try:
             await self._link.benches.start(order)
         except EngineError as error:
@@ -172,7 +194,6 @@ class BenchFormScreen(ModalScreen[bool | None]):
             self._starting = False
 
     def _go_to(self, setting: str) -> None:
-        """To the field that is wrong."""
-        names = [field.name for field in self._form.fields] if self._form is not None else []
-        if setting in names:
-            self.query_one(f"#field-{names.index(setting)}", Input).focus()
+        """To what is wrong; the model of an order to the engine is none of the form's."""
+        if not self.query_one(BenchFields).go_to(setting) and self._draft.server.url:
+            self.query_one(BenchPlace).go_to(setting)

@@ -13,6 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from console.bench.comparison import compare
+from console.bench.draft import BenchDraft
 from console.bench.result import BenchResult
 from console.bench.trend import trend
 from console.link import EngineLink
@@ -77,6 +78,7 @@ class BenchesScreen(ModalScreen[None]):
         self._link = link
         self._model = model
         self._form = form
+        self._draft = BenchDraft()
         self._report = BenchReport()
         self._entries: Sequence[BenchEntry] = ()
         self._results: dict[tuple[int, str], BenchResult] = {}
@@ -228,7 +230,8 @@ class BenchesScreen(ModalScreen[None]):
 
     def action_new(self, bench: str = "") -> None:
         """Choose one."""
-        self.app.push_screen(BenchFormScreen(self._link, model=self._model, bench=bench), self._begun)
+        form = BenchFormScreen(self._link, model=self._model, bench=bench, draft=self._draft)
+        self.app.push_screen(form, self._begun)
 
     def _begun(self, begun: bool | None) -> None:
         if begun:

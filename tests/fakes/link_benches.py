@@ -25,6 +25,20 @@ _FIELDS = {
         BenchField(name="repeats", title="repeats", hint="times that everything is measured", quick="1", full="1"),
     ),
 }
+_FIELDS["serve"] = (
+    BenchField(name="requests", title="requests", hint="requests of each rate", quick="16", full="100"),
+    BenchField(
+        name="prompt_tokens", title="prompt tokens", hint="tokens of a prompt", quick="128", full="128", traced="trace"
+    ),
+    BenchField(
+        name="output_tokens", title="answer tokens", hint="tokens of an answer", quick="32", full="128", traced="trace"
+    ),
+    BenchField(name="trace", title="trace", hint="file of conversations in ShareGPT's format", quick="", full=""),
+)
+_NO_SERVER = {
+    "grid": "This bench turns the knobs of the engine of this process.",
+    "load": "This bench loads a model.",
+}
 _REFUSED = {"load": "This bench unloads the model, and here it serves others."}
 
 
@@ -42,13 +56,14 @@ class FakeBenches:
         return self.current
 
     async def forms(self) -> Sequence[BenchForm]:
-        """Some settings of two benches; one is refused."""
+        """Some settings of three benches; one is refused, and two of a server."""
         return tuple(
             BenchForm(
                 bench=name,
                 measures=measures,
                 fields=_FIELDS.get(name, () if name in _REFUSED else (_REQUESTS,)),
                 refused=_REFUSED.get(name, ""),
+                no_server=_NO_SERVER.get(name, ""),
             )
             for name, measures in MEASURES.items()
         )

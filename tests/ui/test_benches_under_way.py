@@ -177,15 +177,3 @@ def test_a_bench_under_way_looks_right_on_a_small_terminal_in_the_light_theme(sn
 
     app = app_with(bench_scenes.running(), theme="ericllm-light")
     assert snap_compare(app, terminal_size=(80, 24), run_before=measuring)
-
-
-def test_the_form_looks_right_on_a_small_terminal(snap_compare: Any) -> None:
-    async def form(pilot: Pilot[None]) -> None:
-        await opened(pilot)
-        await shown(pilot, "█")
-        await formed(pilot)
-        await pilot.press("down")
-        await shown(pilot, "How much longer one user waits")
-        await pilot.pause()
-
-    assert snap_compare(app_with(), terminal_size=(80, 24), run_before=form)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from console.bench.dialects import DIALECTS
 from console.bench.dialects.base import first_model
@@ -18,6 +15,7 @@ from console.bench.prompts import Prompt
 from console.bench.run import run_bench
 from console.bench.target import Chunk, TargetFailed
 from console.bench.workload import Item
+from tests.fakes.bench_server import Server
 
 TEXT = Item(number=0, prompt=Prompt(2, text="two words"), output_tokens=5)
 IDS = Item(number=0, prompt=Prompt(2, ids=(7, 8)), output_tokens=5)
@@ -125,29 +123,6 @@ def test_an_error_in_a_stream_is_told_with_its_words(dialect: str) -> None:
 )
 def test_the_first_model_is_named(listed: str, name: str) -> None:
     assert first_model(listed.encode()) == name
-
-
-class Server:
-    """A server of some kind that says the same whatever it is asked, and refuses fields of some names."""
-
-    def __init__(self, path: str, events: Sequence[object], refuses: Sequence[str] = (), status: int = 400) -> None:
-        self.bodies: list[dict[str, object]] = []
-        self._events, self._refuses, self._status = events, refuses, status
-        app = web.Application()
-        app.router.add_post(path, self._answer)
-        self.server = TestServer(app)
-
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        if any(name in body for name in self._refuses):
-            return web.json_response({"error": "unknown field"}, status=self._status)
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await answer.prepare(request)
-        for event in self._events:
-            await answer.write(b": ping\n\nevent: message\ndata: %s\n\n" % json.dumps(event).encode())
-        await answer.write(b"data: [DONE]\n\n")
-        return answer
 
 
 PLAN = Latency(prompts=2, prompt_tokens=fixed(3), output_tokens=fixed(2))

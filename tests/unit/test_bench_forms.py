@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from console.bench.about import MEASURES
+from console.bench.about import ASKED, MEASURES
+from console.bench.dialects import DIALECTS
 from console.bench.flags import plan_from
 from console.bench.forms import FIELDS, MOST_TOKENS, check_size, forms, ordered
 from console.bench.headline import headline, settings_text
@@ -16,7 +17,7 @@ from console.bench.kinds.serve import Serve
 from console.bench.kinds.users import Users
 from console.bench.lengths import fixed
 from console.bench.prompts import Fresh
-from console.links.benches import BenchOrder
+from console.links.benches import BenchOrder, BenchServer, refuse_from_elsewhere
 from engine.errors import InvalidRequest
 from tests.fakes import bench_scenes
 from tests.fakes.bench_target import PlainIds
@@ -54,7 +55,7 @@ def test_an_order_takes_what_flags_take() -> None:
         ("users", {"users": "1,many"}, "users: many is no whole number"),
         ("users", {"prompt_tokens": "long"}, "prompt tokens: long is no length"),
         ("latency", {"repeats": "0"}, "repeats: 0 is not between 1 and 1000"),
-        ("serve", {"trace": "/etc/passwd"}, "trace of bench serve is for the command line alone"),
+        ("serve", {"burstiness": "2"}, "burstiness of bench serve is for the command line alone"),
         ("load", {}, "unloads the model"),
         ("nonsense", {}, "there is no bench nonsense; there are latency, users"),
     ],
@@ -109,3 +110,31 @@ def test_fresh_prompts_are_as_long_and_as_alike_and_never_those_of_another_run()
     assert first.tokens == 32
     assert one.prompt(32, random.Random("another")) != first
     assert other.prompt(32, random.Random("a group")) != first
+
+
+def test_every_dialect_is_offered_with_what_it_asks() -> None:
+    assert list(ASKED) == list(DIALECTS)
+    assert all(said.startswith(DIALECTS[name].path) for name, said in ASKED.items())
+
+
+def test_a_server_takes_every_bench_but_those_of_the_engine_here() -> None:
+    server = BenchServer(url="http://x")
+    for form in forms():
+        order = BenchOrder(bench=form.bench, server=server)
+        if not form.no_server:
+            assert ordered(order).name == form.bench
+            continue
+        with pytest.raises(InvalidRequest) as refused:
+            ordered(order)
+        assert refused.value.message == form.no_server
+    assert {form.bench for form in forms() if form.no_server} == {"grid", "load"}
+
+
+def test_servers_and_files_are_not_for_who_orders_from_elsewhere() -> None:
+    refuse_from_elsewhere(BenchOrder(bench="serve", settings={"trace": ""}))
+    with pytest.raises(InvalidRequest, match="'ericllm bench users --url http://host' asks it from here") as refused:
+        refuse_from_elsewhere(BenchOrder(bench="users", server=BenchServer(url="http://host")))
+    assert refused.value.details["param"] == "url"
+    with pytest.raises(InvalidRequest, match="a trace is a file of the engine's machine") as refused:
+        refuse_from_elsewhere(BenchOrder(bench="serve", settings={"trace": "/etc/passwd"}))
+    assert refused.value.details["param"] == "trace"

@@ -128,7 +128,7 @@ async def test_requests_that_do_not_fit_the_model_are_refused_with_numbers() -> 
 
 
 async def test_the_lengths_of_a_trace_need_one() -> None:
-    with pytest.raises(InvalidRequest, match="--trace"):
+    with pytest.raises(InvalidRequest, match="lengths of a trace need a trace"):
         await run_bench(Serve(prompt_tokens=TRACE), FakeTarget())
     with pytest.raises(InvalidRequest, match="none is 'trace'"):
         await run_bench(Serve(trace="file.json"), FakeTarget())

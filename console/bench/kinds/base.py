@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -62,6 +64,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """One repeat of a row. Raises TargetFailed, BenchCancelled, SkipPart."""
         raise NotImplementedError
 
+    async def prepare(self, lab: Lab) -> None:
+        """What is read first: nothing. Raises InvalidRequest for what cannot be."""
+
     async def warm(self, lab: Lab) -> None:
         """What is done once before, and does not count: one request."""
         await lab.closed([iter(lab.items(self.mix(lab), 1))])
@@ -71,7 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     @classmethod
-    def implied(cls, given: Collection[str]) -> Mapping[str, Any]:
+    def implied(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Fields that have other defaults where others were given."""
         return {}
 
@@ -108,6 +113,7 @@ class Lab:
         self._cancelled = cancelled
         self._crowd = Crowd(target, done, cancelled)
         self._material = target.material
+        self._traces: dict[str, tuple[Exchange, ...]] = {"": ()}
 
     def begin(self, repeat: int, part: int) -> None:
         """From now on, measure this."""
@@ -148,11 +154,18 @@ class Lab:
         if self._cancelled():
             raise BenchCancelled
 
+    async def read(self, path: str) -> None:
+        """Read a trace, for `trace`; on another thread, as the loop may serve others. Raises InvalidRequest."""
+        limit = self.target.max_model_len
+
+        def found() -> tuple[Exchange, ...]:
+            return tuple(usable(read_trace(home_expanded(path)), self._material, limit))
+
+        self._traces[path] = await asyncio.to_thread(found)
+
     def trace(self, path: str) -> tuple[Exchange, ...]:
-        """What of a trace the target can take."""
-        if not path:
-            return ()
-        return tuple(usable(read_trace(home_expanded(path)), self._material, self.target.max_model_len))
+        """What of a trace that was read the target can take."""
+        return self._traces[path]
 
     @property
     def engine(self) -> EngineHere:
@@ -200,6 +213,6 @@ def _told(value: object) -> Setting:
     if isinstance(value, Length):
         return str(value)
     if isinstance(value, tuple):
-        return list(value)
+        return ["inf" if each == math.inf else each for each in value]  # JSON has no infinity
     assert value is None or isinstance(value, str | int | float | bool)
     return value

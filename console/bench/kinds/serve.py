@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
@@ -57,9 +57,14 @@ class Serve(Plan, frozen=True, kw_only=True):
     slo_response: Annotated[float | None, Meta(description="most seconds to the last token")] = None
 
     @classmethod
-    def implied(cls, given: Collection[str]) -> Mapping[str, Any]:
+    def implied(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Plan: a trace is there to be taken."""
-        return {"prompt_tokens": TRACE, "output_tokens": TRACE} if "trace" in given else {}
+        return {"prompt_tokens": TRACE, "output_tokens": TRACE} if given.get("trace") else {}
+
+    async def prepare(self, lab: Lab) -> None:
+        """Plan: the trace, where there is one."""
+        if self.trace:
+            await lab.read(self.trace)
 
     def mix(self, lab: Lab) -> Mix:
         """Plan."""
@@ -75,8 +80,9 @@ class Serve(Plan, frozen=True, kw_only=True):
         """Plan."""
         takes = "trace" in (self.prompt_tokens.kind, self.output_tokens.kind)
         if takes != bool(self.trace):
-            said = "lengths of a trace need --trace FILE" if takes else "--trace is for lengths, and none is 'trace'"
-            raise InvalidRequest(said, param="trace")
+            if takes:
+                raise InvalidRequest("lengths of a trace need a trace: a file of conversations", param="trace")
+            raise InvalidRequest("a trace is given for lengths, and none is 'trace'", param="trace")
         if any(rate <= 0 for rate in self.rates):
             raise InvalidRequest("a rate is more than 0 requests a second, or inf", param="rates")
         return [
