@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from console.bench.lengths import Length
 from console.bench.prompts import Material
 from console.bench.trace import Exchange, sampled, usable
 from engine.errors import InvalidRequest
 from engine.insight_values import Insight, Lengths
+from engine.simulation.lengths import Length
 
 ENOUGH_REQUESTS = 50
 """Requests that ended, from which on lengths are taken from what there was."""
@@ -84,7 +84,7 @@ def _drawn(lengths: Lengths, draw: random.Random) -> list[int]:
 
 
 def _parsed(text: str | None, usual: Length) -> Length:
-    found = usual if text is None else Length.parse(text)
+    found = usual if text is None else Length.parse(text, traced=True)
     if found.kind == "trace":
         raise InvalidRequest("lengths of a trace are taken with --trace FILE", param="length")
     return found

@@ -10,8 +10,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from msgspec import UNSET, Meta
 
 from console.bench.kinds.base import Plan
-from console.bench.lengths import Length
 from engine.errors import InvalidRequest
+from engine.simulation.lengths import Length
 
 
 def add_flags(parser: argparse._ArgumentGroup, plan: type[Plan]) -> None:
@@ -22,7 +22,7 @@ def add_flags(parser: argparse._ArgumentGroup, plan: type[Plan]) -> None:
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
-            type=_reader(kind, meta),
+            type=_reader(kind, meta, traced=_traced(plan)),
             default=argparse.SUPPRESS,
             metavar=_metavar(kind),
             help=f"{meta.description}{f' (default {default})' if default else ''}".replace("%", "%%"),
@@ -43,7 +43,7 @@ def plan_from(plan: type[Plan], texts: Mapping[str, str], *, quick: bool) -> Pla
         if name not in fields:
             raise InvalidRequest(f"bench {plan.name} has no {name}", param=name)
         try:
-            given[name] = _read(*fields[name], text.strip())
+            given[name] = _read(*fields[name], text.strip(), traced=_traced(plan))
         except InvalidRequest as error:
             raise InvalidRequest(f"{name.replace('_', ' ')}: {error.message}", param=name) from error
     return plan_of(plan, given, quick=quick)
@@ -71,23 +71,28 @@ def _fields(plan: type[Plan]) -> dict[str, tuple[Any, Meta]]:
     }
 
 
-def _reader(kind: Any, meta: Meta) -> Callable[[str], Any]:
+def _traced(plan: type[Plan]) -> bool:
+    """Whether its lengths may be a trace's."""
+    return "trace" in plan.__struct_fields__
+
+
+def _reader(kind: Any, meta: Meta, *, traced: bool) -> Callable[[str], Any]:
     """What reads one value from its text, for argparse."""
 
     def read(text: str) -> Any:
         try:
-            return _read(kind, meta, text)
+            return _read(kind, meta, text, traced=traced)
         except InvalidRequest as error:
             raise argparse.ArgumentTypeError(error.message) from error
 
     return read
 
 
-def _read(kind: Any, meta: Meta, text: str) -> Any:
+def _read(kind: Any, meta: Meta, text: str, *, traced: bool) -> Any:
     if kind is str:
         return text
     if kind is Length:
-        return Length.parse(text)
+        return Length.parse(text, traced=traced)
     number = _number_of(kind)
     if get_origin(kind) is tuple:
         return tuple(_bounded(number(part), meta, part) for part in text.split(","))

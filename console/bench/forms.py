@@ -9,10 +9,10 @@ from console.bench.about import MEASURES
 from console.bench.flags import description, plan_from, written
 from console.bench.kinds import PLANS, Plan
 from console.bench.kinds.base import Part
-from console.bench.lengths import TRACE
 from console.links.benches import BenchField, BenchForm, BenchOrder
 from engine.errors import InvalidRequest
 from engine.models.files import home_expanded
+from engine.simulation.lengths import TRACE
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "latency": ("prompts", "prompt_tokens", "output_tokens", "repeats"),

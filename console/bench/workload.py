@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from console.bench.lengths import Length
 from console.bench.prompts import Material, Prompt
 from console.bench.trace import Exchange, sampled
 from engine.simulation.demand import gap_s
+from engine.simulation.lengths import Length
 
 
 class PrefixMix(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,8 @@ from console.planning.report import PlanReport, plan_text
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.simulation.cluster import Cluster, Death, FrontDoor
-from engine.simulation.demand import ClosedDemand, Demand, Lengths, Mix, OpenDemand, TraceDemand
+from engine.simulation.demand import ClosedDemand, Demand, Mix, OpenDemand, TraceDemand
+from engine.simulation.lengths import Length
 from engine.simulation.outcome import Slo, Window
 from engine.simulation.questions import DemandOf, Goal, front_door_limit, node_death, workers_needed
 from engine.simulation.step_costs import MeasuredModel
@@ -106,8 +107,8 @@ def _demand(given: argparse.Namespace) -> tuple[DemandOf, str]:
     if given.shared > 1:
         raise InvalidRequest(f"--shared is {given.shared:g}; it is a share, 1 at most", param="shared")
     mix = Mix(
-        prompt=Lengths.parse(given.prompt, "prompt"),
-        output=Lengths.parse(given.output, "output"),
+        prompt=Length.parse(given.prompt, "prompt"),
+        output=Length.parse(given.output, "output"),
         shared=given.shared,
         groups=given.prefixes,
         shared_tokens=given.shared_tokens if given.shared else 0,

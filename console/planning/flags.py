@@ -58,7 +58,9 @@ def _add_demand(group: argparse._ArgumentGroup) -> None:
         "--burstiness", type=_not_negative, default=1.0, metavar="CV", help="of arrivals: 1 is Poisson (default 1)"
     )
     group.add_argument("--trace", type=Path, metavar="FILE", help="CSV: at_s,prompt_tokens,output_tokens")
-    group.add_argument("--prompt", default="512~0.8", metavar="T", help="tokens: 512, 96-160, 512~0.8 (mean~cv)")
+    group.add_argument(
+        "--prompt", default="512~0.8", metavar="T", help="tokens: 512, 96-160, 512~0.8 (mean~cv), normal:512:64"
+    )
     group.add_argument("--output", default="200~0.6", metavar="T", help="tokens of answers, likewise")
     group.add_argument("--shared", type=_not_negative, default=0.0, metavar="SHARE", help="of prompts with a prefix")
     group.add_argument("--shared-tokens", type=_count, default=1024, metavar="N", help="of a prefix (default 1024)")

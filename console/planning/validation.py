@@ -21,8 +21,9 @@ from console.planning.timekeeper import VOCAB_SIZE, TimekeepingBackend
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.simulation.cluster import Cluster, FrontDoor
-from engine.simulation.demand import Ask, Lengths, Mix, OpenDemand, TraceDemand
+from engine.simulation.demand import Ask, Mix, OpenDemand, TraceDemand
 from engine.simulation.fit import fit_steps
+from engine.simulation.lengths import uniform
 from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import StepCosts, StepSample
 
@@ -31,7 +32,7 @@ LOADS: dict[LoadName, tuple[float, float]] = {"light": (0.35, 1.0), "near": (0.7
 """Each load's rate, as a share of what the worker can do, and for how much of the time of a run requests come: an
 overload is short, as its queue takes three times as long to be worked off."""
 
-MIX = Mix(prompt=Lengths(64, 192), output=Lengths(24, 56))
+MIX = Mix(prompt=uniform(64, 192), output=uniform(24, 56))
 MAX_PROMPTS = 16
 CONTEXT_TOKENS = 1024
 _COUNTED_S = 1.5
@@ -166,7 +167,7 @@ KEPT = Cluster(
     front=msgspec.structs.replace(FRONT, shared=0.0),
 )
 """Workers like a card with a 7B model, whose steps take their time by sleeping."""
-KEPT_MIX = Mix(prompt=Lengths(100, 300), output=Lengths(10, 40))
+KEPT_MIX = Mix(prompt=uniform(100, 300), output=uniform(10, 40))
 
 
 async def validate_kept(model: str, loads: Sequence[LoadName], *, seconds: float, show: Show) -> list[Run]:

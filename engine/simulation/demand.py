@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from engine.errors import InvalidRequest
+from engine.simulation.lengths import Length
 
 _COLUMNS = ("at_s", "prompt_tokens", "output_tokens")
 
@@ -37,55 +38,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     client: str = ""
 
 
-class Lengths(msgspec.Struct, frozen=True):
-    """How long prompts or answers are, in tokens: evenly spread over low to high; or, where cv is above 0, log-normal
-    with that mean and that coefficient of variation, within low to high."""
-
-    low: int
-    high: int
-    mean: float = 0.0
-    cv: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str, param: str) -> Lengths:
-        """ "512", "96-160", or "512~0.8": a mean and a coefficient of variation. Raises InvalidRequest."""
-        try:
-            if "~" in text:
-                mean, cv = (float(each) for each in text.split("~"))
-                if 1 <= mean <= 10**7 and 0 < cv <= 10:
-                    return cls(1, math.ceil(20 * mean), mean, cv)
-            else:
-                low, _, high = text.partition("-")
-                found = cls(int(low), int(high or low))
-                if 1 <= found.low <= found.high <= 10**7:
-                    return found
-        except ValueError:
-            pass
-        raise InvalidRequest(
-            f"{param} is {text!r}; give tokens as 512, as 96-160, or as 512~0.8 (mean and coefficient of variation)",
-            param=param,
-            value=text,
-        )
-
-    @property
-    def expected(self) -> float:
-        """The mean."""
-        return self.mean or (self.low + self.high) / 2
-
-    def draw(self, source: random.Random) -> int:
-        """One length."""
-        if not self.cv:
-            return source.randint(self.low, self.high)
-        variance = math.log1p(self.cv**2)
-        drawn = source.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance))
-        return min(self.high, max(self.low, round(drawn)))
-
-
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
     """What requests are like. shared: the share of them that begin with one of `groups` prefixes of `shared_tokens`."""
 
-    prompt: Lengths
-    output: Lengths
+    prompt: Length
+    output: Length
     shared: float = 0.0
     groups: int = 1
     shared_tokens: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from typing import Literal
@@ -11,31 +12,45 @@ import msgspec
 from engine.errors import InvalidRequest
 
 MAX_TOKENS = 1_000_000
+_MOST_DEVIATIONS = 3
+_MOST_MEANS = 20
+_MOST_CV = 10.0
 _FIXED = re.compile(r"\d{1,7}")
 _UNIFORM = re.compile(r"(\d{1,7})-(\d{1,7})")
 _NORMAL = re.compile(r"normal:(\d{1,7}):(\d{1,7})")
+_LOG_NORMAL = re.compile(r"(\d{1,7})~(\d{1,3}(?:\.\d{1,6})?|\.\d{1,6})")
+_FORMS = "128, 64-256 (any in it), normal:128:32 (mean and deviation), 128~0.8 (mean and coefficient of variation)"
 
 
 class Length(msgspec.Struct, frozen=True):
-    """Tokens. first: the number, the least, or the mean; second: the most, or the standard deviation."""
+    """Tokens. first: the number, the least, or the mean.  second: the most, or the standard deviation.
 
-    kind: Literal["fixed", "uniform", "normal", "trace"]
+    cv: the coefficient of variation of a log-normal one.
+    """
+
+    kind: Literal["fixed", "uniform", "normal", "log-normal", "trace"]
     first: int = 0
     second: int = 0
+    cv: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> Length:
-        """From "128", "64-256", "normal:128:32" or "trace". Raises InvalidRequest."""
-        length = _parsed(text.strip())
-        if length is None:
-            raise InvalidRequest(
-                f"{text} is no length; there are 128, 64-256 (any in it), normal:128:32 (mean and deviation) and trace",
-                param="length",
-            )
+    def parse(cls, text: str, param: str = "", *, traced: bool = False) -> Length:
+        """From "128", "64-256", "normal:128:32" or "128~0.8"; from "trace" too, where it is traced.
+
+        Raises InvalidRequest, its param the given one, which the sentence then names.
+        """
+        length, named = _parsed(text.strip()), f"{param}: " if param else ""
+        if length is None or (length.kind == "trace" and not traced):
+            forms = f"{_FORMS}, trace" if traced else _FORMS
+            raise InvalidRequest(f"{named}{text or 'nothing'} is no length; there are {forms}", param=param or "length")
         if not 1 <= length.first <= MAX_TOKENS or length.second > MAX_TOKENS:
-            raise InvalidRequest(f"{text}: a length is between 1 and {MAX_TOKENS} tokens", param="length")
+            said = f"{named}{text}: a length is between 1 and {MAX_TOKENS} tokens"
+            raise InvalidRequest(said, param=param or "length")
         if length.kind == "uniform" and length.second < length.first:
-            raise InvalidRequest(f"{text}: the most is less than the least", param="length")
+            raise InvalidRequest(f"{named}{text}: the most is less than the least", param=param or "length")
+        if length.kind == "log-normal" and not 0 < length.cv <= _MOST_CV:
+            said = f"{named}{text}: a coefficient of variation is more than 0 and at most {_MOST_CV:g}"
+            raise InvalidRequest(said, param=param or "length")
         return length
 
     def __str__(self) -> str:
@@ -47,6 +62,8 @@ class Length(msgspec.Struct, frozen=True):
                 return f"{self.first}-{self.second}"
             case "normal":
                 return f"normal:{self.first}:{self.second}"
+            case "log-normal":
+                return f"{self.first}~{self.cv:g}"
         return "trace"
 
     @property
@@ -58,19 +75,31 @@ class Length(msgspec.Struct, frozen=True):
             case "uniform":
                 return self.second
             case "normal":
-                return self.first + 3 * self.second
+                return self.first + _MOST_DEVIATIONS * self.second
+            case "log-normal":
+                return _MOST_MEANS * self.first
         return None
 
+    @property
+    def expected(self) -> float:
+        """The mean, before anything is cut. Not of a trace."""
+        return (self.first + self.second) / 2 if self.kind == "uniform" else float(self.first)
+
     def draw(self, rng: random.Random) -> int:
-        """One length. A normal one is cut at three deviations and at one token. Not for a trace, which has its own."""
+        """One length. A normal one is cut at three deviations, a log-normal one at twenty times its mean, both at one
+        token. Not for a trace, which has its own."""
         match self.kind:
             case "fixed":
                 return self.first
             case "uniform":
                 return rng.randint(self.first, self.second)
             case "normal":
-                drawn = round(rng.gauss(self.first, self.second))
-                return max(1, self.first - 3 * self.second, min(drawn, self.first + 3 * self.second))
+                least, most = (self.first + sign * _MOST_DEVIATIONS * self.second for sign in (-1, 1))
+                return max(1, least, min(round(rng.gauss(self.first, self.second)), most))
+            case "log-normal":
+                variance = math.log1p(self.cv**2)
+                drawn = rng.lognormvariate(math.log(self.first) - variance / 2, math.sqrt(variance))
+                return max(1, min(round(drawn), _MOST_MEANS * self.first))
         raise AssertionError("a trace says itself how long its prompts are")
 
 
@@ -78,11 +107,13 @@ def _parsed(text: str) -> Length | None:
     if text == "trace":
         return TRACE
     if _FIXED.fullmatch(text):
-        return Length("fixed", int(text))
-    if uniform := _UNIFORM.fullmatch(text):
-        return Length("uniform", int(uniform[1]), int(uniform[2]))
-    if normal := _NORMAL.fullmatch(text):
-        return Length("normal", int(normal[1]), int(normal[2]))
+        return fixed(int(text))
+    if found := _UNIFORM.fullmatch(text):
+        return uniform(int(found[1]), int(found[2]))
+    if found := _NORMAL.fullmatch(text):
+        return Length("normal", int(found[1]), int(found[2]))
+    if found := _LOG_NORMAL.fullmatch(text):
+        return Length("log-normal", int(found[1]), cv=float(found[2]))
     return None
 
 
@@ -93,3 +124,8 @@ TRACE = Length("trace", 1)
 def fixed(tokens: int) -> Length:
     """Always so many."""
     return Length("fixed", tokens)
+
+
+def uniform(least: int, most: int) -> Length:
+    """Any number between the two, either included."""
+    return Length("uniform", least, most)

@@ -20,12 +20,12 @@ from console.bench.kinds.prefix import Prefix
 from console.bench.kinds.serve import Serve
 from console.bench.kinds.threads import Threads
 from console.bench.kinds.users import Users
-from console.bench.lengths import fixed
 from console.bench.run import run_bench
 from console.bench.target import TargetFailed
 from console.bench.text import result_text
 from engine.engine import Engine
 from engine.errors import InvalidRequest
+from engine.simulation.lengths import fixed
 from engine.text.tokenizer import Tokenizer
 from tests.api.harness import Served
 from tests.api.harness import serving as api_serving

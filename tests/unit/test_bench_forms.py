@@ -15,10 +15,10 @@ from console.bench.kinds import PLANS
 from console.bench.kinds.base import Part
 from console.bench.kinds.serve import Serve
 from console.bench.kinds.users import Users
-from console.bench.lengths import fixed
 from console.bench.prompts import Fresh
 from console.links.benches import BenchOrder, BenchServer, refuse_from_elsewhere
 from engine.errors import InvalidRequest
+from engine.simulation.lengths import fixed
 from tests.fakes import bench_scenes
 from tests.fakes.bench_target import PlainIds
 

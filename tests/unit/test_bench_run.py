@@ -14,13 +14,13 @@ from console.bench.kinds.long import gaps
 from console.bench.kinds.prefix import Prefix
 from console.bench.kinds.serve import Serve
 from console.bench.kinds.users import Users
-from console.bench.lengths import TRACE, Length, fixed
 from console.bench.measure import Record
 from console.bench.news import BenchProgress
 from console.bench.run import run_bench
 from console.bench.target import TargetFailed
 from console.bench.text import progress_text, result_text, row_text, span
 from engine.errors import InvalidRequest
+from engine.simulation.lengths import TRACE, Length, fixed
 from tests.fakes.bench_target import FakeTarget
 from tests.unit.test_bench_measure import item
 

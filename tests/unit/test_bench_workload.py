@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.bench.lengths import Length, fixed
 from console.bench.prompts import TokenIds, Words
 from console.bench.trace import Exchange, read_trace, sampled, usable
 from console.bench.workload import Item, Mix, PrefixMix, arriving, items
 from engine.errors import InvalidRequest
+from engine.simulation.lengths import TRACE, Length, fixed
 from engine.text.tokenizer import Tokenizer
 from tests.fakes.bench_target import PlainIds
 from tests.fakes.model import EOS_ID, write_fake_model
@@ -29,9 +29,9 @@ def drawn(mix: Mix = MIX, **options: object) -> list[Item]:
     return items(mix, PlainIds(), **{"seed": 1, "salt": "a", "count": 20, **options})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["128", "64-256", "normal:128:32", "trace"])
+@pytest.mark.parametrize("text", ["128", "64-256", "normal:128:32", "128~0.8", "trace"])
 def test_a_length_is_written_as_it_is_read(text: str) -> None:
-    assert str(Length.parse(text)) == text
+    assert str(Length.parse(text, traced=True)) == text
 
 
 @pytest.mark.parametrize("text", ["", "-1", "0", "9-3", "0-3", "normal:3", "normal:0:1", "many", "12345678"])
@@ -48,6 +48,8 @@ def test_lengths_stay_where_they_were_said_to(first: int, second: int, seed: int
     assert first <= uniform.draw(rng) <= first + second == uniform.most
     normal = Length("normal", first, second)
     assert 1 <= normal.draw(rng) <= first + 3 * second == normal.most
+    log_normal = Length("log-normal", first, cv=1 + second / 100)
+    assert 1 <= log_normal.draw(rng) <= 20 * first == log_normal.most
 
 
 def test_a_normal_length_has_its_mean_and_deviation() -> None:
@@ -55,6 +57,13 @@ def test_a_normal_length_has_its_mean_and_deviation() -> None:
     found = [Length("normal", 100, 10).draw(rng) for _ in range(5000)]
     assert statistics.fmean(found) == pytest.approx(100, abs=1)
     assert statistics.stdev(found) == pytest.approx(10, abs=1)
+
+
+def test_a_log_normal_length_has_its_mean_and_variation() -> None:
+    rng, length = random.Random(0), Length.parse("100~0.5")
+    found = [length.draw(rng) for _ in range(20_000)]
+    assert statistics.fmean(found) == pytest.approx(length.expected, abs=1)
+    assert statistics.stdev(found) / statistics.fmean(found) == pytest.approx(0.5, abs=0.02)
 
 
 def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
@@ -125,7 +134,7 @@ def test_a_trace_gives_first_questions_and_the_lengths_of_their_answers(tmp_path
     )
     found = read_trace(file)
     assert found == (Exchange("what is it?", "a thing"), Exchange("and you?", "a machine"))
-    sent = drawn(Mix(prompt=Length.parse("trace"), output=Length.parse("trace"), trace=found), count=4)
+    sent = drawn(Mix(prompt=TRACE, output=TRACE, trace=found), count=4)
     assert sorted("".join(map(chr, item.prompt.ids)) for item in sent) == sorted(["what is it?", "and you?"] * 2)
     assert {len(item.prompt.ids): item.output_tokens for item in sent} == {11: 7, 8: 9}
 

@@ -9,13 +9,14 @@ import pytest
 
 from console.cli import main
 from engine.simulation.cluster import Cluster, Death, FrontDoor
-from engine.simulation.demand import ClosedDemand, Lengths, Mix, OpenDemand
+from engine.simulation.demand import ClosedDemand, Mix, OpenDemand
+from engine.simulation.lengths import uniform
 from engine.simulation.outcome import Slo, Window
 from engine.simulation.questions import Goal, front_door_limit, node_death, workers_needed
 from engine.simulation.step_costs import MeasuredModel, StepCosts, StepFit
 
 COSTS = StepCosts(fixed_s=16e-3, decode_s=1e-3, context_token_s=1e-7, prompt_token_s=1e-4)
-MIX = Mix(prompt=Lengths(50, 150), output=Lengths(20, 60))
+MIX = Mix(prompt=uniform(50, 150), output=uniform(20, 60))
 GOAL = Goal(slo=Slo(ttft_s=0.3, itl_s=0.1), window=Window(since_s=2.0, until_s=8.0))
 CLUSTER = Cluster(costs=COSTS, max_prompts=8, kv_tokens=8192, workers_per_node=2)
 
@@ -113,7 +114,7 @@ def test_a_trace_is_served_as_it_came(costs: str, tmp_path: Path, capsys: pytest
     ("flags", "said"),
     [
         (["--users", "3", "--rate", "2"], "three ways to say who asks"),
-        (["--prompt", "long"], "prompt is 'long'"),
+        (["--prompt", "long"], "prompt: long is no length"),
         (["--shared", "2"], "it is a share"),
         (["--share", "3"], "share is 3"),
         (["--trace", "/nowhere.csv"], "/nowhere.csv could not be read"),

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
 from engine.simulation.cluster import Cluster, Death, FrontDoor
-from engine.simulation.demand import Ask, ClosedDemand, Lengths, Mix, OpenDemand, TraceDemand
+from engine.simulation.demand import Ask, ClosedDemand, Mix, OpenDemand, TraceDemand
+from engine.simulation.lengths import Length, fixed, uniform
 from engine.simulation.outcome import Gaps, Outcome, Percentiles, Slo
 from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import StepCosts
 
 COSTS = StepCosts(fixed_s=4e-3, decode_s=5e-4, context_token_s=1e-7, prompt_token_s=2e-4)
-MIX = Mix(prompt=Lengths(20, 200), output=Lengths(1, 80))
+MIX = Mix(prompt=uniform(20, 200), output=uniform(1, 80))
 CLUSTER = Cluster(costs=COSTS, workers=2, max_prompts=8, kv_tokens=4096, max_model_len=1024)
 
 
@@ -158,7 +159,7 @@ def test_users_send_one_request_at_a_time() -> None:
 
 
 def test_shared_prefixes_are_found_on_the_worker_that_holds_them() -> None:
-    mix = Mix(prompt=Lengths(16, 16), output=Lengths(8, 8), shared=1.0, groups=3, shared_tokens=320)
+    mix = Mix(prompt=fixed(16), output=fixed(8), shared=1.0, groups=3, shared_tokens=320)
     outcome = simulate(CLUSTER, poisson(10, mix=mix))
     cached = [each.cached_tokens for each in outcome.served]
     assert sum(tokens == 320 for tokens in cached) >= len(cached) - 3 * CLUSTER.workers
@@ -217,10 +218,11 @@ def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
         TraceDemand.read(trace)
 
 
-@pytest.mark.parametrize("text", ["", "many", "0", "9-3", "5~", "5~-1", "nan~1"])
+@pytest.mark.parametrize("text", ["", "many", "0", "9-3", "5~", "5~-1", "nan~1", "5~0", "5~11", "trace"])
 def test_lengths_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="prompt is"):
-        Lengths.parse(text, "prompt")
+    with pytest.raises(InvalidRequest, match="prompt: ") as refused:
+        Length.parse(text, "prompt")
+    assert refused.value.details["param"] == "prompt"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from console.bench.lengths import Length
 from console.bench.measure import BenchCancelled, Crowd, Record, Run
 from console.bench.result import Column, Key, Published, Setting, said
 from console.bench.summary import Values
@@ -20,6 +19,7 @@ from console.bench.trace import Exchange, read_trace, usable
 from console.bench.workload import Item, Mix, items
 from engine.errors import InvalidRequest
 from engine.models.files import home_expanded
+from engine.simulation.lengths import Length
 
 MAX_SEED = 2**63
 

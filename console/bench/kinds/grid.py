@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from console.bench.kinds.base import Lab, Part, Plan, SkipPart, engine_here, enough
-from console.bench.lengths import Length, fixed
 from console.bench.result import Column, Key, Published
 from console.bench.summary import Values, columns, summarised
 from console.bench.target import Target
 from console.bench.workload import Mix
 from engine.errors import InsufficientMemory
+from engine.simulation.lengths import Length, fixed
 
 
 def _got(model: str, workers: int, max_prompts: int, tokens_per_s: float) -> Published:

@@ -10,11 +10,11 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from console.bench.kinds.base import Lab, Part, Plan
-from console.bench.lengths import Length, fixed
 from console.bench.result import Column, Published
 from console.bench.summary import Values, columns, summarised
 from console.bench.target import Target
 from console.bench.workload import Mix
+from engine.simulation.lengths import Length, fixed
 
 _SOURCE = "a latency study of 2023: llama-2-7b, batch 1, 200 tokens"
 

@@ -8,13 +8,12 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from console.bench.kinds.base import Lab, Part, Plan
-from console.bench.lengths import Length, fixed
 from console.bench.measure import Record
 from console.bench.result import Column
 from console.bench.summary import Values, percentile
 from console.bench.target import EngineHere, Target, TargetFailed
 from console.bench.workload import Mix
-from engine.errors import InvalidRequest
+from engine.simulation.lengths import Length, fixed
 
 _SETTLE_TOKENS = 8
 """Tokens that every stream has before the long prompt comes, and again after it was read."""
@@ -62,8 +61,6 @@ class Long(Plan, frozen=True, kw_only=True):
 
     def parts(self, target: Target) -> list[Part]:
         """Plan."""
-        if self.prompt_tokens.kind == "trace":
-            raise InvalidRequest("this bench takes no trace", param="prompt_tokens")
         keys = {"streams": self.streams, "long_tokens": self._long_tokens(target)}
         return [Part(keys=dict(keys), requests=1)]
 

@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from console.bench.kinds.base import Lab, Part, Plan, enough
-from console.bench.lengths import Length, fixed
 from console.bench.measure import Run
 from console.bench.result import Column
 from console.bench.summary import Values, columns, summarised
 from console.bench.target import Target
 from console.bench.workload import Mix, PrefixMix
+from engine.simulation.lengths import Length, fixed
 
 _SHARED, _OWN = "shared", "own"
 _NO_TWO_ALIKE = 1 << 62

@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from console.bench.kinds.base import Lab, Part, Plan
-from console.bench.lengths import TRACE, Length, fixed
 from console.bench.result import Column
 from console.bench.summary import Slo, Values, columns, summarised
 from console.bench.target import Target
 from console.bench.workload import Mix, PrefixMix, arriving
 from engine.errors import InvalidRequest
+from engine.simulation.lengths import TRACE, Length, fixed
 
 
 class Serve(Plan, frozen=True, kw_only=True):

@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from console.bench.kinds.base import Lab, Part, Plan, SkipPart, at_least_one, enough
-from console.bench.lengths import Length, fixed
 from console.bench.result import Column, Published
 from console.bench.summary import Values, columns, summarised
 from console.bench.target import EngineHere, Target
 from console.bench.workload import Mix
 from engine.errors import InvalidRequest, ModelLoadFailed
+from engine.simulation.lengths import Length, fixed
 
 _STUDY = "a study of text-generation-inference, fixed inputs"
 _SECONDS = {24: 664.0, 64: 561.0, 128: 554.0, 256: 568.0}

@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from console.bench.kinds.base import Lab, Part, Plan, at_least_one
-from console.bench.lengths import Length, fixed
 from console.bench.result import Column, Published
 from console.bench.summary import Values, columns, summarised
 from console.bench.target import Target
 from console.bench.workload import Mix
+from engine.simulation.lengths import Length, fixed
 
 _STUDY = "a study with 64 requests of each user"
 
