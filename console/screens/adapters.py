@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Input
 
+from console.screens.base import ConsolePage
 from console.widgets import text
 from console.widgets.table import Column, Row, Table, cell
 from engine.snapshot import AdapterReading, ModelReading
-
-if TYPE_CHECKING:
-    from console.app import EricApp
 
 _COLUMNS = (Column("adapter", 12, grow=20), Column("state", 20, grow=60), Column("size", 9, "right"))
 _NONE = "No adapters yet. Type the folder of one below; requests then name it as their model."
 
 
-class AdaptersScreen(ModalScreen[None]):
+class AdaptersScreen(ConsolePage[None]):
     """model: the key of the model in view."""
 
     AUTO_FOCUS = "Input"
@@ -45,14 +42,6 @@ class AdaptersScreen(ModalScreen[None]):
     def on_mount(self) -> None:
         """Never empty."""
         self.refresh_view()
-
-    @property
-    def console(self) -> EricApp:
-        """The app, by its own type."""
-        from console.app import EricApp
-
-        assert isinstance(self.app, EricApp)
-        return self.app
 
     @property
     def reading(self) -> ModelReading | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import ActiveBinding
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
 
 from console.link import ApiStatus, EngineLink
@@ -21,6 +21,8 @@ from engine.snapshot import RequestRow, Snapshot
 
 if TYPE_CHECKING:
     from console.app import EricApp
+
+T = TypeVar("T")
 
 JUST_S = 0.1
 """What was drawn so long ago at most need not be drawn again, but for another snapshot."""
@@ -41,7 +43,29 @@ class ConsoleRow(Widget):
         """Draw anew, where anything changed."""
 
 
-class ConsoleScreen(Screen[None]):
+class InConsole(Screen[T]):
+    """A screen of ours: it knows the app by its own type, and which keys give orders."""
+
+    @property
+    def console(self) -> EricApp:
+        """The app, by its own type."""
+        from console.app import EricApp
+
+        assert isinstance(self.app, EricApp)
+        return self.app
+
+    @property
+    def active_bindings(self) -> dict[str, ActiveBinding]:
+        """What keys mean now; orders mean nothing where none are taken."""
+        active = super().active_bindings
+        return without_orders(active) if self.console.standing.read_only else active
+
+
+class ConsolePage(ModalScreen[T], InConsole[T]):
+    """Over a mode's screen; one with `refresh_view` shows the engine as it is now."""
+
+
+class ConsoleScreen(InConsole[None]):
     """A mode's screen: subclasses give `compose_body` and `update_body`, and call the engine through `perform`."""
 
     MODE: ClassVar[str] = ""
@@ -66,25 +90,11 @@ class ConsoleScreen(Screen[None]):
         """Show `snapshot`; called four times a second while this screen is seen, and when it comes up."""
 
     @property
-    def console(self) -> EricApp:
-        """The app, by its own type."""
-        from console.app import EricApp
-
-        assert isinstance(self.app, EricApp)
-        return self.app
-
-    @property
     def link(self) -> EngineLink:
         """The engine, as far as a screen may see it: the one that was in view when the screen came up."""
         if self._link is None:
             self._link = self.console.link
         return self._link
-
-    @property
-    def active_bindings(self) -> dict[str, ActiveBinding]:
-        """What keys mean now; orders mean nothing where none are taken."""
-        active = super().active_bindings
-        return without_orders(active) if self.console.standing.read_only else active
 
     def perform(self, command: Coroutine[Any, Any, object], *, done: str = "") -> None:
         """Run an engine command in the background; toast `done` afterwards, or why it failed."""

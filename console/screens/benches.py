@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual.app import ComposeResult
-from textual.binding import ActiveBinding, Binding, BindingType
+from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from console.bench.comparison import compare
@@ -18,7 +17,7 @@ from console.bench.result import BenchResult
 from console.bench.trend import trend
 from console.link import EngineLink
 from console.links.benches import BenchEntry, BenchReport
-from console.ordering import without_orders
+from console.screens.base import ConsolePage
 from console.screens.bench_comparison import BenchComparisonScreen
 from console.screens.bench_form import BenchFormScreen
 from console.screens.bench_result import BenchResultScreen
@@ -33,14 +32,11 @@ from console.widgets.table import Table
 from console.widgets.text import plural
 from engine.errors import EngineError
 
-if TYPE_CHECKING:
-    from console.app import EricApp
-
 MOST_OVER_TIME = 50
 _ENDINGS = {"done": ("✓", "$success"), "cancelled": ("◇", "$warning"), "failed": ("✖", "$error")}
 
 
-class BenchesScreen(ModalScreen[None]):
+class BenchesScreen(ConsolePage[None]):
     """link: the engine whose benches these are.  model: the one to be measured, "" is the first.
 
     form: a bench to be chosen at once, "" for none.
@@ -100,20 +96,6 @@ class BenchesScreen(ModalScreen[None]):
                 yield BenchHistoryTable()
             yield BenchPlot(id="bench-plot", classes="panel")
         yield KeyRow()
-
-    @property
-    def console(self) -> EricApp:
-        """The app, by its own type."""
-        from console.app import EricApp
-
-        assert isinstance(self.app, EricApp)
-        return self.app
-
-    @property
-    def active_bindings(self) -> dict[str, ActiveBinding]:
-        """What keys mean now; orders mean nothing where none are taken."""
-        active = super().active_bindings
-        return without_orders(active) if self.console.standing.read_only else active
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Only what goes on can be cancelled."""

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual.app import ComposeResult
-from textual.binding import ActiveBinding, Binding, BindingType
+from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.screen import ModalScreen
 
-from console.ordering import without_orders
+from console.screens.base import ConsolePage
 from console.screens.confirm import ConfirmScreen
 from console.widgets import insight_words as words
 from console.widgets.insight_panel import InsightPanel
 from console.widgets.key_row import KeyRow
 
-if TYPE_CHECKING:
-    from console.app import EricApp
 
-
-class InsightScreen(ModalScreen[None]):
+class InsightScreen(ConsolePage[None]):
     """Two columns where it is wide, one that scrolls where it is not."""
 
     AUTO_FOCUS = "#insight-page"
@@ -53,20 +49,6 @@ class InsightScreen(ModalScreen[None]):
                     yield InsightPanel("Guesses that held, by position", words.drafts, id="insight-drafts")
                     yield InsightPanel("Work of the devices", words.work, id="insight-work")
         yield KeyRow()
-
-    @property
-    def console(self) -> EricApp:
-        """The app, by its own type."""
-        from console.app import EricApp
-
-        assert isinstance(self.app, EricApp)
-        return self.app
-
-    @property
-    def active_bindings(self) -> dict[str, ActiveBinding]:
-        """What keys mean now; orders mean nothing where none are taken."""
-        active = super().active_bindings
-        return without_orders(active) if self.console.standing.read_only else active
 
     def on_mount(self) -> None:
         """Never empty."""

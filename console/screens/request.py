@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from console.screens.base import ConsolePage
 from console.widgets.glyphs import fitted, is_ascii
 from console.widgets.request_card import card, told
 from engine.errors import EngineError
 from engine.records import RequestDetail
 from engine.snapshot import RequestRow
 
-if TYPE_CHECKING:
-    from console.app import EricApp
-
 _FRAME_CELLS = 6
 
 
-class RequestScreen(ModalScreen[None]):
+class RequestScreen(ConsolePage[None]):
     """row: the request as it was in the table. What was last known of it stays to be read."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -53,14 +50,6 @@ class RequestScreen(ModalScreen[None]):
     def on_resize(self) -> None:
         """The chart is drawn to the width."""
         self.call_after_refresh(self._show)
-
-    @property
-    def console(self) -> EricApp:
-        """The app, by its own type."""
-        from console.app import EricApp
-
-        assert isinstance(self.app, EricApp)
-        return self.app
 
     def refresh_view(self) -> None:
         """Ask how it is now, until it has ended and all of that is known."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from console.load_pace import LoadPaces
+from console.screens.base import ConsolePage
 from console.screens.confirm import ConfirmScreen
 from console.widgets import text
 from console.widgets.glyphs import fitted, is_lettered
@@ -20,15 +20,12 @@ from console.widgets.hints import hint
 from console.widgets.worker_card import card
 from engine.snapshot import LogEntry, WorkerReading
 
-if TYPE_CHECKING:
-    from console.app import EricApp
-
 _FRAME_CELLS = 6
 _LOG_LINES = 8
 _ACTIONS = (("restart", "screen.restart"), ("drain", "screen.drain"), ("close", "screen.dismiss"))
 
 
-class WorkerScreen(ModalScreen[None]):
+class WorkerScreen(ConsolePage[None]):
     """worker: its id. What was last known of a worker that is gone stays to be read."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -59,14 +56,6 @@ class WorkerScreen(ModalScreen[None]):
     def on_resize(self) -> None:
         """Bars and lines are cut to the width."""
         self.call_after_refresh(self.refresh_view)
-
-    @property
-    def console(self) -> EricApp:
-        """The app, by its own type."""
-        from console.app import EricApp
-
-        assert isinstance(self.app, EricApp)
-        return self.app
 
     @property
     def reading(self) -> WorkerReading | None:

@@ -201,7 +201,7 @@ async def test_why_an_order_failed_is_told_as_an_event_to_who_wants_events(tmp_p
         ("engine.reconfigure", {"workers": "three"}, "workers"),
         ("engine.load", {"model": "/etc/passwd"}, "lies in none of the folders"),
         ("engine.attach", {"name": "a", "path": "/etc"}, "lies in none of the folders"),
-        ("benches.start", {"order": {"bench": "users", "server": {"url": "http://x"}}}, "not by way of another machine"),
+        ("benches.start", {"order": {"bench": "users", "server": {"url": "http://x"}}}, "by way of another machine"),
         ("benches.start", {"order": {"bench": "serve", "settings": {"trace": "/etc/passwd"}}}, "a trace is a file of"),
     ],
 )

@@ -95,7 +95,7 @@ async def test_ctrl_c_ends_a_bench_with_what_was_measured_by_then(tiny: Path, tm
         (["demo", "--model", "other"], "the model is given twice"),
         (["--dialect", "tgi"], "give its --url"),
         (["--url", "http://127.0.0.1:9", "--dtype", "float32"], "--dtype is about loading a model here"),
-        (["--url", "http://127.0.0.1:9"], "Cannot connect"),
+        (["--url", "http://127.0.0.1:9"], "nobody listens there"),
         (["--promts", "3"], "there is no --promts"),
         (["synthetic:9b"], "there is no synthetic shape"),
         (["no-such-model"], "no model is called no-such-model"),
