@@ -31,8 +31,19 @@ async def _server(pilot: Pilot[None], *keys: str) -> None:
     """The form with an address, its cursor there."""
     await opened(pilot)
     await formed(pilot)
-    await pilot.press(*keys, "ctrl+o", *URL)
+    for key in keys:
+        await pilot.press(key)
+        await pilot.pause()
+    await pilot.press("ctrl+o", *URL)
     await shown(pilot, "dialect")
+
+
+async def _serve(pilot: Pilot[None]) -> None:
+    """The form, at the bench that takes a trace."""
+    await opened(pilot)
+    await formed(pilot)
+    await pilot.press(*TO_SERVE)
+    await shown(pilot, "answer tokens 32")
 
 
 # -- a server ---------------------------------------------------------------------------------------------------------
@@ -130,9 +141,8 @@ async def test_what_was_typed_is_there_after_another_bench_another_size_and_anot
 async def test_a_trace_gives_the_lengths_that_nobody_typed() -> None:
     app = app_with()
     async with app.run_test(size=(80, 24)) as pilot:
-        await opened(pilot)
-        await formed(pilot)
-        await pilot.press(*TO_SERVE, "tab", "tab", "tab", "tab", *"talks.json")
+        await _serve(pilot)
+        await pilot.press("tab", "tab", "tab", "tab", *"talks.json")
         await shown(pilot, "prompt tokens trace")
         await pilot.press("enter")
         lengths = {"prompt_tokens": "trace", "output_tokens": "trace", "trace": "talks.json"}
@@ -143,9 +153,8 @@ async def test_a_trace_that_cannot_be_read_is_told_at_its_field() -> None:
     app = app_with()
     link_of(app).failures["bench"] = InvalidRequest("talks.json cannot be read: No such file", param="trace")
     async with app.run_test(size=(80, 24)) as pilot:
-        await opened(pilot)
-        await formed(pilot)
-        await pilot.press(*TO_SERVE, "tab", "tab", "tab", "tab", *"talks.json", "tab", "enter")
+        await _serve(pilot)
+        await pilot.press("tab", "tab", "tab", "tab", *"talks.json", "tab", "enter")
         await shown(pilot, "✖ Talks.json cannot be read: No such file")
         assert app.focused is not None
         assert (app.focused.id, app.focused.has_class("-wrong")) == ("field-3", True)
