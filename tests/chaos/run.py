@@ -25,7 +25,7 @@ from tests.fakes.model import write_fake_model
 from tests.fakes.tiny_models import make_tiny_model
 
 _DISTINCT_REQUESTS = 48
-_RECOVERY_S = 60.0
+_RECOVERY_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Plan:
     clients: int = 32
     max_prompts: int = 12
     fault_every_s: float = 0.5
-    hang_s: float = 2.5
+    hang_s: float = 4.0
     longest: int = 400
     seed: int = 0
 
@@ -51,7 +51,7 @@ def fake_plan(seconds: float, seed: int = 0) -> Plan:
 
 def torch_plan(seconds: float, seed: int = 0) -> Plan:
     """Fewer faults: a worker that loads a real model takes a while to come back."""
-    return Plan(seconds=seconds, torch=True, workers=2, hang_s=4.0, fault_every_s=1.5, longest=200, seed=seed)
+    return Plan(seconds=seconds, torch=True, workers=2, hang_s=6.0, fault_every_s=1.5, longest=200, seed=seed)
 
 
 @dataclass

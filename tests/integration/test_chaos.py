@@ -14,7 +14,7 @@ from tests.chaos.run import Plan, fake_plan, run, torch_plan
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "6"))
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 400)]
 
 
 @pytest.mark.parametrize("plan", [fake_plan(SECONDS), torch_plan(SECONDS)], ids=["fake", "torch"])

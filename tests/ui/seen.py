@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from textual.pilot import Pilot
 from console.widgets.model_details import FitPreview, ModelDetails
 from console.widgets.model_table import ModelTable
 from tests.fakes.link import MODELS
+from tests.ui.idling import PATIENCE_S
 
 
 def rows(app: App[Any]) -> list[str]:
@@ -27,11 +29,9 @@ def screen_text(app: App[Any]) -> str:
 
 async def until(pilot: Pilot[None], met: Callable[[], bool]) -> None:
     """Let the app go on until something is the case."""
-    for _ in range(500):
-        if met():
-            return
-        await pilot.pause(0.01)
-    raise AssertionError("it did not happen")
+    async with asyncio.timeout(PATIENCE_S):
+        while not met():
+            await pilot.pause(0.01)
 
 
 async def listed(pilot: Pilot[None]) -> ModelTable:
