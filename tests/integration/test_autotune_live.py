@@ -86,7 +86,7 @@ async def test_a_users_request_outlives_the_change_of_cache_bits(tmp_path: Path)
 
 
 async def test_where_nothing_is_answered_the_reason_is_told(tmp_path: Path) -> None:
-    async with serving(tmp_path, Backends(FakeBackend(fail_at_steps=range(1, 10_000)))) as engine:
+    async with serving(tmp_path, Backends(then=lambda: FakeBackend(fail_at_steps=range(1, 10_000)))) as engine:
         rig = await rig_of(engine)
         with pytest.raises(WorkerFailed):
             await rig.measure(WINDOW_S, SETTLE_S)
