@@ -9,7 +9,7 @@ namespace {
 
 struct Float32Kernel {
     using Value = float;
-    static constexpr int64_t kRows = floating::kTileRows<1>;
+    static constexpr int64_t kRows = floating::kTileRows;
     static constexpr int64_t kInputBytes = kBlock * 4;
 
     static int64_t step(int64_t rows) { return std::max<int64_t>(2, floating::blocks_for<1>(rows)); }
@@ -23,7 +23,8 @@ struct Float32Kernel {
                          const Ahead& ahead, float* sums) {
         const int64_t stride = l.inputs * kBlock;
         const float* weight = static_cast<const float*>(l.weight) + block * stride;
-        floating::multiply<floating::Floats>(weight, stride, x, x_stride, rows, l.inputs, blocks, ahead, sums);
+        const floating::Next next{reinterpret_cast<const char*>(weight) + ahead.bytes, stride * 4, ahead.step};
+        floating::multiply<floating::Floats>(weight, stride, x, x_stride, rows, l.inputs, blocks, next, sums);
     }
 };
 

@@ -8,9 +8,7 @@ namespace ericllm::floating {
 
 #if defined(__AVX512F__)
 
-// Rows of a tile at most, and blocks with so many rows: 24 of 32 registers accumulate.
-template <int kInputs>
-constexpr int64_t kTileRows = 12;
+constexpr int64_t kTileRows = 12;  // x 2 blocks: 24 of 32 registers accumulate
 template <int kInputs>
 constexpr int64_t blocks_for(int64_t rows) {
     return rows <= 6 ? 4 : 2;
@@ -24,12 +22,10 @@ inline void put(float* to, Vector x) { _mm512_store_ps(to, x); }
 
 #else  // AVX2 and FMA
 
-// Two registers a block: 12 of 16 accumulate, 10 where one has to tell the halves of pairs apart.
-template <int kInputs>
-constexpr int64_t kTileRows = 7 - kInputs;
+constexpr int64_t kTileRows = 6;  // x 2 registers of one block: 12 of 16 accumulate
 template <int kInputs>
 constexpr int64_t blocks_for(int64_t rows) {
-    return 2 * rows <= kTileRows<kInputs> ? 2 : 1;
+    return rows <= (kInputs == 2 ? 2 : 3) ? 2 : 1;  // one register more tells the halves of pairs apart
 }
 
 inline Vector zeros() { return _mm256_setzero_ps(); }
@@ -60,17 +56,24 @@ struct Pairs {
     }
 };
 
+// What is fetched meanwhile for each block, from the first one on: `step` bytes further with every unit.
+struct Next {
+    const char* at;
+    int64_t stride;  // bytes from block to block
+    int64_t step;
+};
+
 // R rows of floats times C blocks from `weight` on, each `stride` units behind the one before it. One input after the
 // other, so that few registers hold weights.
 template <class Weights, int64_t R, int64_t C>
 void tile(const char* x, int64_t x_stride, const typename Weights::Unit* weight, int64_t stride, int64_t units,
-          const Ahead& ahead, float* sums) {
+          const Next& next, float* sums) {
     Vector sum[R][C * kParts];
 #pragma GCC unroll 16  // early: or gcc keeps the sums in memory
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int c = 0; c < C * kParts; ++c) sum[r][c] = zeros();
-    const char* next = reinterpret_cast<const char*>(weight) + ahead.bytes;
+    const char* fetched = next.at;
     const auto add = [&](int64_t u, auto i) {
         Vector w[C * kParts];
         for (int c = 0; c < C * kParts; ++c)
@@ -80,8 +83,8 @@ void tile(const char* x, int64_t x_stride, const typename Weights::Unit* weight,
             for (int c = 0; c < C * kParts; ++c) sum[r][c] = added(sum[r][c], w[c], a);
         }
     };
-    for (int64_t u = 0; u < units; ++u, next += ahead.step) {
-        for (int c = 0; c < C; ++c) _mm_prefetch(next + c * stride * 4, R <= 8 ? _MM_HINT_T1 : _MM_HINT_T0);
+    for (int64_t u = 0; u < units; ++u, fetched += next.step) {
+        for (int c = 0; c < C; ++c) _mm_prefetch(fetched + c * next.stride, R <= 8 ? _MM_HINT_T1 : _MM_HINT_T0);
         add(u, std::integral_constant<int, 0>());
         if constexpr (Weights::kInputs == 2) add(u, std::integral_constant<int, 1>());
     }
@@ -94,9 +97,10 @@ void tile(const char* x, int64_t x_stride, const typename Weights::Unit* weight,
 // `blocks` blocks from `weight` on.
 template <class Weights>
 void multiply(const typename Weights::Unit* weight, int64_t stride, const char* x, int64_t x_stride, int64_t rows,
-              int64_t units, int64_t blocks, const Ahead& ahead, float* sums) {
-    in_tiles<kTileRows<Weights::kInputs>, blocks_for<Weights::kInputs>>(rows, blocks, [&](auto r, auto c, int64_t block) {
-        tile<Weights, r(), c()>(x, x_stride, weight + block * stride, stride, units, ahead, sums + block * kBlock);
+              int64_t units, int64_t blocks, const Next& next, float* sums) {
+    in_tiles<kTileRows, blocks_for<Weights::kInputs>>(rows, blocks, [&](auto r, auto c, int64_t block) {
+        const Next from{next.at + block * next.stride, next.stride, next.step};
+        tile<Weights, r(), c()>(x, x_stride, weight + block * stride, stride, units, from, sums + block * kBlock);
     });
 }
 

@@ -61,8 +61,8 @@ struct Arithmetic : PairPanel {
     static int64_t step(int64_t rows) { return std::max<int64_t>(2, blocks_for(rows)); }
     static bool reads(const Call& call) { return call.layer.inputs % 2 == 0 && !crowds(call); }
 
-    static void multiply(const uint32_t* weight, int64_t stride, const char* x, int64_t x_stride, int64_t rows,
-                         int64_t pairs, int64_t blocks, const Ahead& ahead, float* sums) {
+    void multiply(const uint32_t* weight, int64_t stride, const char* x, int64_t x_stride, int64_t rows, int64_t pairs,
+                  int64_t blocks, const Ahead& ahead, float* sums) {
         in_tiles<kTileRows, blocks_for>(rows, blocks, [&](auto r, auto c, int64_t block) {
             tile<r(), c()>(x, x_stride, weight + block * stride, stride, pairs, ahead, sums + block * kBlock);
         });
@@ -72,12 +72,43 @@ struct Arithmetic : PairPanel {
 #else
 
 struct Arithmetic : FloatPanel {
-    static constexpr int64_t kRows = floating::kTileRows<2>;
+    static constexpr int64_t kRows = floating::kTileRows;
 
-    static int64_t step(int64_t rows) { return std::max<int64_t>(2, floating::blocks_for<2>(rows)); }
+    static int64_t step(int64_t rows) { return std::max<int64_t>(2, floating::blocks_for<1>(rows)); }
     static bool reads(const Call&) { return false; }
 
-    static constexpr auto multiply = floating::multiply<floating::Pairs>;
+    // Blocks that many rows use are made into floats once where that is a larger part of the work than to read those.
+    void begin(const Layer& l, int64_t block, int64_t blocks, int64_t groups) {
+        static thread_local Scratch scratch;
+        const int64_t floats = 2 * blocks * block_pairs(l.inputs);
+        wide_ = nullptr;
+        if (groups < kManyGroups || floats * static_cast<int64_t>(sizeof(float)) > kMostWide) return;
+        wide_ = scratch.of<float>(floats);
+        const uint32_t* from = static_cast<const uint32_t*>(l.weight) + block * block_pairs(l.inputs);
+        for (float* to = wide_; to < wide_ + floats; to += 2 * kBlock, from += kBlock) {
+            store(to, firsts_of(from));
+            store(to + kBlock, seconds_of(from));
+        }
+    }
+
+    void multiply(const uint32_t* weight, int64_t stride, const char* x, int64_t x_stride, int64_t rows, int64_t pairs,
+                  int64_t blocks, const Ahead& ahead, float* sums) {
+        const char* at = reinterpret_cast<const char*>(weight) + ahead.bytes;
+        const floating::Next next{at, stride * 4, wide_ ? ahead.step / 2 : ahead.step};
+        if (wide_)
+            floating::multiply<floating::Floats>(wide_, 2 * stride, x, x_stride, rows, 2 * pairs, blocks, next, sums);
+        else
+            floating::multiply<floating::Pairs>(weight, stride, x, x_stride, rows, pairs, blocks, next, sums);
+    }
+
+  private:
+#if defined(__AVX512F__)
+    static constexpr int64_t kManyGroups = INT64_MAX;
+#else
+    static constexpr int64_t kManyGroups = 8;
+#endif
+    static constexpr int64_t kMostWide = 256 << 10;  // bytes: part of the second level
+    float* wide_ = nullptr;                          // the blocks' weights
 };
 
 #endif
@@ -86,8 +117,8 @@ struct Bfloat16Kernel : Arithmetic {
     using Value = Bfloat16;
     static constexpr int64_t kInputBytes = kBlock * 2;
 
-    static void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
-                         const Ahead& ahead, float* sums) {
+    void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
+                  const Ahead& ahead, float* sums) {
         const int64_t stride = block_pairs(l.inputs), pairs = divide_up(l.inputs, 2);
         const uint32_t* weight = static_cast<const uint32_t*>(l.weight) + block * stride;
         Arithmetic::multiply(weight, stride, x, x_stride, rows, pairs, blocks, ahead, sums);

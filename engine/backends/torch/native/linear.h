@@ -156,6 +156,12 @@ struct Fetches : std::false_type {};
 template <class Kernel>
 struct Fetches<Kernel, std::void_t<decltype(Kernel::kInputBytes)>> : std::true_type {};
 
+// Whether a kernel wants to prepare for some blocks and so many groups of rows that use them.
+template <class Kernel, class = void>
+struct Begins : std::false_type {};
+template <class Kernel>
+struct Begins<Kernel, std::void_t<decltype(&Kernel::begin)>> : std::true_type {};
+
 // Rows that a kernel's tile takes as fast as fewer, where that is more than one.
 template <class Kernel>
 inline constexpr int64_t kTogether = 1;
@@ -192,6 +198,7 @@ void in_tiles(int64_t rows, int64_t blocks, const Tile& tile) {
 // or, to have weights fetched ahead, with
 //   kInputBytes: of an input in a block of the weight
 //   multiply(layer, x, x_stride in bytes, rows, block, blocks, ahead, sums)
+// It may have begin(layer, block, blocks, groups): called before some blocks are multiplied by so many groups of rows.
 template <class Kernel>
 class Product {
   public:
@@ -256,6 +263,7 @@ class Product {
         alignas(64) float sums[Kernel::kRows * kMaxStep * kBlock];
         for (; block < end; block += step) {
             const int64_t blocks = std::min(step, end - block);
+            if constexpr (Begins<Kernel>::value) kernel.begin(l, block, blocks, groups);
             for (int64_t g = 0; g < groups; ++g) {
                 const int64_t from = first_row(rows, g, groups), size = first_row(rows, g + 1, groups) - from;
                 const char* part = x + from * stride_;
