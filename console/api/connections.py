@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
@@ -52,13 +52,19 @@ class _Server(web.Server):
 class _Connection(web.RequestHandler):
     """Looks after all that is written, whole answers, streams and websockets: what nobody takes is memory of ours."""
 
-    __slots__ = ("_untaken", "_watch", "_write_timeout_s")
+    __slots__ = ("_made", "_untaken", "_watch", "_write_timeout_s")
 
     def __init__(self, manager: web.Server, *, write_timeout_s: float, **options: Any) -> None:
         super().__init__(manager, **options)
         self._write_timeout_s = write_timeout_s
         self._untaken = 0
         self._watch: asyncio.TimerHandle | None = None
+        self._made: asyncio.Transport | None = None  # aiohttp forgets one that it closes, which may have bytes left
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It begins."""
+        super().connection_made(transport)
+        self._made = cast(asyncio.Transport, transport)
 
     def pause_writing(self) -> None:
         """More waits to be taken than should."""
@@ -80,11 +86,12 @@ class _Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """It is over."""
         self._look_no_more()
+        self._made = None
         super().connection_lost(exc)
 
     def _look_later(self) -> None:
-        if self.transport is not None:
-            self._untaken = self.transport.get_write_buffer_size()
+        if self._made is not None:
+            self._untaken = self._made.get_write_buffer_size()
             self._watch = self._loop.call_later(self._write_timeout_s, self._look)
 
     def _look_no_more(self) -> None:
@@ -94,8 +101,8 @@ class _Connection(web.RequestHandler):
 
     def _look(self) -> None:
         """Cut off who has taken nothing since the last look; who takes little may go on."""
-        if self.transport is not None and self.transport.get_write_buffer_size() >= self._untaken:
-            self.transport.abort()
+        if self._made is not None and self._made.get_write_buffer_size() >= self._untaken:
+            self._made.abort()
         else:
             self._look_later()
 

@@ -159,6 +159,20 @@ async def test_a_client_that_takes_nothing_of_whole_answers_is_cut_off(tmp_path:
         client.close()
 
 
+async def test_a_connection_that_is_closed_before_its_bytes_are_taken_is_cut_off(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=ApiSettings(port=0, write_timeout_s=BRIEF_S), load=False) as api:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        address = urlsplit(api.url)
+        await asyncio.get_running_loop().run_in_executor(None, client.connect, (address.hostname, address.port))
+        client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 60)
+        await until(lambda: any(connection._paused for connection in _connections(api)))
+        for connection in _connections(api):
+            connection.force_close()
+        await until(lambda: api.server.status().clients == 0)
+        client.close()
+
+
 @pytest.mark.parametrize("asked", [b"POST /health", b"GET /health", b"POST /nowhere"])
 async def test_a_body_that_nobody_would_look_at_is_not_waited_for(tmp_path: Path, asked: bytes) -> None:
     async with serving(tmp_path, settings=ApiSettings(port=0, body_timeout_s=BRIEF_S), load=False) as api:
