@@ -35,13 +35,17 @@ class EngineTarget:
 
     reload: None where the model must stay as it is.  model: by its name; "" is the first.
     fresh: the engine has answered others before, so prompts are to be none of theirs.  sent: requests so far.
+    note: what a reader of its numbers must know, as a sentence.
     """
 
-    def __init__(self, engine: Engine, reload: Reload | None = None, *, model: str = "", fresh: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, reload: Reload | None = None, *, model: str = "", fresh: bool = False, note: str = ""
+    ) -> None:
         self._engine = engine
         self._reload = reload
         self._name = model
         self._fresh = fresh
+        self.note = note
         self.sent = 0
 
     @property

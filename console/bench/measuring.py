@@ -12,8 +12,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TextIO
 
+import msgspec
+
 from console.bench.csv_file import csv_text
 from console.bench.dialects import DIALECTS
+from console.bench.engine_target import EngineTarget
 from console.bench.flags import add_flags, plan_of
 from console.bench.history import BenchHistory
 from console.bench.http_target import HttpTarget
@@ -70,10 +73,17 @@ async def _measured(plan: Plan, settings: Settings, given: argparse.Namespace, p
             loop.add_signal_handler(ending, cancelled.set)
         try:
             shown = _Shown(progress, sys.stderr)
-            return await run_bench(plan, target, shown.show, cancelled.is_set, samples=given.samples)
+            result = await run_bench(plan, target, shown.show, cancelled.is_set, samples=given.samples)
+            return _noted(result, target)
         finally:
             for ending in _ENDINGS:
                 loop.remove_signal_handler(ending)
+
+
+def _noted(result: BenchResult, target: Target) -> BenchResult:
+    """With what must be known of the engine that was opened for it."""
+    note = target.note if isinstance(target, EngineTarget) else ""
+    return msgspec.structs.replace(result, notes=(note, *result.notes)) if note else result
 
 
 @asynccontextmanager

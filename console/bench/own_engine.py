@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,11 @@ from console.logs import logging_to
 from console.runtime import Runtime
 from console.settings import Settings
 from console.sources import changed
+from engine.backends.torch.native.available import instruction_set_here
+from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder, kept_library
+from engine.devices import computable
 from engine.models.resolve import is_synthetic, resolve_local
+from engine.snapshot import DeviceReading
 
 MAX_QUEUE = 1_000_000
 
@@ -34,6 +39,7 @@ async def engine_target(settings: Settings, show: Callable[[str], None]) -> Asyn
         stack.enter_context(logging_to(runtime.engine.log, None, verbose=False, stderr=False))
         stack.push_async_callback(runtime.close, drain_s=0)
         await runtime.start()
+        note = "" if _has_gpu(await runtime.engine.devices()) else await compile_kernels(show)
         show(f"{_making(name)} and loading {name}" if made else f"loading {name}")
         await runtime.load(name)
         await all_ready(runtime.engine, runtime.engine.config.num_workers)
@@ -41,7 +47,25 @@ async def engine_target(settings: Settings, show: Callable[[str], None]) -> Asyn
         async def reload(changes: Mapping[str, object]) -> None:
             await runtime.load(name, changes=changes)
 
-        yield EngineTarget(runtime.engine, reload)
+        yield EngineTarget(runtime.engine, reload, note=note)
+
+
+async def compile_kernels(show: Callable[[str], None]) -> str:
+    """Have the native kernels compiled before a load, which waits for the compiler only so long and then computes
+    without them. Returns what a reader of the numbers must know where they cannot be had, else ""."""
+    isa, folder = instruction_set_here(), cache_folder()
+    if isa is None or kept_library(isa, folder) is not None:
+        return ""
+    show("compiling the native kernels, which is done once")
+    try:
+        await asyncio.to_thread(build_library, isa, folder)
+    except CannotBuild as error:
+        return f"What the native kernels would compute was computed by torch's: {error}."
+    return ""
+
+
+def _has_gpu(devices: Sequence[DeviceReading]) -> bool:
+    return any(device.kind == "cuda" for device in computable(devices))
 
 
 def _making(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Set
 
 import msgspec
@@ -45,6 +46,19 @@ def instruction_set(machine: str, flags: Set[str]) -> InstructionSet | None:
     if "avx512_bf16" not in flags:
         return "avx512"
     return "amx-bf16" if flags >= {"amx_tile", "amx_bf16"} else "avx512-bf16"
+
+
+def instruction_set_here() -> InstructionSet | None:
+    """What a load in a process started from this one would want compiled, None where the kernels do not run."""
+    if _is_off() or sys.platform != "linux":
+        return None
+    flags = cpu_flags()
+    match os.environ.get("ATEN_CPU_CAPABILITY"):  # bounds torch's, and ours with them
+        case "default":
+            return None
+        case "avx2":
+            flags &= {"avx2", "fma"}
+    return instruction_set(platform.machine(), flags)
 
 
 def prefers_bfloat16() -> bool:
