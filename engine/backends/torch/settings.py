@@ -13,6 +13,7 @@ from engine.config import MAX_STRETCH, ModelSpec
 from engine.errors import InvalidRequest
 
 _ON_CPU = "attends natively or gathers the pages on a CPU"
+_OF_FLOAT16 = "makes weights smaller for bfloat16 or float32 on a CPU, not for float16"
 
 
 def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:
@@ -62,6 +63,7 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
         ("gpu_split", bool(spec.gpu_split_gb) and one_device, "runs on the CPU here, where there is nothing to split"),
         ("gpu_split", bool(spec.gpu_split_gb) and not spec.shares, "splits a model as it was placed, and it was not"),
         ("weights", spec.weights != "auto" and not one_device, "makes weights smaller for a CPU alone"),
+        ("weights", spec.weights != "auto" and spec.dtype == "float16", _OF_FLOAT16),
         ("tensor_parallel", spec.tensor_parallel, "splits a model between its layers, never within them"),
         ("attention", on_cpu and spec.attention not in ("auto", "native", "gathered"), _ON_CPU),
         ("deterministic", spec.deterministic and not on_cpu, "computes in a fixed order on the CPU alone"),
