@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from engine.facts import read_facts
 from engine.ledger import LedgerFile
 from engine.models.catalog import ModelEntry
 from engine.models.inspect import inspect
-from engine.models.resolve import is_hub_id, resolve, resolve_local
+from engine.models.resolve import is_hub_id, is_synthetic, resolve, resolve_local, sketched
 from engine.placement import candidates
 from engine.snapshot import DeviceReading
 
@@ -46,7 +47,11 @@ def estimate_for(settings: Settings, devices: Sequence[DeviceReading] | None = N
 
     Raises ModelNotFound, or a ModelLoadFailed for a folder of which nothing can be told.
     """
-    path = _folder(settings)
+    with _folder(settings) as path:
+        return _estimate(settings, path, devices)
+
+
+def _estimate(settings: Settings, path: Path, devices: Sequence[DeviceReading] | None) -> Estimate:
     entry = inspect(path, partial(backend_for, settings))
     spec = requested_spec(settings, settings.model, path, entry.backend)
     config = engine_config(settings, None)
@@ -88,10 +93,18 @@ def as_json(found: Estimate) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
 
 
-def _folder(settings: Settings) -> Path:
+@contextmanager
+def _folder(settings: Settings) -> Iterator[Path]:
+    """The model's folder; of a synthetic model that was not made yet one that is there only meanwhile."""
     path = resolve_local(settings.model, settings.models_dir)
-    if path is not None:
-        return path
+    if path is None and is_synthetic(settings.model):
+        with sketched(settings.model) as sketch:
+            yield sketch
+        return
+    yield _found(settings) if path is None else path
+
+
+def _found(settings: Settings) -> Path:
     if is_hub_id(settings.model):
         raise ModelNotFound(
             f"{settings.model} is not on this machine; '{APP_NAME} --model {settings.model}' downloads it",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import platformdirs
 
@@ -71,13 +73,29 @@ def resolve_local(name: str, folders: Sequence[Path]) -> Path | None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form of a hub id: org/name or org/name@revision."""
-    return _HUB_ID.fullmatch(name) is not None
+    """Whether `name` has the form of a hub id, org/name or org/name@revision, and is no folder here."""
+    return _HUB_ID.fullmatch(name) is not None and not Path(name).is_dir()
 
 
 def is_synthetic(name: str) -> bool:
     """Whether `name` asks for a model of a known shape with random weights: synthetic:SHAPE."""
     return name.startswith(_SYNTHETIC)
+
+
+@contextmanager
+def sketched(name: str) -> Iterator[Path]:
+    """A folder that tells of a synthetic model what the made one would, its weights a hole in a file; removed
+    afterwards. Raises InvalidRequest where there is no such shape, ModelLoadFailed where the disk refuses."""
+    from engine.models.synthetic_sketch import sketch_synthetic
+
+    with TemporaryDirectory(prefix="ericllm-sketch-") as folder:
+        try:
+            path = sketch_synthetic(name.removeprefix(_SYNTHETIC), Path(folder))
+        except OSError as error:
+            raise ModelLoadFailed(
+                f"{name} cannot be sketched in {folder}: {error.strerror or error}", model=name
+            ) from error
+        yield path
 
 
 def _synthetic_folder(name: str) -> Path:
@@ -91,10 +109,12 @@ def _synthetic_folder(name: str) -> Path:
 
 def _made(name: str) -> Path:
     from engine.models.synthetic import make_synthetic
+    from engine.models.unfinished import making_in
 
     folder = _synthetic_folder(name)
     try:
-        return make_synthetic(name.removeprefix(_SYNTHETIC), folder)
+        with making_in(folder.parent):
+            return make_synthetic(name.removeprefix(_SYNTHETIC), folder)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise ModelLoadFailed(f"{name} cannot be made in {folder}: {error.strerror or error}", model=name) from error
@@ -115,7 +135,7 @@ def _split(hub_id: str) -> tuple[str, str | None]:
 
 def _cached(name: str) -> Path | None:
     """The hub cache's snapshot for org/name@commit: the one thing there that no listed name means."""
-    if not is_hub_id(name):
+    if _HUB_ID.fullmatch(name) is None:
         return None
     repo_id, revision = _split(name)
     if revision is None or not is_commit(revision):
@@ -127,6 +147,8 @@ def _cached(name: str) -> Path | None:
 def _not_found(name: str, folders: Sequence[Path]) -> ModelNotFound:
     if name.startswith(_PATH_STARTS):
         return ModelNotFound(f"there is no folder {name}", model=name)
+    if "/" in name and Path(name).is_dir():
+        return ModelNotFound(f"{name} has no config.json, so it is no Hugging Face model folder", model=name)
     available = [model.name for model in find_models(folders)]
     close = difflib.get_close_matches(name, available, n=3)
     listed = ", ".join(available[:_LISTED]) + (" ..." if len(available) > _LISTED else "")

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import InvalidRequest
-from engine.models.synthetic_exl2 import HEAD_BITS, LEAST_BITS, MOST_BITS, declaration, random_linear
+from engine.models.synthetic_exl2 import HEAD_BITS, LEAST_BITS, MOST_BITS, declaration, random_linear, stored_linear
 from engine.models.synthetic_tokenizer import EOS_TOKEN_IDS, PAD_TOKEN_ID, write_tokenizer
 
 Config = dict[str, object]
@@ -82,7 +82,7 @@ def make_synthetic(shape: str, folder: Path, *, seed: int = 0) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     config_file.unlink(missing_ok=True)
-    for stale in folder.glob("model*.safetensors*"):
+    for stale in (*folder.glob("model*.safetensors*"), *folder.glob(".tmp*")):  # safetensors writes to .tmp* first
         stale.unlink()
     draw = _drawing(_parts(shape)[1], torch.Generator().manual_seed(seed))
     _write_weights(folder, tensor_shapes(config), draw)
@@ -158,6 +158,20 @@ def tensor_shapes(config: Config) -> TensorShapes:
     return shapes
 
 
+def stored_shapes(shape: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> dtype in safetensors' words ("BF16") and shape of every tensor that a model of `shape` stores. Raises
+    InvalidRequest where there is no such shape."""
+    bits = _parts(shape)[1]
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, size in tensor_shapes(synthetic_config(shape)).items():
+        if bits is None or not _is_packed(name, size):
+            stored[name] = ("BF16" if bits is None else "F16", size)
+            continue
+        parts = stored_linear(size[1], size[0], _bits_of(name, bits))
+        stored |= {f"{name.removesuffix('weight')}{part}": kept for part, kept in parts.items()}
+    return stored
+
+
 def _write_weights(folder: Path, shapes: TensorShapes, draw: _Draw) -> None:
     shards = list(_shards(shapes))
     single = len(shards) == 1
@@ -193,11 +207,14 @@ def _drawing(bits: float | None, generator: torch.Generator) -> _Draw:
         if bits is None or not _is_packed(name, shape):
             tensor = _draw(name, shape, generator)
             return {name: tensor if bits is None else tensor.half()}
-        own = HEAD_BITS if name == "lm_head.weight" else bits
-        parts = random_linear(shape[1], shape[0], own, generator)
+        parts = random_linear(shape[1], shape[0], _bits_of(name, bits), generator)
         return {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
 
     return draw
+
+
+def _bits_of(name: str, bits: float) -> float:
+    return HEAD_BITS if name == "lm_head.weight" else bits
 
 
 def _is_packed(name: str, shape: tuple[int, ...]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -43,6 +45,21 @@ def random_linear(rows: int, columns: int, bits: float, generator: torch.Generat
         "q_scale": _random_codes(len(widths), shape.stored_columns, generator),
         "q_scale_max": (256 * rows**-0.5 / _MEAN_SQUARE / spread).half(),
         "q_groups": torch.tensor([each for pair in zip(widths, starts, strict=True) for each in pair]).to(torch.int16),
+    }
+
+
+@cache
+def stored_linear(rows: int, columns: int, bits: float) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    """Name -> dtype in safetensors' words and shape of what `random_linear` makes."""
+    shape = MatrixShape(rows, columns, _GROUP_ROWS)
+    heights, widths = shape.group_rows(), group_widths(shape, bits)
+    words = sum(height * width // 32 for height, width in zip(heights, widths, strict=True))
+    return {
+        "q_weight": ("I32", (words, shape.stored_columns)),
+        "q_invperm": ("I32", (rows,)),
+        "q_scale": ("I32", (len(widths), shape.stored_columns // _CODES_PER_WORD)),
+        "q_scale_max": ("F16", (len(widths),)),
+        "q_groups": ("I16", (2 * len(widths),)),
     }
 
 

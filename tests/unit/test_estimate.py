@@ -11,9 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from console.estimate import estimate_for
+from console.settings import Settings
+from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.costs import Correction, Workload
-from engine.devices import simulated_readings
+from engine.devices import HostProbe, simulated_readings
+from engine.errors import InvalidRequest
 from engine.estimate import Estimate, estimate
 from engine.facts import read_facts
 from engine.models.resolve import resolve
@@ -146,6 +150,25 @@ def test_what_cannot_be_estimated_is_one_line_and_exit_code_2(
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_synthetic_model_is_estimated_without_being_made(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    result = run("synthetic:7b", "--devices", "sim:24", "--json", state=tmp_path, XDG_CACHE_HOME=str(cache))
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["weights_bytes"] > 12e9
+    assert not list(cache.rglob("*.safetensors"))
+
+
+def test_weights_in_fewer_bits_of_float16_are_refused_as_the_load_refuses_them(tmp_path: Path) -> None:
+    settings = Settings(model="demo", weights="int4", dtype="float16")
+    devices = [device for device in HostProbe().read() if device.kind == "cpu"]
+    found = estimate_for(settings, devices)
+    spec = ModelSpec(path=DEMO, name="demo", backend="torch", weights="int4", dtype="float16")
+    with pytest.raises(InvalidRequest) as refused:
+        ModelRunner.load(DEMO, spec, report=lambda progress: None, cancelled=lambda: False)
+    assert not found.can_load
+    assert found.verdict == f"It cannot be loaded: {refused.value.message}"
 
 
 def test_nothing_heavy_is_imported_for_it() -> None:

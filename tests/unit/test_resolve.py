@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import InvalidRequest, ModelLoadFailed, ModelNotFound
 from engine.models.resolve import is_hub_id, resolve, resolve_local
+from engine.models.unfinished import making_in
 from tests.fakes.model_folders import write_model
 
 COMMIT = "a" * 40
@@ -142,3 +143,22 @@ def test_a_folder_named_like_a_hub_id_is_taken_even_if_it_cannot_be_loaded(tmp_p
     folder = write_model(tmp_path / "models/publisher/model")
     (folder / "model.safetensors").unlink()
     assert resolve_local("publisher/model", [tmp_path / "models"]) == folder
+
+
+def test_a_folder_of_a_hub_ids_form_that_is_no_model_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert resolve_local("a/b", []) is None and not is_hub_id("a/b")
+    with pytest.raises(ModelNotFound, match=r"a/b has no config\.json"):
+        resolve("a/b", [])
+
+
+def test_what_was_left_unfinished_is_removed_when_the_next_one_is_made(tmp_path: Path) -> None:
+    cut = tmp_path / "7b"
+    cut.mkdir()
+    (cut / ".tmpAbC").write_bytes(b"weights")
+    whole = write_model(tmp_path / "135m")
+    with making_in(tmp_path):
+        assert (cut.exists(), whole.exists()) == (False, True)
+        (cut / "begun").mkdir(parents=True)
+        with making_in(tmp_path):
+            assert (cut / "begun").exists(), "another is being made there now"

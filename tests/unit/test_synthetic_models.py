@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine.errors import InvalidRequest
 from engine.models import synthetic
+from engine.models.files import read_json_object
+from engine.models.headers import read_header
 from engine.models.inspect import inspect
+from engine.models.synthetic_sketch import sketch_synthetic
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
@@ -107,3 +110,24 @@ def test_every_id_is_a_token_with_text_and_text_comes_back(small: str, tmp_path:
 def test_an_unknown_shape_is_refused_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r'no synthetic shape "2b"; there are 135m, 0\.5b'):
         synthetic.make_synthetic("2b", tmp_path)
+
+
+@pytest.mark.parametrize("shape", ["small", "untied", "small-4.0bpw"])
+def test_a_sketch_tells_of_a_model_what_the_made_one_does(small: str, tmp_path: Path, shape: str) -> None:
+    made, sketch = tmp_path / "made", tmp_path / "sketch"
+    sketch.mkdir()
+    synthetic.make_synthetic(shape, made)
+    sketch_synthetic(shape, sketch)
+    assert _told(sketch) == _told(made)
+    assert read_json_object(sketch / "config.json") == read_json_object(made / "config.json")
+    assert (inspect(sketch).problem, inspect(sketch).parameters) == ("", inspect(made).parameters)
+
+
+def test_a_sketch_takes_no_room(tmp_path: Path) -> None:
+    file = sketch_synthetic("7b", tmp_path) / "model.safetensors"
+    assert file.stat().st_size > 13e9
+    assert file.stat().st_blocks * 512 < 1e6
+
+
+def _told(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (each.dtype, each.shape) for name, each in read_header(folder / "model.safetensors").items()}
