@@ -28,7 +28,6 @@ from console.bench.kinds.grid import Grid
 from console.bench.kinds.long import Long
 from console.bench.kinds.threads import Threads
 from console.bench.kinds.users import Users
-from console.bench.lengths import fixed
 from console.bench.own_engine import engine_target
 from console.bench.result import BenchResult, Column, Key, Row, encoded, merged
 from console.bench.run import run_bench
@@ -37,6 +36,7 @@ from console.settings import Settings
 from console.sources import changed, load_settings
 from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder
 from engine.backends.torch.native.kernels import native_isa
+from engine.simulation.lengths import fixed
 
 MODEL, REPEATS = "demo", 3
 PLACES = 8
