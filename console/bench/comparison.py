@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -10,17 +10,30 @@ import msgspec
 from console.bench.result import BenchResult, Column, Key, Row, Setting
 from engine.errors import InvalidRequest
 
+_LEAST_REPEATS = 2
 TIE = 0.1
 """Runs apart in time differ by as much on a machine that has other work too."""
 
-Verdict = Literal["better", "worse", "changed", "same"]
+WORK = frozenset(
+    {
+        *("prompts", "requests", "concurrent", "prompt_tokens", "output_tokens", "stream_tokens", "trace"),
+        *("prefix_tokens", "prefix_groups", "prefix_share", "burstiness", "max_concurrent"),
+    }
+)
+"""Settings that say what was asked: where they differ, the numbers are of other work."""
+LIMITS = frozenset({"slo_ttft", "slo_tpot", "slo_response"})
+"""Settings that only numbers of an SLO rest on."""
+_OF_LIMITS = ("request_goodput", "slo_attainment")
+
+Verdict = Literal["better", "worse", "changed", "same", "unclear"]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """One number, before and after: medians, and the least and the most of the repeats.
 
-    verdict: "same" where the repeats of both overlap, or where the medians are closer than the tie; otherwise which way
-    it went, "changed" where neither is better.
+    verdict: "unclear" where one of both has a single repeat, which tells nothing of the noise, or where it is of other
+    work; "same" where the repeats of both overlap, or where the medians are closer than the tie; otherwise which way it
+    went, "changed" where neither is better.
     """
 
     keys: dict[str, Key]
@@ -47,7 +60,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Two results of one bench. changes: in the order of the table.  only_before, only_after: keys of rows that the
-    other lacks."""
+    other lacks.  notes: why changes are unclear, for a person to read first."""
 
     name: str
     columns: tuple[Column, ...]
@@ -56,6 +69,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...]
     only_before: tuple[dict[str, Key], ...]
     only_after: tuple[dict[str, Key], ...]
+    notes: tuple[str, ...] = ()
 
     def of(self, keys: dict[str, Key]) -> dict[str, Change]:
         """The changes of one row, by column."""
@@ -74,19 +88,23 @@ def compare(before: BenchResult, after: BenchResult, tie: float = TIE) -> Compar
     if not rows:
         raise InvalidRequest("the two results have no row in common, so nothing in them can be compared", param="file")
     columns = tuple(column for column in before.columns if after.column(column.name) is not None)
+    differences = tuple(_differences(before, after))
+    work, limits = (tuple(each for each in differences if each.what in names) for names in (WORK, LIMITS))
+    changes = tuple(
+        _of_other_work(change) if work or (limits and change.column in _OF_LIMITS) else change
+        for row, found in rows
+        for column in columns
+        if (change := _change(row, found, column, tie)) is not None
+    )
     return Comparison(
         name=before.name,
         columns=columns,
         keys=before.keys,
-        differences=tuple(_differences(before, after)),
-        changes=tuple(
-            change
-            for row, found in rows
-            for column in columns
-            if (change := _change(row, found, column, tie)) is not None
-        ),
+        differences=differences,
+        changes=changes,
         only_before=tuple(row.keys for row in before.rows if _like(row, after) is None),
         only_after=tuple(row.keys for row in after.rows if _like(row, before) is None),
+        notes=tuple(_notes(work, limits, single=before.repeats < _LEAST_REPEATS or after.repeats < _LEAST_REPEATS)),
     )
 
 
@@ -106,8 +124,27 @@ def _change(row: Row, found: Row, column: Column, tie: float) -> Change | None:
         after=medians[1],
         before_spread=spreads[0],
         after_spread=spreads[1],
-        verdict=_verdict(column, medians[0], medians[1], spreads[0], spreads[1], tie),
+        verdict=_verdict(column, medians[0], medians[1], spreads[0], spreads[1], tie)
+        if min(len(row.known(column.name)), len(found.known(column.name))) >= _LEAST_REPEATS
+        else "unclear",
     )
+
+
+def _of_other_work(change: Change) -> Change:
+    return msgspec.structs.replace(change, verdict="unclear")
+
+
+def _notes(work: Sequence[Difference], limits: Sequence[Difference], *, single: bool) -> Iterator[str]:
+    if work:
+        yield f"What was asked is not the same, so no number is better or worse: {_listed(work)}."
+    elif limits:
+        yield f"The SLO is not the same, so goodput is not better or worse: {_listed(limits)}."
+    if single:
+        yield "One repeat has no spread to judge a difference by: measure both with --repeats 5."
+
+
+def _listed(differences: Sequence[Difference]) -> str:
+    return ", ".join(f"{each.what} {each.before} -> {each.after}" for each in differences)
 
 
 def _verdict(

@@ -22,7 +22,7 @@ _MOST_GUESSES = 7
 """Where it was loaded without a number."""
 _TOLD = (
     *("max_model_len", "cache_bits", "alpha_value", "compress_pos_emb", "num_experts", "lora", "tensor_parallel"),
-    *("draft_model", "ngram_draft", "draft_tokens", "gpu_balance", "threads"),
+    *("draft_model", "ngram_draft", "draft_tokens", "gpu_balance", "threads", "weights", "deterministic"),
 )
 """What of a ModelSpec a result tells, where it is not at its default."""
 
@@ -69,7 +69,7 @@ class EngineTarget:
         asked = {name: getattr(spec, name) for name in _TOLD if getattr(spec, name) != getattr(neutral, name)}
         ways: dict[str, Setting] = {"attention": model.attention, "linear": model.linear, "kv_tokens": model.kv_tokens}
         return (
-            {"num_workers": workers, "max_prompts": max_prompts}
+            {"num_workers": workers, "max_prompts": max_prompts, "step_tokens": self._engine.config.step_tokens}
             | ways
             | {
                 name: value if isinstance(value, bool | int | float | None) else str(value)

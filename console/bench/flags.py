@@ -110,7 +110,7 @@ def _number_of(kind: Any) -> Callable[[str], float]:
 
 
 def _whole(text: str) -> int:
-    if not text.strip().isdecimal() or len(text) > 20:
+    if not text.strip().removeprefix("-").isdecimal() or len(text) > 20:
         raise InvalidRequest(f"{text or 'nothing'} is no whole number")
     return int(text)
 
@@ -128,9 +128,12 @@ def _real(text: str) -> float:
 def _seconds(text: str) -> float:
     """From "500ms", "0.5s" or "0.5"."""
     plain, factor = (text[:-2], 0.001) if text.endswith("ms") else (text.removesuffix("s"), 1.0)
-    seconds = factor * _real(plain)
+    try:
+        seconds = factor * float(plain)
+    except ValueError:
+        seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise InvalidRequest(f"{text} is no time; one looks like 500ms or 0.5s")
+        raise InvalidRequest(f"{text or 'nothing'} is no time; one looks like 500ms or 0.5s")
     return seconds
 
 

@@ -27,10 +27,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 REFUSED: Mapping[str, str] = {
     "load": "This bench unloads the model, and here it serves others: 'ericllm bench load MODEL' does it beside them.",
 }
-NO_SERVER: Mapping[str, str] = {
-    "grid": "This bench turns the knobs of the engine of this process, and a server's cannot be turned.",
-    "load": "This bench loads a model, and a server loads its own.",
-}
+NO_SERVER: Mapping[str, str] = {name: f"{plan.no_server}." for name, plan in PLANS.items() if plan.no_server}
 _TITLES = {
     "output_tokens": "answer tokens",
     "long_tokens": "long prompt",

@@ -126,14 +126,15 @@ class HttpTarget:
             if answer.status != 200:
                 raise await self._refusal(answer)
             self._answered = True
-            read = self._dialect.reader()
+            read, came = self._dialect.reader(), False
             async for line in answer.content:
                 payload = _payload(line)
                 chunk = read(payload) if payload else None
                 if chunk is not None:
+                    came = came or chunk.tokens > 0
                     self._told = self._told or chunk.output_tokens is not None
                     yield chunk
-        if self._dialect.counted_by == "asked" and not self._plain:
+        if came and self._dialect.counted_by == "asked" and not self._plain:
             yield Chunk(output_tokens=item.output_tokens)
 
     async def _settle(self, item: Item) -> None:

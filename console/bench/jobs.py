@@ -42,6 +42,7 @@ class Job(Protocol):
 
 async def job_for(order: BenchOrder, plan: Plan, engine: Engine) -> Job:
     """What was ordered. Raises EngineError for what cannot be asked, or does not answer; nothing else is asked yet."""
+    plan.check()
     if trace := getattr(plan, "trace", ""):
         await asyncio.to_thread(check_trace, trace)
     if order.server is not None:

@@ -13,16 +13,17 @@ import msgspec
 from console.bench.comparison import TIE, Comparison, compare
 from console.bench.csv_file import csv_text
 from console.bench.history import BenchHistory, Kept
-from console.bench.result import BenchResult, Column, encoded, read_result
+from console.bench.result import BenchResult, encoded, read_result
 from console.bench.svg import plot
 from console.bench.table import table
+from console.bench.text import figure, rows_text, titled
 from console.settings import state_dir
 from engine.errors import InvalidRequest
 from engine.files import replace_file
 
 COMMANDS = ("history", "show", "compare", "plot", "forget")
 _LAST = re.compile(r"last(?:~(\d+))?")
-_WORDS = {"better": "better", "worse": "WORSE", "changed": "changed", "same": "same"}
+_WORDS = {"better": "better", "worse": "WORSE", "changed": "changed", "same": "same", "unclear": "-"}
 _REFERENCE = "a file, a number of the history, or 'last' ('last~1' is the one before)"
 
 
@@ -90,29 +91,23 @@ def shown(result: BenchResult, form: str) -> str:
         return encoded(result).decode()
     if form == "csv":
         return csv_text(result)
-    columns = [column for column in result.columns if column.shown]
-    header = [*(key.title for key in result.keys), *(_headed(column) for column in columns)]
-    rows = [
-        [
-            *(str(row.keys.get(key.name, "")) for key in result.keys),
-            *(_number(row.median(column.name), column) for column in columns),
-        ]
-        for row in result.rows
-    ]
-    head = f"{result.name} · {result.target.model} · {result.machine.cpu}, {result.machine.cores} cores · "
+    head = f"{result.name} · {result.target.model} · {result.machine.cpu} · "
     head += f"{result.started[:10]} {result.started[11:16]} UTC · medians of {result.repeats}"
-    return "\n".join([head, "", table(header, rows), *(("", *result.notes) if result.notes else ())])
+    return "\n".join(
+        [head, "", rows_text(result.keys, result.columns, result.rows), *(("", *result.notes) if result.notes else ())]
+    )
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """A table of each number that a table shows, before and after, and what else is not the same."""
+    """What must be known first, a table of each number that a table shows, before and after, and what else is not the
+    same."""
     columns = {column.name: column for column in comparison.columns if column.shown}
     rows = [
         [
             " ".join(f"{key} {value}" for key, value in change.keys.items()) or comparison.name,
-            _headed(columns[change.column]),
-            _number(change.before, columns[change.column]),
-            _number(change.after, columns[change.column]),
+            titled(columns[change.column]),
+            figure(change.before, columns[change.column]),
+            figure(change.after, columns[change.column]),
             "-" if change.share is None else f"{change.share:+.1%}",
             _WORDS[change.verdict],
         ]
@@ -123,7 +118,7 @@ def comparison_text(comparison: Comparison) -> str:
     lines += [f"{each.what}: {each.before} -> {each.after}" for each in comparison.differences]
     for words, keys in (("before", comparison.only_before), ("after", comparison.only_after)):
         lines += [f"only {words}: {', '.join(f'{key} {value}' for key, value in row.items())}" for row in keys]
-    return "\n".join([lines[0], "", *lines[1:]])
+    return "\n".join([*(line for note in comparison.notes for line in (note, "")), lines[0], "", *lines[1:]])
 
 
 def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -158,14 +153,6 @@ def _written(file: Path, text: str) -> str:
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be written: {error.strerror or error}", param="out") from error
     return f"{file} is written"
-
-
-def _headed(column: Column) -> str:
-    return f"{column.title}, {column.unit}" if column.unit else column.title
-
-
-def _number(value: float | None, column: Column) -> str:
-    return "-" if value is None else f"{value:,.{column.digits}f}"
 
 
 def _whole(text: str) -> int:

@@ -14,6 +14,7 @@ from console.bench.target import Chunk, Target, TargetFailed
 from console.bench.workload import Item
 from engine.errors import EngineError
 
+NO_TOKENS = "the answer had no tokens"
 _POLL_S = 0.05
 _LOOK_S = 0.005
 _T = TypeVar("_T")
@@ -27,8 +28,9 @@ class BenchCancelled(Exception):
 class Record:
     """One request as its client saw it.
 
-    sent_s: since the run began.  chunks: seconds since it was sent, and the tokens that came then.  end_s: when its
-    stream ended, since it was sent.  output_tokens: as the target told, else as they came.  error: "" where answered.
+    sent_s: since the run began.  chunks: seconds since it was sent, and the tokens that came then; none where the
+    model ended its answer before it began.  end_s: when its stream ended, since it was sent.  output_tokens: as the
+    target told, else as they came.  error: "" where answered.
     """
 
     item: Item
@@ -69,9 +71,9 @@ class Run:
         return [record for record in self.records if not record.error]
 
     def or_failed(self) -> Run:
-        """Itself; raises TargetFailed, with what the first one was told, where no request was answered."""
-        if self.records and not self.answered:
-            raise TargetFailed(self.records[0].error)
+        """Itself; raises TargetFailed, with what the first one was told, where no request was answered with a token."""
+        if self.records and not any(record.chunks for record in self.answered):
+            raise TargetFailed(self.records[0].error or NO_TOKENS)
         return self
 
 
@@ -133,8 +135,8 @@ class Crowd:
             for item in own:
                 records.append(record := Record(item))
                 await ask(self._target, record, began_s)
-                if record.error:
-                    raise TargetFailed(record.error)
+                if record.error or not record.chunks:
+                    raise TargetFailed(record.error or NO_TOKENS)
 
         async def watch() -> None:
             await _have(records, len(streams), settle_tokens)
@@ -196,8 +198,6 @@ async def ask(target: Target, record: Record, began_s: float) -> None:
     except EngineError as error:
         record.error = error.message
     record.end_s = time.perf_counter() - sent_s
-    if not (record.error or record.chunks):
-        record.error = "the answer had no tokens"
 
 
 def _tokens(record: Record) -> int:

@@ -21,18 +21,21 @@ from console.bench.flags import add_flags, plan_of
 from console.bench.history import BenchHistory
 from console.bench.http_target import HttpTarget
 from console.bench.kinds import PLANS, Plan
+from console.bench.kinds.base import plan_fits, refuse_server
 from console.bench.news import BenchProgress
-from console.bench.own_engine import engine_target
+from console.bench.own_engine import engine_target, known_context
 from console.bench.progress import Progress
 from console.bench.result import BenchResult, write_result
 from console.bench.run import run_bench
 from console.bench.svg import plot
 from console.bench.target import Target
 from console.bench.text import progress_text, result_text, row_text
+from console.bench.trace import read_trace
 from console.cli import sources_of
 from console.settings import APP_NAME, Settings, state_dir
 from engine.errors import EngineError, InvalidRequest
 from engine.files import replace_file
+from engine.models.files import home_expanded
 from engine.models.resolve import resolve
 from engine.pauses import collect_rarely
 from engine.text.tokenizer import Tokenizer
@@ -48,6 +51,7 @@ def measure(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     given, flags = _parse(argv[1:], parser, plan_type)
     plan = plan_of(plan_type, vars(given), quick=given.quick)
     settings = sources_of([*flags, *(("--model", given.model) if given.model else ())]).settings()
+    _refuse_early(plan, settings, given.url)
     progress = Progress(sys.stderr)
     try:
         result = asyncio.run(_measured(plan, settings, given, progress))
@@ -62,6 +66,18 @@ def measure(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     if given.history and result.rows:
         _remember(result)
     return 0 if result.complete else INTERRUPTED
+
+
+def _refuse_early(plan: Plan, settings: Settings, url: str) -> None:
+    """Raise EngineError for what cannot be measured, as far as that is known before a model is loaded, which may take
+    minutes, or a server is asked."""
+    plan.check()
+    if trace := getattr(plan, "trace", ""):
+        read_trace(home_expanded(trace))
+    if url:
+        refuse_server(plan)
+    else:
+        plan_fits(plan, known_context(settings))
 
 
 async def _measured(plan: Plan, settings: Settings, given: argparse.Namespace, progress: Progress) -> BenchResult:

@@ -18,6 +18,7 @@ from console.sources import changed
 from engine.backends.torch.native.available import instruction_set_here
 from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder, kept_library
 from engine.devices import computable
+from engine.models.inspect import inspect
 from engine.models.resolve import is_synthetic, resolve_local
 from engine.snapshot import DeviceReading
 
@@ -66,6 +67,18 @@ async def compile_kernels(show: Callable[[str], None]) -> str:
 
 def _has_gpu(devices: Sequence[DeviceReading]) -> bool:
     return any(device.kind == "cuda" for device in computable(devices))
+
+
+def known_context(settings: Settings) -> int | None:
+    """Tokens that the model of the settings takes at most, where that is known before it is loaded. Raises EngineError
+    for a model that there cannot be."""
+    if settings.max_model_len is not None:
+        return settings.max_model_len
+    folder = resolve_local(settings.model, settings.models_dir) if settings.model else None
+    if folder is None or settings.alpha_value is not None or settings.compress_pos_emb is not None:
+        return None
+    found = inspect(folder)
+    return None if found.problem else found.context_tokens or None
 
 
 def _making(name: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 import msgspec
 
-from console.bench.kinds.base import Lab, Part, Plan, SkipPart
+from console.bench.kinds.base import Lab, Part, Plan, SkipPart, refuse_server
 from console.bench.machine import these_versions, this_machine
 from console.bench.measure import BenchCancelled, Record
 from console.bench.news import BenchProgress
@@ -17,6 +18,8 @@ from console.bench.target import EngineHere, Target
 from engine.errors import EngineError
 
 Report = Callable[[BenchProgress], None]
+_REASONS = 3
+"""The most that are told of why requests failed."""
 
 
 async def run_bench(
@@ -50,6 +53,9 @@ class _Running:
         self, plan: Plan, target: Target, report: Report, cancelled: Callable[[], bool], samples: bool
     ) -> None:
         self._plan, self._target, self._report, self._cancelled = plan, target, report, cancelled
+        plan.check()
+        if not isinstance(target, EngineHere):
+            refuse_server(plan)
         self._parts = plan.parts(target)
         self._info, self._settings = target.info, dict(target.settings)
         self._keeps = samples
@@ -61,6 +67,7 @@ class _Running:
         self._samples: list[Sample] = []
         self._records: list[Record] = []
         self._short = self._answered = 0
+        self._failed: Counter[str] = Counter()
         self._repeat = self._at = self._done = 0
         self._doing = "warming up"
         self._complete = True
@@ -105,12 +112,15 @@ class _Running:
     def _begin_to_count(self) -> None:
         self._counted_s, self._done = time.perf_counter(), 0
         self._short = self._answered = 0
+        self._failed.clear()
 
     def _ended(self, record: Record | None) -> None:
         self._done += 1
         if record is not None:
             self._records.append(record)
-            if not record.error:
+            if record.error:
+                self._failed[record.error] += 1
+            else:
                 self._answered += 1
                 self._short += record.output_tokens != record.item.output_tokens
         self._tell()
@@ -176,6 +186,8 @@ class _Running:
 
     def _about_counts(self) -> Sequence[str]:
         notes = []
+        if self._failed:
+            notes.append(failures_text(self._failed, self._answered))
         if self._short:
             notes.append(
                 f"{self._short} of {self._answered} answers had other lengths than were asked for: the server ended "
@@ -184,6 +196,15 @@ class _Running:
         if self._observed().counted_by == "chunks":
             notes.append("The server tells no counts, so each chunk was taken for one token.")
         return notes
+
+
+def failures_text(reasons: Counter[str], answered: int) -> str:
+    """How many requests failed, and why: the most frequent reasons."""
+    failed, told = reasons.total(), reasons.most_common(_REASONS)
+    why = [f"{reason.rstrip('.')}{f' ({count})' if len(reasons) > 1 else ''}" for reason, count in told]
+    if others := failed - sum(count for _, count in told):
+        why.append(f"other reasons ({others})")
+    return f"{failed} of {failed + answered} requests failed: {'; '.join(why)}."
 
 
 def _sample(record: Record, row: int, repeat: int) -> Sample:

@@ -17,6 +17,7 @@ from engine.errors import InvalidRequest
 WIDTH, HEIGHT = 860, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 78, 24, 62, 58
 _TICKS = 5
+_DIGITS = 12
 _LOOKS = 6
 """How many series plot.css tells apart."""
 
@@ -33,7 +34,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points that a line joins. name: what all its rows have in common."""
+    """Points of one look. name: what all its rows have in common."""
 
     name: str
     points: tuple[Point, ...]
@@ -50,9 +51,9 @@ def plot(result: BenchResult, column: str = "") -> str:
     parts = [
         _text(_LEFT, 28, _headline(chosen), "title"),
         _text(_LEFT, 47, _subtitle(result), "note"),
-        *_grid(top, chosen),
+        *_grid(top),
         *_marks([str(tick) for tick in ticks], along),
-        *(line for index, each in enumerate(series) for line in _drawn(each, index, top)),
+        *(line for index, each in enumerate(series) for line in _drawn(each, index, top, joined=_between(ticks))),
         *(_legend(series) if len(series) > 1 else ()),
     ]
     style = files("console.bench").joinpath("plot.css").read_text(encoding="utf-8")
@@ -123,12 +124,17 @@ def _y(share: float) -> float:
     return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
 
 
-def _grid(top: float, column: Column) -> list[str]:
-    lines = []
+def _digits(step: float) -> int:
+    """As many as tell ticks apart that are so far from each other, and no more."""
+    return next((digits for digits in range(_DIGITS) if math.isclose(round(step, digits), step)), _DIGITS)
+
+
+def _grid(top: float) -> list[str]:
+    lines, digits = [], _digits(top / _TICKS)
     for tick in range(_TICKS + 1):
         y, value = _y(tick / _TICKS), top * tick / _TICKS
         lines.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        lines.append(_text(_LEFT - 10, y + 4, _number(value, column.digits if top < 10 else 0), "tick end"))
+        lines.append(_text(_LEFT - 10, y + 4, f"{value:,.{digits}f}", "tick end"))
     return lines
 
 
@@ -149,7 +155,12 @@ def _as_number(text: str) -> object:
         return text
 
 
-def _drawn(series: Series, index: int, top: float) -> list[str]:
+def _between(ticks: Sequence[object]) -> bool:
+    """Whether something lies between two places on the axis: not between words."""
+    return any(isinstance(tick, int | float) for tick in ticks)
+
+
+def _drawn(series: Series, index: int, top: float, *, joined: bool) -> list[str]:
     look = f"series s{index % _LOOKS}"
     places = [(_x(point.at), _y(point.median / top)) for point in series.points]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -160,7 +171,7 @@ def _drawn(series: Series, index: int, top: float) -> list[str]:
         if point.least < point.most
     ]
     dots = [f'<circle class="{look} dot" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in places]
-    return [f'<polyline class="{look} line" points="{line}"/>', *spreads, *dots]
+    return [*([f'<polyline class="{look} line" points="{line}"/>'] if joined else ()), *spreads, *dots]
 
 
 def _legend(series: Sequence[Series]) -> list[str]:
@@ -179,10 +190,6 @@ def _headline(column: Column) -> str:
 def _subtitle(result: BenchResult) -> str:
     repeats = f"{result.repeats} repeats" if result.repeats > 1 else "1 repeat"
     return f"{result.name} · {result.target.model} · {result.machine.cpu} · {result.started[:10]} · {repeats}"
-
-
-def _number(value: float, digits: int) -> str:
-    return f"{value:,.{digits}f}"
 
 
 def _text(x: float, y: float, text: str, look: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from console.bench.news import BenchProgress
@@ -9,10 +10,13 @@ from console.bench.result import BenchResult, Column, Key, Row, said
 from console.bench.table import table
 
 _GIB = 1 << 30
+_SMALL = 0.1
 
 
 def result_text(result: BenchResult) -> str:
     """The table, with all that one must know to read it."""
+    if not result.rows:
+        return "\n\n".join((heading_text(result), *result.notes, "It ended early: nothing was measured."))
     parts = [heading_text(result), rows_text(result.keys, result.columns, result.rows)]
     if result.published:
         parts.append(published_text(result))
@@ -47,7 +51,16 @@ def cell(row: Row, column: Column) -> str:
     if median is None or spread is None:
         return "-"
     around = 50 * (spread[1] - spread[0]) / abs(median) if median else 0.0
-    return f"{median:,.{column.digits}f}{f' ±{around:.0f}%' if around else ''}"
+    return f"{figure(median, column)}{f' ±{around:.0f}%' if around else ''}"
+
+
+def figure(value: float, column: Column) -> str:
+    """A number with as many digits as its column has; where those would leave little or nothing of it, with two that
+    say something."""
+    digits = column.digits
+    if digits and 0 < abs(value) < _SMALL:
+        digits = max(digits, 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
 
 
 def progress_text(progress: BenchProgress) -> str:
@@ -61,9 +74,7 @@ def row_text(progress: BenchProgress) -> str:
     """The row that was measured last, in one line: what it is, and its first numbers."""
     row = next(row for row in progress.rows if said(row.keys) == progress.doing)
     shown = [column for column in progress.columns if column.shown and row.known(column.name)]
-    numbers = (
-        f"{column.title} {row.known(column.name)[-1]:,.{column.digits}f} {column.unit}".strip() for column in shown
-    )
+    numbers = (f"{column.title} {figure(row.known(column.name)[-1], column)} {column.unit}".strip() for column in shown)
     return f"{progress.doing}: {', '.join(numbers)}"
 
 
@@ -85,9 +96,9 @@ def heading_text(result: BenchResult) -> str:
     else:
         what = f"{target.model} ({target.backend}, {target.dtype})"
     devices = "".join(f", {device.name}" for device in machine.devices)
+    repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}, " if result.rows else ""
     return (
-        f"bench {result.name}: {what}, {result.repeats} repeat{'s' * (result.repeats != 1)}, "
-        f"{span(result.duration_s)}\n"
+        f"bench {result.name}: {what}, {repeats}{span(result.duration_s)}\n"
         f"{machine.cpu}{devices}, {machine.ram_bytes / _GIB:.0f} GiB; ericllm {versions.ericllm}, "
         f"torch {versions.torch or 'none'}, Python {versions.python}"
     )

@@ -15,7 +15,7 @@ from textual.widgets import Static
 from console.bench.comparison import Change, Comparison
 from console.bench.result import Column as Number
 from console.bench.result import said
-from console.bench.text import titled
+from console.bench.text import figure, titled
 from console.widgets.glyphs import fitted
 from console.widgets.key_row import KeyRow
 from console.widgets.table import Column, Row, Table, cell
@@ -25,6 +25,7 @@ _VERDICTS = {
     "worse": ("▼ worse", "bold $error"),
     "changed": ("≠ changed", "bold $warning"),
     "same": ("≈ same", "$muted"),
+    "unclear": ("? unclear", "$muted"),
 }
 _NOISE = "± is half the distance of the least and the most of the repeats; what lies within it, or within 10%, is same."
 
@@ -63,7 +64,7 @@ class BenchComparisonScreen(ModalScreen[None]):
         with Vertical(id="bench-compare") as page:
             page.border_title = f"Two results of bench {self._found.name}"
             yield Table(self._columns, empty="Nothing differs by more than the noise.")
-            yield Static(fitted(self.app, _below(self._found)), id="bench-differences", markup=False)
+            yield Static(fitted(self.app, differences_of(self._found)), id="bench-differences", markup=False)
         yield KeyRow()
 
     def on_mount(self) -> None:
@@ -108,11 +109,12 @@ def _row(change: Change, number: Number, name: str) -> Row:
 
 def _figure(median: float, spread: tuple[float, float], number: Number) -> str:
     around = 50 * (spread[1] - spread[0]) / abs(median) if median else 0.0
-    return f"{median:,.{number.digits}f}{f' ±{around:.0f}%' if around else ''}"
+    return f"{figure(median, number)}{f' ±{around:.0f}%' if around else ''}"
 
 
-def _below(found: Comparison) -> Content:
-    lines = [Content.styled(_NOISE, "$muted")]
+def differences_of(found: Comparison) -> Content:
+    """Why changes are unclear, and what besides the numbers is not the same."""
+    lines = [*(Content.styled(note, "$warning") for note in found.notes), Content.styled(_NOISE, "$muted")]
     lines += [
         Content.assemble((f"{each.what}  ", "$muted"), each.before, (" → ", "$muted"), (each.after, "bold"))
         for each in found.differences

@@ -104,6 +104,27 @@ async def test_ctrl_c_ends_a_bench_with_what_was_measured_by_then(tiny: Path, tm
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["users", "demo", "--users", "0"], "users are numbers of at least 1"),
+        (["grid", "demo", "--workers", "0"], "workers are numbers of at least 1"),
+        (["serve", "demo", "--rates", "0"], "a rate is more than 0"),
+        (["serve", "demo", "--prompt-tokens", "trace"], "lengths of a trace need a trace"),
+        (["serve", "demo", "--trace", "no-such-file.json"], "no-such-file.json cannot be read"),
+        (["latency", "demo", "--prompt-tokens", "900000"], "do not fit the model's"),
+        (["latency", "demo", "--max-model-len", "100"], "answers of up to 200 do not fit the model's 100"),
+        (["load", "--url", "http://127.0.0.1:9"], "a server loads its own; leave --url out"),
+    ],
+)
+def test_what_is_known_to_fail_is_refused_before_anything_is_loaded_or_asked(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert len(told) == 1 and said in told[0]  # no "loading demo" before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
         (["--prompts", "0"], "0 is not between 1 and 1000000"),
         (["demo", "--model", "other"], "the model is given twice"),
         (["--dialect", "tgi"], "give its --url"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -53,6 +54,18 @@ async def test_an_engine_gives_exactly_the_tokens_that_are_asked_for(engine: Eng
     assert (result.settings["num_workers"], result.settings["max_prompts"], result.settings["prompts"]) == (1, 16, 3)
     assert {(each.prompt_tokens, each.output_tokens, len(each.token_s)) for each in result.samples} == {(8, 6, 6)}
     assert result.rows[0].median("total_output_tokens") == 18
+
+
+async def test_a_result_tells_how_the_engine_ran(tmp_path: Path) -> None:
+    async with serving(tmp_path / "fake") as engine:
+        plain = dict(EngineTarget(engine).settings)
+        spec = engine.status.spec
+        assert spec is not None
+        await engine.load(msgspec.structs.replace(spec, weights="int8", deterministic=True))
+        told = dict(EngineTarget(engine).settings)
+    assert plain["step_tokens"] == told["step_tokens"] == engine.config.step_tokens
+    assert plain.keys().isdisjoint({"weights", "deterministic"})
+    assert (told["weights"], told["deterministic"]) == ("int8", True)
 
 
 async def test_users_serve_and_prefix_run_on_an_engine(engine: Engine) -> None:

@@ -9,8 +9,11 @@ import msgspec
 import pytest
 from textual.pilot import Pilot
 
+from console.bench.comparison import compare
 from console.bench.result import read_result
+from console.screens.bench_comparison import differences_of
 from console.screens.benches import BenchesScreen
+from tests.fakes import bench_scenes
 from tests.ui.benching import SIZES, app_with, link_of, opened, shown
 from tests.ui.seen import screen_text, until
 
@@ -111,6 +114,11 @@ async def test_the_marked_result_is_compared_with_the_selected_one_the_older_fir
             assert words in screen_text(app), words
         await pilot.press("d")
         await until(pilot, lambda: "≈ same" not in screen_text(app))
+
+
+def test_a_comparison_without_a_spread_says_first_that_there_is_no_verdict() -> None:
+    found = compare(bench_scenes.grid(), bench_scenes.grid())
+    assert differences_of(found).plain.startswith("One repeat has no spread to judge a difference by")
 
 
 async def test_results_of_different_benches_are_not_compared() -> None:

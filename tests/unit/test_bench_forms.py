@@ -89,7 +89,7 @@ def test_nobody_who_asks_is_no_number_of_clients(name: str) -> None:
     field = {"users": "users", "threads": "clients"}[name]
     plan = plan_from(PLANS[name], {field: "0,4"}, quick=True)
     with pytest.raises(InvalidRequest, match=f"{field} are numbers of at least 1"):
-        plan.parts(None)  # type: ignore[arg-type]
+        plan.check()
 
 
 def test_a_result_is_its_last_row_or_its_best_where_that_is_looked_for() -> None:

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.bench.comparison import compare
+from console.bench.comparison import LIMITS, WORK, compare
 from console.bench.csv_file import csv_text, write_csv
 from console.bench.history import FILE, BenchHistory, BenchHistoryError
-from console.bench.looking import look, referred
+from console.bench.kinds import PLANS
+from console.bench.looking import comparison_text, look, referred
 from console.bench.result import BenchResult, Column, MachineInfo, Row, TargetInfo, Versions, write_result
 from console.bench.svg import plot
 from engine.errors import InvalidRequest
@@ -69,7 +70,9 @@ def _row(column: Column, values: list[float | None]) -> Row:
         ([100, 101, 102], [150, 151, 152], COUNT, "changed"),
         ([100, 101, 160], [150, 151, 152], RATE, "same"),
         ([100, 101, 102], [106, 107, 108], RATE, "same"),
-        ([100, None], [150], RATE, "better"),
+        ([100, None, 101], [150, 151], RATE, "better"),
+        ([100], [150, 151], RATE, "unclear"),
+        ([100, 101], [150, None], RATE, "unclear"),
     ],
 )
 def test_a_number_has_changed_where_neither_repeats_nor_the_tie_explain_it(
@@ -90,6 +93,45 @@ def test_a_comparison_says_what_else_is_not_the_same() -> None:
     ]
     assert found.only_before == ({"users": 1},) and found.only_after == ({"users": 4},)
     assert {change.column for change in found.changes} == {"tok_s", "ttft_ms"}
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_with_one_repeat_there_is_no_verdict_and_it_is_said_why(repeats: int) -> None:
+    found = compare(made({1: [10.0] * repeats}), made({1: [20.0] * repeats}))
+    assert (found.changes[0].verdict == "unclear") == (repeats == 1)
+    assert any("One repeat has no spread" in note for note in found.notes) == (repeats == 1)
+
+
+def test_numbers_of_other_work_are_not_judged_and_what_was_asked_is_said_first() -> None:
+    before, after = (
+        made({1: [rate, rate]}, settings={"output_tokens": asked}) for rate, asked in ((9, "50"), (99, "8"))
+    )
+    found = compare(before, after)
+    assert {change.verdict for change in found.changes} == {"unclear"}
+    assert found.notes == ("What was asked is not the same, so no number is better or worse: output_tokens 50 -> 8.",)
+    assert comparison_text(found).startswith(found.notes[0])
+
+
+def test_another_slo_leaves_goodput_alone_unjudged() -> None:
+    goodput = Column(name="request_goodput", title="goodput", better="higher")
+    rows = [(Row(keys={}, values={"request_goodput": [r, r], "tok_s": [r, r]}),) for r in (1.0, 2.0)]
+    before, after = (
+        made({}, columns=(RATE, goodput), rows=row, settings={"slo_ttft": limit})
+        for row, limit in zip(rows, (0.1, 0.5), strict=True)
+    )
+    found = compare(before, after)
+    assert {change.column: change.verdict for change in found.changes} == {
+        "tok_s": "better",
+        "request_goodput": "unclear",
+    }
+    assert found.notes == ("The SLO is not the same, so goodput is not better or worse: slo_ttft 0.1 -> 0.5.",)
+
+
+def test_every_setting_of_a_bench_is_known_to_say_what_was_asked_or_not() -> None:
+    rows = {key.name for plan in PLANS.values() for key in plan.keys}
+    others = {"users", "clients", "rates", "guessed", "repeats", "seed"}
+    told = {name for plan in PLANS.values() for name in plan.__struct_fields__}
+    assert told == (told & (WORK | LIMITS | rows | others)) and told >= WORK | LIMITS
 
 
 def test_results_of_two_benches_are_not_compared() -> None:
@@ -139,6 +181,32 @@ def test_a_plot_of_words_gives_each_its_place() -> None:
     rows = tuple(Row(keys={"users": name}, values={"tok_s": [5.0]}) for name in ("one & two", "three"))
     texts = {element.text for element in ElementTree.fromstring(plot(made({}, rows=rows))).iter()}
     assert {"one & two", "three"} <= texts
+
+
+def lines_of(drawn: str) -> int:
+    """Between points."""
+    return sum(element.get("class", "").endswith(" line") for element in ElementTree.fromstring(drawn).iter())
+
+
+def test_no_line_joins_what_nothing_lies_between() -> None:
+    def result(*names: str | float) -> BenchResult:
+        return made({}, rows=tuple(Row(keys={"users": name}, values={"tok_s": [5.0]}) for name in names))
+
+    assert [lines_of(plot(result("own", "shared"))), lines_of(plot(result(1.0, "inf")))] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("top", "ticks"),
+    [
+        (0.8, ("0.16", "0.32", "0.48", "0.64", "0.80")),
+        (8.0, ("1.6", "3.2", "4.8", "6.4", "8.0")),
+        (100.0, ("20", "40", "60", "80", "100")),
+    ],
+)
+def test_ticks_have_as_many_digits_as_their_step_needs(top: float, ticks: tuple[str, ...]) -> None:
+    drawn = ElementTree.fromstring(plot(made({1: [top]})))
+    told = [element.text for element in drawn.iter() if element.get("class") == "tick end"]
+    assert told[1:] == list(ticks)
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are() -> None:
@@ -206,6 +274,7 @@ def test_the_command_shows_compares_and_draws_what_is_kept(tmp_path: Path, capsy
     assert said(capsys, tmp_path, "history").count("demo") == 2
     assert len(json.loads(said(capsys, tmp_path, "history", "--json", "--limit", "1"))) == 1
     shown = said(capsys, tmp_path, "show", str(number))
+    assert "throughput (tok/s)" in shown and "cores" not in shown
     assert "101.0" in shown and "a note" in shown and "medians of 2" in shown
     assert said(capsys, tmp_path, "show", "last", "--csv").startswith("bench,started,users")
     compared = said(capsys, tmp_path, "compare", "last~1", "last")

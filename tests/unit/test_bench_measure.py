@@ -126,8 +126,19 @@ async def test_a_count_at_the_end_is_right_where_chunks_were_not() -> None:
     assert (found.output_tokens, found.prompt_tokens, found.cached_tokens) == (7, 11, 5)
 
 
-async def test_an_answer_without_tokens_is_an_error() -> None:
-    assert (await kept(Chunk(prompt_tokens=3))).error == "the answer had no tokens"
+async def test_an_answer_of_no_tokens_that_ended_well_is_no_failure() -> None:
+    found = await kept(Chunk(prompt_tokens=3, output_tokens=0))
+    assert (found.error, found.output_tokens, found.ttft_s) == ("", 0, None)
+
+
+async def test_a_target_that_never_gives_a_token_ends_the_run() -> None:
+    with pytest.raises(TargetFailed, match="the answer had no tokens"):
+        await Crowd(_Told(Chunk(prompt_tokens=3))).closed([iter([item(0), item(1)])])
+
+
+async def test_a_stream_without_tokens_beside_a_late_request_is_an_error() -> None:
+    with pytest.raises(TargetFailed, match="the answer had no tokens"):
+        await Crowd(_Told(Chunk(prompt_tokens=3))).beside([iter([item(0)])], item(9), settle_tokens=5)
 
 
 def test_the_numbers_are_those_of_vllms_bench() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Mapping
 
 import pytest
 
 from console.bench.flags import add_flags, plan_of
 from console.bench.kinds import PLANS
+from console.bench.kinds.base import MAX_SEED, Lab, Plan, plan_fits
+from console.bench.kinds.grid import Grid
 from console.bench.kinds.latency import Latency
 from console.bench.kinds.long import gaps
 from console.bench.kinds.prefix import Prefix
@@ -16,9 +19,10 @@ from console.bench.kinds.serve import Serve
 from console.bench.kinds.users import Users
 from console.bench.measure import Record
 from console.bench.news import BenchProgress
-from console.bench.run import run_bench
+from console.bench.result import Column
+from console.bench.run import failures_text, run_bench
 from console.bench.target import TargetFailed
-from console.bench.text import progress_text, result_text, row_text, span
+from console.bench.text import figure, progress_text, result_text, row_text, span
 from engine.errors import InvalidRequest
 from engine.simulation.lengths import TRACE, Length, fixed
 from tests.fakes.bench_target import FakeTarget
@@ -94,13 +98,15 @@ async def test_a_cancelled_bench_gives_what_it_has_by_then() -> None:
 async def test_a_bench_cancelled_before_anything_is_measured_has_no_rows() -> None:
     result = await run_bench(users(), FakeTarget(forever=True), cancelled=lambda: True)
     assert (result.complete, result.rows) == (False, ())
-    assert "nothing was measured" in result_text(result)
+    text = result_text(result)
+    assert text.endswith("It ended early: nothing was measured.")
+    assert "these are the numbers" not in text and "0 repeats" not in text
 
 
 async def test_a_target_that_fails_later_leaves_what_was_measured() -> None:
     result = await run_bench(users(users=(1, 2)), FakeTarget(fails=range(3, 99)))
     assert (result.complete, len(result.rows)) == (False, 1)
-    assert result.notes == ("It ended early: told to fail",)
+    assert result.notes == ("It ended early: told to fail", "4 of 6 requests failed: told to fail.")
 
 
 async def test_a_target_that_fails_at_once_is_an_error() -> None:
@@ -114,9 +120,31 @@ async def test_answers_that_are_shorter_than_asked_are_told() -> None:
     assert result.notes[0].startswith("8 of 8 answers had other lengths")
 
 
-@pytest.mark.parametrize("name", ["grid", "load"])
-async def test_benches_of_an_engine_refuse_a_server(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="leave --url out"):
+async def test_requests_that_failed_are_said_with_the_reason_once_they_count() -> None:
+    result = await run_bench(users(), FakeTarget(fails=(2, 5)))
+    assert result.complete
+    assert result.notes == ("2 of 8 requests failed: told to fail.",)
+    assert result.notes[0] in result_text(result)
+
+
+async def test_a_failure_while_warming_up_is_not_counted_among_the_rest() -> None:
+    class Slow(Users):
+        async def warm(self, lab: Lab) -> None:
+            """Plan: two, of which one fails."""
+            await lab.closed([iter(lab.items(self.mix(lab), 2))])
+
+    plan = Slow(users=(1,), requests=2, prompt_tokens=SMALL, output_tokens=SMALL)
+    assert (await run_bench(plan, FakeTarget(fails=(0,)))).notes == ()
+
+
+def test_the_most_frequent_reasons_of_failures_are_told() -> None:
+    said = failures_text(Counter({"a": 1, "b.": 4, "c": 2, "d": 1}), answered=2)
+    assert said == "8 of 10 requests failed: b (4); c (2); a (1); other reasons (1)."
+
+
+@pytest.mark.parametrize(("name", "said"), [("grid", "turns the knobs"), ("load", "a server loads its own")])
+async def test_benches_of_an_engine_refuse_a_server_and_say_why(name: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{said}.*; leave --url out"):
         await run_bench(PLANS[name](), FakeTarget(kind="http"))
 
 
@@ -200,7 +228,8 @@ def test_flags_are_read_as_what_they_are() -> None:
         (["--repeats", "two"], "two is no whole number"),
         (["--rates", "1,"], "nothing is no number"),
         (["--burstiness", "0"], "0 is not more than 0"),
-        (["--slo-ttft", "soon"], "soon is no number"),
+        (["--slo-ttft", "soon"], "soon is no time; one looks like 500ms or 0.5s"),
+        (["--seed", "-1"], f"-1 is not between 0 and {MAX_SEED}"),
         (["--slo-ttft", "0s"], "no time"),
         (["--prefix-share", "2"], "2 is not between 0 and 1"),
         (["--output-tokens", "none"], "none is no length"),
@@ -209,6 +238,42 @@ def test_flags_are_read_as_what_they_are() -> None:
 def test_a_flag_with_a_bad_value_is_one_sentence(argv: list[str], said: str) -> None:
     with pytest.raises(argparse.ArgumentError, match=said):
         parsed("serve", *argv)
+
+
+def test_a_number_below_the_least_is_told_between_what_it_lies() -> None:
+    with pytest.raises(argparse.ArgumentError, match="-1 is not between 0 and 100"):
+        parsed("threads", "--guessed=-1")
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (Users(users=(0,)), "users are numbers of at least 1"),
+        (Grid(workers=(1, 0)), "workers are numbers of at least 1"),
+        (Grid(max_prompts=(0,)), "max_prompts are numbers of at least 1"),
+        (Serve(rates=(0.0,)), "a rate is more than 0"),
+        (Serve(prompt_tokens=TRACE), "lengths of a trace need a trace"),
+        (Prefix(requests=1, concurrent=2), "2 clients that ask at once need as many requests"),
+    ],
+)
+def test_what_no_target_could_take_is_refused_without_one(plan: Plan, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        plan.check()
+
+
+def test_requests_that_do_not_fit_are_refused_where_only_the_context_is_known() -> None:
+    plan_fits(Prefix(prefix_tokens=100, prompt_tokens=SMALL, output_tokens=SMALL), 108)
+    plan_fits(Serve(prompt_tokens=TRACE, output_tokens=TRACE), 1)
+    plan_fits(users(), None)
+    with pytest.raises(InvalidRequest, match="up to 4 tokens behind a prefix of 100 and answers of up to 4 do not fit"):
+        plan_fits(Prefix(prefix_tokens=100, prompt_tokens=SMALL, output_tokens=SMALL), 107)
+
+
+async def test_small_numbers_are_told_with_digits_that_say_something() -> None:
+    column = Column(name="gib_per_s", title="loading", unit="GiB/s", digits=2)
+    told = [figure(value, column) for value in (0.0, 0.00346, 0.05, 0.1, 1234.5)]
+    assert told == ["0.00", "0.0035", "0.050", "0.10", "1,234.50"]
+    assert figure(0.02, Column(name="n", title="n", digits=0)) == "0"
 
 
 async def test_progress_is_a_line_with_the_time_that_is_left() -> None:

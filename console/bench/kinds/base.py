@@ -43,7 +43,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured: the numbers that can be chosen, and how. Each field is a flag too; its Meta says what it means.
 
-    name, about: of the bench.  keys, columns: of its result.  quick: what --quick changes.
+    name, about: of the bench.  keys, columns: of its result.  quick: what --quick changes.  no_server: why it cannot be
+    put to a server, "" where it can.
     """
 
     name: ClassVar[str]
@@ -52,9 +53,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     columns: ClassVar[tuple[Column, ...]]
     published: ClassVar[tuple[Published, ...]] = ()
     quick: ClassVar[Mapping[str, Any]] = {}
+    no_server: ClassVar[str] = ""
 
     repeats: Annotated[int, Meta(ge=1, le=1000, description="times that everything is measured, by turns")] = 1
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED, description="what contents, lengths and arrivals are drawn from")] = 0
+
+    def check(self) -> None:
+        """Raise InvalidRequest where no target could take it, whatever it is: known before one is loaded."""
 
     def parts(self, target: Target) -> Sequence[Part]:
         """The rows to be, in the order in which they are measured. Raises InvalidRequest where the target cannot."""
@@ -190,16 +195,32 @@ def at_least_one(name: str, numbers: Collection[int]) -> None:
 def engine_here(target: Target) -> EngineHere:
     """The target, where it is an engine in this process. Raises InvalidRequest."""
     if not isinstance(target, EngineHere):
-        raise InvalidRequest("this bench turns knobs of an engine in this process; leave --url out", param="url")
+        raise InvalidRequest("this bench needs an engine in this process", param="url")
     return target
+
+
+def refuse_server(plan: Plan) -> None:
+    """Raise InvalidRequest where the bench cannot be put to a server."""
+    if plan.no_server:
+        raise InvalidRequest(f"{plan.no_server}; leave --url out", param="url")
 
 
 def fits(target: Target, mix: Mix) -> None:
     """Raise InvalidRequest where requests can be longer than the target takes."""
-    limit, prompt, output = target.max_model_len, mix.prompt.most, mix.output.most
+    _fit(target.max_model_len, mix.prompt, mix.output, mix.prefix.tokens if mix.prefix else 0)
+
+
+def plan_fits(plan: Plan, limit: int | None) -> None:
+    """Raise InvalidRequest where its requests can have more than `limit` tokens."""
+    prompt, output = getattr(plan, "prompt_tokens", None), getattr(plan, "output_tokens", None)
+    if prompt is not None and output is not None:
+        _fit(limit, prompt, output, getattr(plan, "prefix_tokens", 0))
+
+
+def _fit(limit: int | None, prompt_tokens: Length, output_tokens: Length, shared: int) -> None:
+    prompt, output = prompt_tokens.most, output_tokens.most
     if limit is None or prompt is None or output is None:
         return
-    shared = mix.prefix.tokens if mix.prefix else 0
     if shared + prompt + output > limit:
         with_prefix = f" behind a prefix of {shared}" if shared else ""
         raise InvalidRequest(

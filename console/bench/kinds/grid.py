@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan, SkipPart, engine_here, enough
+from console.bench.kinds.base import Lab, Part, Plan, SkipPart, at_least_one, enough
 from console.bench.result import Column, Key, Published
 from console.bench.summary import Values, columns, summarised
 from console.bench.target import Target
@@ -40,6 +40,7 @@ class Grid(Plan, frozen=True, kw_only=True):
         _got("Mistral-7B 8.0bpw", 2, 16, 238.0),
         _got("TinyLlama", 3, 8, 422.0),
     )
+    no_server: ClassVar = "This bench turns the knobs of the engine of this process, and a server's cannot be turned"
     quick: ClassVar = {"workers": (1, 2), "max_prompts": (4, 8), "concurrent": 8, "requests": 16}
 
     workers: Annotated[tuple[int, ...], Meta(description="numbers of workers")] = (1, 2, 3)
@@ -53,10 +54,14 @@ class Grid(Plan, frozen=True, kw_only=True):
         """Plan."""
         return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
 
+    def check(self) -> None:
+        """Plan."""
+        at_least_one("workers", self.workers)
+        at_least_one("max_prompts", self.max_prompts)
+        enough(self.requests, self.concurrent)
+
     def parts(self, target: Target) -> list[Part]:
         """Plan."""
-        engine_here(target)
-        enough(self.requests, self.concurrent)
         return [
             Part(keys={"workers": workers, "max_prompts": max_prompts}, requests=self.requests)
             for workers in self.workers

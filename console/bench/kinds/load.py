@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from console.bench.kinds.base import Lab, Part, Plan, SkipPart, engine_here
+from console.bench.kinds.base import Lab, Part, Plan, SkipPart
 from console.bench.result import Column
 from console.bench.summary import Values
 from console.bench.target import Target
@@ -22,6 +22,7 @@ class Load(Plan, frozen=True, kw_only=True):
     """Both ways twice: with the files out of the page cache, and with them in it."""
 
     name: ClassVar[str] = "load"
+    no_server: ClassVar = "This bench loads a model, and a server loads its own"
     about: ClassVar[str] = "loading the model against raw reading of its files, from disk and from the page cache"
     keys: ClassVar = (Column(name="files", title="files"),)
     columns: ClassVar = (
@@ -35,7 +36,6 @@ class Load(Plan, frozen=True, kw_only=True):
 
     def parts(self, target: Target) -> list[Part]:
         """Plan."""
-        engine_here(target)
         kinds = ("from disk", "in page cache") if hasattr(os, "posix_fadvise") else ("in page cache",)
         return [Part(keys={"files": kind}, requests=2) for kind in kinds]
 

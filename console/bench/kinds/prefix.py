@@ -48,9 +48,12 @@ class Prefix(Plan, frozen=True, kw_only=True):
         prefix = PrefixMix(tokens=self.prefix_tokens, groups=groups, share=self.prefix_share)
         return Mix(prompt=self.prompt_tokens, output=self.output_tokens, prefix=prefix)
 
-    def parts(self, target: Target) -> list[Part]:
+    def check(self) -> None:
         """Plan."""
         enough(self.requests, self.concurrent)
+
+    def parts(self, target: Target) -> list[Part]:
+        """Plan."""
         return [Part(keys={"prefix": kind}, requests=self.requests) for kind in (_OWN, _SHARED)]
 
     async def measure(self, part: Part, lab: Lab) -> Values:

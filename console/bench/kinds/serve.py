@@ -76,7 +76,7 @@ class Serve(Plan, frozen=True, kw_only=True):
             trace=lab.trace(self.trace),
         )
 
-    def parts(self, target: Target) -> list[Part]:
+    def check(self) -> None:
         """Plan."""
         takes = "trace" in (self.prompt_tokens.kind, self.output_tokens.kind)
         if takes != bool(self.trace):
@@ -85,6 +85,9 @@ class Serve(Plan, frozen=True, kw_only=True):
             raise InvalidRequest("a trace is given for lengths, and none is 'trace'", param="trace")
         if any(rate <= 0 for rate in self.rates):
             raise InvalidRequest("a rate is more than 0 requests a second, or inf", param="rates")
+
+    def parts(self, target: Target) -> list[Part]:
+        """Plan."""
         return [
             Part(keys={"request_rate": _key(rate)}, requests=self.requests, least_s=self.requests / rate)
             for rate in self.rates

@@ -40,12 +40,9 @@ class Threads(Plan, frozen=True, kw_only=True):
 
     clients: Annotated[tuple[int, ...], Meta(description="numbers of clients")] = (24, 64, 128, 256, 512)
     requests: Annotated[int, Meta(ge=1, le=10**6, description="inputs, the same for every number of clients")] = 512
-    guessed: Annotated[tuple[int, ...], Meta(description="most tokens to guess ahead; 0 is not to guess")] = (
-        0,
-        1,
-        2,
-        8,
-    )
+    guessed: Annotated[
+        tuple[int, ...], Meta(ge=0, le=100, description="most tokens to guess ahead; 0 is not to guess")
+    ] = (0, 1, 2, 8)
     prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt")] = fixed(128)
     output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(128)
 
@@ -53,10 +50,13 @@ class Threads(Plan, frozen=True, kw_only=True):
         """Plan."""
         return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
 
-    def parts(self, target: Target) -> list[Part]:
-        """Plan: those of a server, which cannot be told to guess, without guessing."""
+    def check(self) -> None:
+        """Plan."""
         at_least_one("clients", self.clients)
         enough(self.requests, max(self.clients))
+
+    def parts(self, target: Target) -> list[Part]:
+        """Plan: those of a server, which cannot be told to guess, without guessing."""
         guessed = self.guessed if isinstance(target, EngineHere) else (0,)
         return [
             Part(keys={"guessed": tokens, "clients": clients}, requests=self.requests)

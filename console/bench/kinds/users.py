@@ -54,9 +54,12 @@ class Users(Plan, frozen=True, kw_only=True):
         """Plan."""
         return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
 
-    def parts(self, target: Target) -> list[Part]:
+    def check(self) -> None:
         """Plan."""
         at_least_one("users", self.users)
+
+    def parts(self, target: Target) -> list[Part]:
+        """Plan."""
         return [Part(keys={"users": users}, requests=users * self.requests) for users in self.users]
 
     async def measure(self, part: Part, lab: Lab) -> Values:
