@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from console.bench.result import BenchResult, Column, Row
+from console.bench.text import figure as number
 from console.bench.text import key_text
 
 _BEST_COUNTS = ("threads", "grid")
@@ -16,7 +17,7 @@ def headline(result: BenchResult) -> str:
     if column is None or row is None:
         return ""
     which = ", ".join(f"{key.title} {key_text(row.keys[key.name])}" for key in result.keys if key.name in row.keys)
-    figure = f"{row.median(column.name) or 0:,.{column.digits}f} {column.unit}".rstrip()
+    figure = f"{number(row.median(column.name) or 0.0, column)} {column.unit}".rstrip()
     return ", ".join(filter(None, (f"{figure} {column.title}", which if len(result.rows) > 1 else "")))
 
 

@@ -98,6 +98,10 @@ def test_a_result_is_its_last_row_or_its_best_where_that_is_looked_for() -> None
     assert headline(bench_scenes.users(rows=())) == ""
 
 
+def test_a_small_number_is_no_nought_in_a_headline() -> None:
+    assert headline(bench_scenes.users(0.001)) == "0.0016 s mean response, users 4"
+
+
 def test_a_result_says_with_what_it_was_measured() -> None:
     assert settings_text(bench_scenes.users()) == "2×16, 64 requests, 128+128 tokens, 3 repeats"
     assert settings_text(bench_scenes.grid(settings={})) == ""
