@@ -38,7 +38,9 @@ class BenchFormScreen(ModalScreen[bool | None]):
         Binding(
             "ctrl+t,ctrl+f", "size", "Quick or full", id="bench.size", tooltip="A first look, or the bench in full"
         ),
-        Binding("ctrl+o", "place", "A server", id="bench.place", tooltip="Type the address of a server to be asked"),
+        Binding(
+            "ctrl+o,ctrl+l", "place", "A server", id="bench.place", tooltip="Type the address of a server to be asked"
+        ),
         Binding("ctrl+s,ctrl+r", "start", "Start", id="bench.start", tooltip="Begin the bench"),
         Binding("up", "app.focus_previous", "Up", id="bench.up", tooltip="Go up a field", show=False, system=True),
         Binding("down", "app.focus_next", "Down", id="bench.down", tooltip="Go down a field", show=False, system=True),
