@@ -73,6 +73,17 @@ def terminal(tmp_path: Path, port: int) -> Iterator[Terminal]:
         yield running
 
 
+def _workers(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if "engine.worker" in _command(process)]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # one of those that come and go
+        return []
+
+
 def gone(processes: list[psutil.Process]) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=60)
     return not alive
@@ -112,14 +123,14 @@ def test_an_operators_round(terminal: Terminal, port: int) -> None:
     assert load.problems == []
     assert load.tokens == [ANSWER_TOKENS] * 10
 
-    worker = next(process for process in terminal.processes() if "engine.worker" in process.cmdline())
+    worker = next(process for process in terminal.processes() if "engine.worker" in _command(process))
     worker.kill()
     assert gone([worker])
     terminal.press("F7")
     terminal.wait_for("SIGKILL")
     terminal.press("F1")
     terminal.wait_for("idle", "ready", "1 of 1 ready")
-    again = next(process for process in terminal.processes() if "engine.worker" in process.cmdline())
+    again = next(process for process in terminal.processes() if "engine.worker" in _command(process))
     assert again.pid != worker.pid
 
     terminal.press("a")
@@ -160,11 +171,10 @@ def test_the_console_attached_to_a_headless_instance_tunes_it_and_leaves_it_runn
 
 
 def test_killing_the_console_takes_its_workers_along(terminal: Terminal) -> None:
-    terminal.wait_for("demo", "ready")
+    terminal.wait_for("demo", "ready", "1 worker")
+    terminal.wait(lambda _: bool(_workers(terminal.processes())), "a worker among the console's processes")
     processes = terminal.processes()
-    workers = [process for process in processes if "engine.worker" in process.cmdline()]
-    assert workers
-    parent = next(process for process in processes if "console" in process.cmdline())
+    parent = next(process for process in processes if "console" in _command(process))
     parent.kill()
     assert gone(processes)
 

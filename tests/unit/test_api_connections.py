@@ -40,7 +40,7 @@ async def connection() -> AsyncIterator[web.RequestHandler]:
 
 
 async def test_who_takes_a_little_at_each_look_is_cut_off_when_that_ends(connection: web.RequestHandler) -> None:
-    pipe = connection.transport = Pipe(100, 90, 80)
+    connection.connection_made(pipe := Pipe(100, 90, 80))
     connection.pause_writing()
     async with asyncio.timeout(60):
         await pipe.aborted.wait()
@@ -50,7 +50,7 @@ async def test_who_takes_a_little_at_each_look_is_cut_off_when_that_ends(connect
 async def test_nobody_looks_any_more_once_most_was_taken_or_the_connection_is_over(
     connection: web.RequestHandler,
 ) -> None:
-    pipe = connection.transport = Pipe(100)
+    connection.connection_made(pipe := Pipe(100))
     connection.pause_writing()
     connection.resume_writing()
     connection.pause_writing()
