@@ -66,8 +66,8 @@ def prefers_bfloat16() -> bool:
     do, which read half as much of it as of float32 and multiply it about as fast."""
     if native_bfloat16():
         return True
-    kernels = instruction_set(platform.machine(), cpu_flags())
-    return kernels is not None and not _is_off() and (bool(find_compiler()) or _is_kept(kernels))
+    kernels = instruction_set_here()
+    return kernels is not None and (bool(find_compiler()) or _is_kept(kernels))
 
 
 def _is_kept(isa: InstructionSet) -> bool:
