@@ -26,7 +26,9 @@ from engine.worker.protocol import Codec, Load, StepBatch
 from engine.worker.requests import Requests
 
 _DECODE_STEPS = 6
-_PIECES = (8, 32, 128, 384)
+_BETWEEN_STEPS = 2
+"""Of answers alone, before a piece of a prompt: as under load, where a prompt comes in the midst of answers."""
+_PIECES = (8, 32, 64, 128, 192, 384)
 _PREFILLS = (96, 512, 1536)
 
 
@@ -94,11 +96,11 @@ class StepMeter:
         samples: list[StepSample] = []
         while any(each.computed_tokens < each.known_tokens - 1 for each in self._sequences().values()):
             samples.append(self._step())
-        for _ in range(_DECODE_STEPS):
-            samples.append(self._step())
+        samples += [self._step() for _ in range(_DECODE_STEPS)]
         for tokens in _PIECES if count < self._design.max_prompts else ():
             if tokens + count > self._design.step_tokens or time.perf_counter() >= until:
                 break
+            samples += [self._step() for _ in range(_BETWEEN_STEPS)]
             extra = self._submit(tokens)
             samples.append(self._step())
             self._requests.forget(extra)

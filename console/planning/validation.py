@@ -27,8 +27,8 @@ from engine.simulation.lengths import uniform
 from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import StepCosts, StepSample
 
-LoadName = Literal["light", "near", "overload"]
-LOADS: dict[LoadName, tuple[float, float]] = {"light": (0.35, 1.0), "near": (0.75, 1.0), "overload": (3.0, 0.3)}
+LoadName = Literal["light", "busy", "overload"]
+LOADS: dict[LoadName, tuple[float, float]] = {"light": (0.35, 1.0), "busy": (0.6, 1.0), "overload": (3.0, 0.3)}
 """Each load's rate, as a share of what the worker can do, and for how much of the time of a run requests come: an
 overload is short, as its queue takes three times as long to be worked off."""
 

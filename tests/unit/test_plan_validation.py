@@ -102,25 +102,33 @@ def test_what_it_cannot_do_is_refused() -> None:
         backend.submit(BackendRequest(id="1", prompt_ids=[1], params=SamplingParams(max_tokens=0), embed=True))
 
 
-def test_figures_are_of_all_runs_of_a_load_together() -> None:
+def run_of(last_s: float, slowness: float = 1.0) -> Run:
+    """Whose simulated second answer ends at `last_s` instead of after 2 s."""
     real = [Answer(0.0, 0.1, 1.1, 11), Answer(1.0, 1.3, 2.0, 11)]
-    simulated = [Answer(0.0, 0.1, 1.1, 11), Answer(1.0, 1.3, 2.2, 11)]
-    runs = [
-        Run(
-            load="light",
-            rate_per_s=1.0,
-            fit_error=0.0,
-            slowness=1.25,
-            real=real,
-            simulated=simulated,
-            at_speed=real,
-        )
-        for _ in range(2)
-    ]
-    found = Comparison.of("light", runs)
-    assert (found.runs, found.requests) == (2, 4)
+    simulated = [Answer(0.0, 0.1, 1.1, 11), Answer(1.0, 1.3, last_s, 11)]
+    return Run(
+        load="light",
+        rate_per_s=1.0,
+        fit_error=0.0,
+        slowness=slowness,
+        real=real,
+        simulated=simulated,
+        at_speed=real,
+    )
+
+
+def test_figures_are_medians_of_the_runs_of_a_load() -> None:
+    found = Comparison.of("light", [run_of(2.2, 1.25), run_of(2.2, 1.25), run_of(11.0)])
+    assert (found.runs, found.requests) == (3, 6)
     assert found.real.output_tokens_per_s == pytest.approx(11)
     assert found.simulated.output_tokens_per_s == pytest.approx(10)
     assert found.real.ttft_p95_s == pytest.approx(0.3)
     text = validation_text([found])
-    assert "-9.1%" in text and "4 requests in 2 runs" in text and "+25%" in text
+    assert "6 requests in 3 runs" in text and "+25%" in text
+
+
+def test_how_far_off_it_is_is_the_median_of_the_runs_with_their_range() -> None:
+    found = Comparison.of("light", [run_of(2.2), run_of(2.0), run_of(11.0)])
+    off = found.off["output_tokens_per_s"]
+    assert (off.least, off.median, off.most) == pytest.approx((2 / 11 - 1, 10 / 11 - 1, 0.0))
+    assert "-9.1% (-82% to +0%)" in validation_text([found])
