@@ -22,7 +22,8 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Takes the machine for itself, for most of an hour; ARGS as `python -m benchmarks --help` tells, --quick for one.
+# Takes the machine for itself, for most of an hour; ARGS as `python -m benchmarks --help` tells. The docs are written where
+# nothing lacks: --quick, which takes minutes, leaves them as they are.
 bench-cpu bench-peers: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $@ $(ARGS)
 

@@ -2,48 +2,55 @@
 
 from __future__ import annotations
 
-import argparse
+import shlex
 import signal
 import sys
 import time
-from dataclasses import replace
-from datetime import date
-from pathlib import Path
-
-import platformdirs
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
 
 from benchmarks import goals
-from benchmarks.driver import Driver, Plan, all_turns
+from benchmarks.arguments import Asked, asked
+from benchmarks.complete import lacking
+from benchmarks.driver import Driver, all_turns
 from benchmarks.engine_process import EngineFailed
-from benchmarks.machine import this_machine
+from benchmarks.machine import Machine, this_machine
 from benchmarks.pace import Pace
-from benchmarks.page import write_section
 from benchmarks.places import ROOT, Places
-from benchmarks.report import markdown
+from benchmarks.publish import PEERS, publish, sections
 from benchmarks.results import Failure, Goal, Results
 from benchmarks.rows import OURS, chosen
 
 PAGE = ROOT / "docs" / "performance.md"
-TITLES = {"bench-cpu": "On a CPU, against what was promised", "bench-peers": "On a CPU, beside other engines"}
-QUICK_CLIENTS = (1, 8)
+RUNS = "runs"
 
 
-def main(arguments: list[str]) -> int:
-    """Measure, print, and write page and JSON. Returns the exit status: 1 where nothing could be measured."""
-    given = _parsed(arguments)
-    began_s, machine = time.monotonic(), this_machine()
-    sections = {
-        which: chosen(given.only, goals_only=which == "bench-cpu", flags=machine.flags) for which in given.which
-    }
-    plan = Plan(
-        rows=max(sections.values(), key=len),
-        shapes=tuple(given.shapes),
-        clients=tuple(given.clients),
-        rounds=given.rounds,
-    )
-    if given.quick:
-        plan = replace(plan, shapes=plan.shapes[:1], clients=QUICK_CLIENTS, rounds=1)
-    places = Places(given.cache.expanduser().resolve())
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print, and write page and JSON of a run that is complete. Returns the exit status: 1 where nothing was
+    measured, or the page cannot be written."""
+    machine = this_machine()
+    given = asked(arguments, machine.flags)
+    results = given.kept or _measured(given, machine, arguments)
+    if not results.cells:
+        said = results.failures[0].said if results.failures else "there are no rates"
+        _say(f"nothing was measured, and nothing is written: {said}")
+        return 1
+    made = sections(results, given.which)
+    for section in made:
+        print(section.text)
+    try:
+        publish(made, PAGE, _say, write=given.write)
+    except (OSError, ValueError) as error:
+        _say(f"the docs are not written: {error}")
+        return 1
+    return 0
+
+
+def _measured(given: Asked, machine: Machine, arguments: Sequence[str]) -> Results:
+    """All of a run. It is kept in the cache, whether the docs take it or not."""
+    _say_what_is_lacking(given, machine)
+    began_s, plan, places = time.monotonic(), given.plan, Places(given.cache)
     driver = Driver(plan, places, _say)
     driver.prepare()
     pace = Pace(all_turns(plan))
@@ -58,46 +65,29 @@ def main(arguments: list[str]) -> int:
                 driver.measured.failures.append(Failure(shape, OURS, str(error)))
     results = Results(
         machine=machine,
-        date=f"{date.today():%Y-%m-%d}",
-        command=f"python -m benchmarks {' '.join(arguments)}",
+        date=f"{datetime.now():%Y-%m-%d}",
+        command=f"python -m benchmarks {shlex.join(arguments)}",
         minutes=(time.monotonic() - began_s) / 60,
         cells=driver.measured.cells,
         failures=tuple(driver.measured.failures),
         goals=tuple(others),
         versions=driver.measured.versions,
+        precisions=driver.measured.precisions,
     )
-    for which, rows in sections.items():
-        _publish(which, results.of({row.key for row in rows}), write=given.write)
-    return 0 if results.cells else 1
+    if results.cells:
+        kept = given.cache / RUNS / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
+        results.write(kept)
+        _say(f"kept in {kept}, which --from takes")
+    return results
 
 
-def _publish(which: str, results: Results, *, write: bool) -> None:
-    text = markdown(results, TITLES[which])
-    print(text)
-    if write:
-        write_section(PAGE, which, text)
-        results.write(PAGE.with_name(f"{which}.json"))
-
-
-def _parsed(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "which", nargs="+", choices=TITLES, help="the rows that goals speak of, all there are, or each from one run"
-    )
-    parser.add_argument("--only", nargs="+", metavar="ROW", help="keys of rows, as in benchmarks/rows.py")
-    parser.add_argument("--shapes", nargs="+", default=["135m", "0.5b"])
-    parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="the first shape, 1 and 8 clients, one round")
-    parser.add_argument("--no-goals", dest="goals", action="store_false", help="leave out prefill, prefix and load")
-    parser.add_argument("--no-write", dest="write", action="store_false", help="print, and leave the docs as they are")
-    parser.add_argument("--cache", type=Path, default=platformdirs.user_cache_path("ericllm") / "bench")
-    given = parser.parse_args(arguments)
-    try:
-        chosen(given.only, goals_only=False)
-    except ValueError as error:
-        parser.error(str(error))
-    return given
+def _say_what_is_lacking(given: Asked, machine: Machine) -> None:
+    """Before it takes most of an hour."""
+    plan = given.plan
+    rows = chosen(None, goals_only=PEERS not in given.which, flags=machine.flags)
+    lacks = lacking(Counter(all_turns(plan)), plan.shapes if given.goals else (), rows)
+    if lacks and given.write is None:
+        _say(f"this run will not be written into the docs, for it lacks {lacks}; --write publishes it all the same")
 
 
 def _say(text: str) -> None:

@@ -35,7 +35,7 @@ class Plan:
         the one that follows a slow one."""
         order = self.rows[:: -1 if round_ % 2 else 1]
         for clients in self.clients:
-            yield from ((clients, row) for row in order if not row.clients or clients in row.clients)
+            yield from ((clients, row) for row in order if row.runs_with([clients]))
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Measured:
     rates: dict[tuple[str, str, int], list[float]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
+    precisions: dict[str, str] = field(default_factory=dict)
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -109,7 +110,8 @@ class Driver:
         command = [str(self._places.python(row)), "-m", f"benchmarks.runners.{row.runner}", *given.arguments()]
         engine = EngineProcess(command, row.environment, self._places.log(shape, row.key))
         self._running[row.key] = engine
-        self.measured.versions[row.key] = engine.about
+        self.measured.versions[row.key] = engine.about.versions
+        self.measured.precisions[row.key] = engine.about.precision
         for clients in self._plan.clients:
             engine.do(work_of(clients, -1, output_tokens=_WARM_UP_TOKENS))
         return engine

@@ -13,7 +13,7 @@ from typing import IO, Any
 import psutil
 
 from benchmarks.places import ROOT, environment
-from benchmarks.protocol import Done, Work
+from benchmarks.protocol import About, Done, Work
 
 START_TIMEOUT_S = 300.0
 WORK_TIMEOUT_S = 900.0
@@ -41,7 +41,7 @@ class EngineProcess:
             start_new_session=True,
         )
         try:
-            self.about: dict[str, str] = self._answer(START_TIMEOUT_S)["about"]
+            self.about = About(**self._answer(START_TIMEOUT_S)["about"])
         except EngineFailed:
             self.close()
             raise

@@ -1,7 +1,8 @@
 """What the driver and an engine's runner say to each other: one JSON object a line. Needs the standard library alone.
 
-A runner says what it is ({"about": ...}) once it is ready, or why it cannot run ({"error": ...}); then it answers each
-work ({"clients": 8, "output_tokens": 128, "prompts": [[ids], ...]}) with {"tokens": 1024, "seconds": 3.2}.
+A runner says what it is ({"about": {"precision": "bf16", "versions": {"torch": "2.13"}}}) once it is ready, or why it
+cannot run ({"error": ...}); then it answers each work ({"clients": 8, "output_tokens": 128, "prompts": [[ids], ...]})
+with {"tokens": 1024, "seconds": 3.2}.
 """
 
 from __future__ import annotations
@@ -87,7 +88,24 @@ class Given:
 Generate = Callable[[Work], int]
 """Does the work and returns the number of tokens that were generated."""
 
-Loaded = Callable[[Given], AbstractContextManager[Generate]]
+
+@dataclass(frozen=True)
+class Ready:
+    """An engine with its model. precision: of the numbers that its linear layers multiply: "bf16", "f32" or "int8"."""
+
+    generate: Generate
+    precision: str
+
+
+@dataclass(frozen=True)
+class About:
+    """What runs: its precision as `Ready` has it, and the versions of its packages."""
+
+    precision: str
+    versions: dict[str, str]
+
+
+Loaded = Callable[[Given], AbstractContextManager[Ready]]
 """Loads the model, and lets go of it in the end."""
 
 
@@ -98,12 +116,13 @@ def serve(loaded: Loaded, packages: Sequence[str] = ()) -> None:
     """
     answers = _take_stdout()
     try:
-        with loaded(Given.from_arguments(sys.argv[1:])) as generate:
-            _say(answers, {"about": {package: version(package) for package in packages}})
+        with loaded(Given.from_arguments(sys.argv[1:])) as ready:
+            about = About(ready.precision, {package: version(package) for package in packages})
+            _say(answers, {"about": asdict(about)})
             for line in sys.stdin:
                 work = Work.from_line(line)
                 began = time.perf_counter()
-                tokens = generate(work)
+                tokens = ready.generate(work)
                 _say(answers, asdict(Done(tokens, time.perf_counter() - began)))
     except Exception as error:
         _say(answers, {"error": f"{type(error).__name__}: {error}"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from benchmarks.results import Cell, Goal, Results, Spread
 from benchmarks.rows import OURS, RATIOS, ROWS, Ratio, Row
@@ -10,27 +10,58 @@ from benchmarks.rows import OURS, RATIOS, ROWS, Ratio, Row
 TIE = 0.1
 """Rates that differ by less are the same on a machine that others use too."""
 
+NOTES = "#where-it-loses-and-what-is-being-done"
+"""The section of the page that says of missed goals why, kept by hand."""
+
+_MARK = "†"
+_ALL = frozenset(row.key for row in ROWS)
+
 
 def markdown(results: Results, title: str) -> str:
-    """The whole section."""
-    shapes = list(dict.fromkeys([cell.shape for cell in results.cells] + [f.shape for f in results.failures]))
+    """A section of its own: how it was measured, rates, ratios, goals, and what is missed."""
     clients = sorted({cell.clients for cell in results.cells})
     parts = [f"## {title}", _introduction(results)]
-    for shape in shapes:
-        parts += [f"### {shape}", rates_table(results, shape, clients), ratios_table(results, shape, clients)]
+    for shape in _shapes(results):
+        parts += [f"### {shape}", rates_table(results, shape, clients), precisions(results, shape)]
+        parts += [ratios_table(results, shape, clients)]
         parts += [goals_table([goal for goal in results.goals if goal.shape == shape])]
     parts += [slower(results), behind(results), failures(results), _versions(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def beside(results: Results, rows: Collection[str], title: str, told: str) -> str:
+    """A section of those rows alone, whose run's other rows stand under another title, `told`."""
+    own = results.of(rows)
+    clients = sorted({cell.clients for cell in own.cells})
+    where = f"[{told}](#{told.lower().replace(',', '').replace(' ', '-')})"
+    parts = [f"## {title}", f"Rows that no goal speaks of, of this run: {_run(results)}\n\nHow: as under {where}."]
+    for shape in _shapes(own):
+        parts += [f"### {shape}", rates_table(own, shape, clients), precisions(own, shape)]
+    parts += [slower(results, rows), failures(own), _versions(own)]
     return "\n\n".join(part for part in parts if part)
 
 
 def rates_table(results: Results, shape: str, clients: Sequence[int]) -> str:
     """Generated tokens per second: median (least to most)."""
     lines = [
-        [row.engine, row.weights, *(_rate(results, shape, row, count) for count in clients)]
+        [row.engine, _weights(results, row), *(_rate(results, shape, row, count) for count in clients)]
         for row in ROWS
         if results.failure(shape, row.key) or any(results.cell(shape, row.key, count) for count in clients)
     ]
     return _table(["generated tok/s", "weights", *(f"c={count}" for count in clients)], lines)
+
+
+def precisions(results: Results, shape: str) -> str:
+    """Which rows of a shape compute in another precision than they are named by; "" where none."""
+    shown = {cell.row for cell in results.cells if cell.shape == shape}
+    lines = []
+    for row in ROWS:
+        if row.key in shown and _differs(results, row):
+            kept = (
+                f", from weights kept as {row.convert}" if row.convert.lower() not in ("", row.weights.lower()) else ""
+            )
+            lines.append(f"{row.engine}, {row.weights}, in {results.precisions[row.key]}{kept}")
+    return f"{_MARK} Computed in another precision than the row is named by: {'; '.join(lines)}." if lines else ""
 
 
 def ratios_table(results: Results, shape: str, clients: Sequence[int]) -> str:
@@ -52,10 +83,11 @@ def goals_table(goals: Iterable[Goal]) -> str:
     return _table(["other goals", "measured", "goal"], lines) if lines else ""
 
 
-def slower(results: Results) -> str:
-    """Where another engine is faster, by more than a tie, than this one at its best with weights of as many bits or
-    more; "" where none was measured."""
-    others = [(row, cell) for row in ROWS for cell in results.cells if cell.row == row.key and row.runner != OURS]
+def slower(results: Results, among: Collection[str] = _ALL) -> str:
+    """Where another engine, `among` those rows, is faster by more than a tie than this one at its best with weights of
+    as many bits or more; "" where none was measured."""
+    rows = [row for row in ROWS if row.key in among and row.runner != OURS]
+    others = [(row, cell) for row in rows for cell in results.cells if cell.row == row.key]
     lines = []
     for row, cell in others:
         ours = _best_of_ours(results, cell, row.bits)
@@ -95,13 +127,15 @@ def behind(results: Results) -> str:
         for goal in results.goals
         if not goal.met
     ]
-    return "Goals that are missed:\n\n" + "\n".join(missed) if missed else ""
+    return f"Goals that are missed ([why, and what is being done]({NOTES})):\n\n" + "\n".join(missed) if missed else ""
 
 
 def failures(results: Results) -> str:
     """What engines said that have no numbers."""
     named = {row.key: f"{row.engine}, {row.weights}" for row in ROWS}
-    lines = [f"* {failure.shape}, {named[failure.row]}: {failure.said}" for failure in results.failures]
+    lines = [
+        f"* {failure.shape}, {named.get(failure.row, failure.row)}: {failure.said}" for failure in results.failures
+    ]
     return "Not measured:\n\n" + "\n".join(lines) if lines else ""
 
 
@@ -115,12 +149,27 @@ def ratio_of(results: Results, ratio: Ratio, shape: str, clients: int) -> float 
 def _introduction(results: Results) -> str:
     rounds = max((len(cell.rates) for cell in results.cells), default=0)
     return (
-        f"{results.machine.line}; {results.date}; `{results.command}`, {results.minutes:.0f} min.\n\nClosed loop, c "
-        f"clients, c requests a round, about 128 prompt tokens in (the same ids for all) and exactly 128 out, greedy; "
-        f"synthetic Llama shapes in bfloat16. Median of {rounds} interleaved rounds (least to most); "
-        f"{results.machine.cores} threads each, and only one engine's processes run at a time. Differences under "
-        f"{TIE:.0%} are ties."
+        f"{_run(results)}\n\nClosed loop, c clients, c requests a round, about 128 prompt tokens in (the same ids "
+        f"for all) and exactly 128 out, greedy; synthetic Llama shapes in bfloat16. Median of {rounds} interleaved "
+        f"rounds (least to most); {results.machine.cores} threads each, and only one engine's processes run at a time. "
+        f"Differences under {TIE:.0%} are ties."
     )
+
+
+def _run(results: Results) -> str:
+    return f"{results.machine.line}; {results.date}; `{results.command}`, {results.minutes:.0f} min."
+
+
+def _shapes(results: Results) -> list[str]:
+    return list(dict.fromkeys([cell.shape for cell in results.cells] + [f.shape for f in results.failures]))
+
+
+def _weights(results: Results, row: Row) -> str:
+    return f"{row.weights} {_MARK}" if _differs(results, row) else row.weights
+
+
+def _differs(results: Results, row: Row) -> bool:
+    return results.precisions.get(row.key, row.precision) != row.precision
 
 
 def _rate(results: Results, shape: str, row: Row, clients: int) -> str:

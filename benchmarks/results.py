@@ -62,7 +62,10 @@ class Goal(msgspec.Struct, frozen=True):
 
 
 class Results(msgspec.Struct, frozen=True):
-    """One run of the benchmark. versions: of the packages that ran, by row."""
+    """One run of the benchmark. versions: of the packages that ran, by row.
+
+    precisions: what each row's linear layers multiplied ("bf16", "f32", "int8"), by row.
+    """
 
     machine: Machine
     date: str
@@ -72,6 +75,7 @@ class Results(msgspec.Struct, frozen=True):
     failures: tuple[Failure, ...] = ()
     goals: tuple[Goal, ...] = ()
     versions: dict[str, dict[str, str]] = {}
+    precisions: dict[str, str] = {}
 
     def cell(self, shape: str, row: str, clients: int) -> Cell | None:
         """None where there are no numbers."""
@@ -88,8 +92,15 @@ class Results(msgspec.Struct, frozen=True):
             cells=tuple(cell for cell in self.cells if cell.row in rows),
             failures=tuple(failure for failure in self.failures if failure.row in rows),
             versions={row: versions for row, versions in self.versions.items() if row in rows},
+            precisions={row: precision for row, precision in self.precisions.items() if row in rows},
         )
 
     def write(self, path: Path) -> None:
         """As JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+
+def read_results(path: Path) -> Results:
+    """Those of a file. Raises OSError, and msgspec.DecodeError for what holds none."""
+    return msgspec.json.decode(path.read_bytes(), type=Results)

@@ -41,6 +41,15 @@ class Row:
         return {"bf16": 16, "int8": 8, "Q8_0": 8, "int4": 4, "Q4_0": 4}[self.weights]
 
     @property
+    def precision(self) -> str:
+        """What its linear layers multiply, going by its name: weights of fewer bits meet rows that are rounded to 8."""
+        return "bf16" if self.bits == 16 else "int8"
+
+    def runs_with(self, clients: Sequence[int]) -> tuple[int, ...]:
+        """Those of some numbers of clients that it is measured with."""
+        return tuple(count for count in clients if not self.clients or count in self.clients)
+
+    @property
     def packages(self) -> str:
         """The name of what its venv installs."""
         return self.venv.partition("+")[0]
@@ -56,8 +65,8 @@ ROWS = (
     Row("ours-torch", "EricLLM Console, no compiler", "bf16", environment={"ERICLLM_NATIVE": "0"}, goal=True),
     Row("ours-int8", "EricLLM Console, in process", "int8", mode="int8", goal=True),
     Row("ours-int4", "EricLLM Console, in process", "int4", mode="int4", goal=True),
-    Row("openvino", "OpenVINO GenAI", "bf16", "openvino", "openvino", "bf16", "fp16", goal=True),
-    Row("openvino-int8", "OpenVINO GenAI", "int8", "openvino", "openvino", "bf16", "int8"),
+    Row("openvino", "OpenVINO GenAI", "bf16", "openvino", "openvino", "fp16", "fp16", goal=True),
+    Row("openvino-int8", "OpenVINO GenAI", "int8", "openvino", "openvino", "int8", "int8"),
     Row(
         "continuous",
         "transformers, continuous batching",

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 
 import ctranslate2
 
-from benchmarks.protocol import Generate, Given, Work, serve
+from benchmarks.precisions import of_compute_type
+from benchmarks.protocol import Given, Ready, Work, serve
 
 
 @contextmanager
-def loaded(given: Given) -> Iterator[Generate]:
+def loaded(given: Given) -> Iterator[Ready]:
     """Load the model."""
     words: list[str] = json.loads((given.model / "vocabulary.json").read_text(encoding="utf-8"))
     generator = ctranslate2.Generator(
@@ -32,7 +33,7 @@ def loaded(given: Given) -> Iterator[Generate]:
             tokens += sum(len(answer.sequences_ids[0]) for answer in answers)
         return tokens
 
-    yield generate
+    yield Ready(generate, of_compute_type(generator.compute_type))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""llama.cpp through llama-cpp-python's low-level calls: one batch a step with all sequences, as its server does.
+"""llama.cpp through llama-cpp-python's low-level calls: one batch a step with all sequences, as llama.cpp's own server
+makes it. The package has no such server: its own (`llama_cpp.server`) keeps each request behind a lock and decodes one
+at a time.
 
 `mode` "plain" leaves weights in the layout of their file.
 """
@@ -13,7 +15,7 @@ from typing import Any
 import llama_cpp
 import numpy
 
-from benchmarks.protocol import Generate, Given, Work, serve
+from benchmarks.protocol import Given, Ready, Work, serve
 
 _STEP_TOKENS = 2048
 
@@ -50,6 +52,12 @@ class _Model:
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch: Any = llama_cpp.llama_batch_init(_STEP_TOKENS, 0, 1)
 
+    @property
+    def precision(self) -> str:
+        """What its linear layers multiply: bfloat16, or weights of fewer bits with rows that are rounded to 8."""
+        kept = llama_cpp.llama_model_ftype(self._model)
+        return "bf16" if kept == llama_cpp.LLAMA_FTYPE_MOSTLY_BF16 else "int8"
+
     def step(self, running: Sequence[_Sequence]) -> None:
         """Each sequence gets one more token, but those whose prompts the batch has no room for."""
         batch, ends = self._batch, []
@@ -84,7 +92,7 @@ class _Model:
 
 
 @contextmanager
-def loaded(given: Given) -> Iterator[Generate]:
+def loaded(given: Given) -> Iterator[Ready]:
     """Load the model."""
     model = _Model(given)
 
@@ -104,7 +112,7 @@ def loaded(given: Given) -> Iterator[Generate]:
                 tokens += sequence.generated
         return tokens
 
-    yield generate
+    yield Ready(generate, model.precision)
     model.close()
 
 

@@ -1,23 +1,26 @@
 """OpenVINO GenAI's ContinuousBatchingPipeline. The model is OpenVINO's own format; arithmetic is in bfloat16 where the
-CPU has that, else in float32, as by its default: asked for bfloat16 there, it refuses to run."""
+CPU has that, else in float32, as by its default: asked for bfloat16 there, it refuses to run. `mode` is the kind of its
+weights: "int8", or "fp16", which are computed with in either."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy
 import openvino
 import openvino_genai
 
-from benchmarks.protocol import Generate, Given, Work, serve
+from benchmarks.precisions import of_openvino
+from benchmarks.protocol import Given, Ready, Work, serve
 
 _CACHE_GB = 2
 _STEP_TOKENS = 2048  # a third more at 32 clients than its default of 256
 
 
 @contextmanager
-def loaded(given: Given) -> Iterator[Generate]:
+def loaded(given: Given) -> Iterator[Ready]:
     """Load the model."""
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = _CACHE_GB
@@ -25,8 +28,8 @@ def loaded(given: Given) -> Iterator[Generate]:
     scheduler.max_num_batched_tokens = _STEP_TOKENS
     scheduler.enable_prefix_caching = False
     native = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    precision = given.mode if given.mode.upper() in native else "f32"
-    properties = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": given.threads}
+    inference = "bf16" if "BF16" in native else "f32"
+    properties = {"INFERENCE_PRECISION_HINT": inference, "INFERENCE_NUM_THREADS": given.threads}
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(given.model), scheduler, "CPU", properties)
 
     def generate(work: Work) -> int:
@@ -49,7 +52,7 @@ def loaded(given: Given) -> Iterator[Generate]:
             running = [handle for handle in running if handle.get_status() == openvino_genai.GenerationStatus.RUNNING]
         return tokens
 
-    yield generate
+    yield Ready(generate, of_openvino(given.mode, inference, Path("/proc/cpuinfo").read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

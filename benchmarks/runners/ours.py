@@ -11,9 +11,11 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.protocol import Generate, Given, Work, serve
+from benchmarks.precisions import of_linear_layers
+from benchmarks.protocol import Given, Ready, Work, serve
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
+from engine.backends.base import LoadedModel
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
 
@@ -25,36 +27,41 @@ Do = Callable[[Work], Coroutine[Any, Any, int]]
 
 
 @contextmanager
-def loaded(given: Given) -> Iterator[Generate]:
+def loaded(given: Given) -> Iterator[Ready]:
     """Load the model, and serve it where HTTP is asked for."""
     ways = set(given.mode.split("+")) - {""}
     with asyncio.Runner() as runner:
         weights = next(iter(ways - {"http", "deterministic"}), "")
-        engine = runner.run(load(given, weights=weights, deterministic="deterministic" in ways))
+        engine, model = runner.run(started(given, weights=weights, deterministic="deterministic" in ways))
         api = ApiServer(engine, ApiSettings(port=0))
         if "http" in ways:
             runner.run(api.start())
             do = over_http(api)
         else:
             do = in_process(engine)
-        yield lambda work: runner.run(do(work))
+        yield Ready(lambda work: runner.run(do(work)), of_linear_layers(model.linear, model.dtype))
         runner.run(api.stop(drain_s=0))
         runner.run(engine.close(drain_s=0))
 
 
-async def load(given: Given, *, weights: str = "", deterministic: bool = False) -> Engine:
-    """An engine with the model in it. hang_s: the driver stops processes between their turns."""
+async def load(given: Given) -> Engine:
+    """An engine with the model in it."""
+    return (await started(given))[0]
+
+
+async def started(given: Given, *, weights: str = "", deterministic: bool = False) -> tuple[Engine, LoadedModel]:
+    """An engine, and what loading the model ended with. hang_s: the driver stops processes between their turns."""
     engine = Engine(EngineConfig(max_prompts=given.clients, max_queue=10_000, hang_s=0))
     await engine.start()
     more: dict[str, Any] = {"weights": weights} if weights else {}
     more |= {"deterministic": True} if deterministic else {}
     tokens = given.clients * given.max_tokens
-    await engine.load(
+    model = await engine.load(
         ModelSpec(
             path=given.model, name="model", kv_cache_tokens=tokens, max_model_len=4096, threads=given.threads, **more
         )
     )
-    return engine
+    return engine, model
 
 
 def in_process(engine: Engine) -> Do:

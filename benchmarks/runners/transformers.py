@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from benchmarks.protocol import Generate, Given, Work, serve
+from benchmarks.precisions import of_dtype
+from benchmarks.protocol import Generate, Given, Ready, Work, serve
 
 _PAGE_TOKENS = 256
 _NO_TOKEN = -1
@@ -17,12 +18,13 @@ _PAD = 0
 
 
 @contextmanager
-def loaded(given: Given) -> Iterator[Generate]:
+def loaded(given: Given) -> Iterator[Ready]:
     """Load the model in bfloat16."""
     torch.set_num_threads(given.threads)
     model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.eval()
-    yield _continuous(model, given) if given.mode == "continuous" else _static(model)
+    generate = _continuous(model, given) if given.mode == "continuous" else _static(model)
+    yield Ready(generate, of_dtype(str(model.dtype)))
 
 
 def _static(model: Any) -> Generate:

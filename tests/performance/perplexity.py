@@ -1,10 +1,11 @@
-"""What fewer bits cost, for keys and values or, with --weights, for weights.
-`python -m tests.performance.perplexity [--weights] [--conversations N] [--dtype D]`
+"""What fewer bits cost, for keys and values or, with --weights or --exl2, for weights.
+`python -m tests.performance.perplexity [--weights | --exl2 BITS ...] [--conversations N] [--dtype D]`
 
 The demo model answers conversations that no training saw. Each answer token is fed by itself over the pages, as when
 answers are generated; printed are the answers' perplexity, the mean KL divergence of the next token to that of 16 bits,
 how often the likeliest token is another one, and what a token's keys and values or the weights take. Of quantised
-weights it also says what they cost alone, with rows that are not rounded to 8 bits.
+weights it also says what they cost alone, with rows that are not rounded to 8 bits. --exl2 makes an EXL2
+folder for each of these bits per weight, as `ericllm quantize` does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
@@ -24,6 +27,7 @@ from torch import Tensor
 from engine.backends.torch import runner as runners
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.linear import Linear, LinearFactory, PlainLinear
+from engine.backends.torch.quant.quantize import quantize_folder
 from engine.backends.torch.quantised_size import Bits
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.shared_weights import OwnWeights, WeightStore
@@ -53,10 +57,17 @@ def held_out(count: int, longest: int) -> list[Example]:
 
 
 def load(
-    dtype: DtypeName, examples: Sequence[Example], *, bits: CacheBits = 16, weights: WeightsName = "auto"
+    dtype: DtypeName,
+    examples: Sequence[Example],
+    *,
+    bits: CacheBits = 16,
+    weights: WeightsName = "auto",
+    folder: Path | None = None,
 ) -> ModelRunner:
-    """The demo model with pages for all of `examples`."""
-    spec = ModelSpec(path=model_path(), name="demo", dtype=dtype, device="cpu", cache_bits=bits, weights=weights)
+    """The demo model, or what was made of it in `folder`, with pages for all of `examples`."""
+    spec = ModelSpec(
+        path=folder or model_path(), name="demo", dtype=dtype, device="cpu", cache_bits=bits, weights=weights
+    )
     runner = ModelRunner.load(spec.path, spec, report=lambda progress: None, cancelled=lambda: False)
     return with_pages(runner, examples)
 
@@ -136,14 +147,34 @@ def compared(
         )
 
 
+def compared_exl2(dtype: DtypeName, examples: Sequence[Example], widths: Sequence[float]) -> None:
+    """Print a line for the demo model, and one for an EXL2 folder of each of some bits per weight."""
+    with TemporaryDirectory() as folder:
+        ways = {"as it is": partial(load, dtype, examples)}
+        for width in widths:
+            target = Path(folder, f"{width:g}")
+            quantize_folder(model_path(), target, bits=width)
+            ways[f"{width:g} bits"] = partial(load, dtype, examples, folder=target)
+        compared(ways, examples, weights_size)
+
+
+def weights_size(runner: ModelRunner) -> str:
+    """What its weights take."""
+    return f"{runner.weights_bytes / 2**20:.1f} MiB of weights"
+
+
 def main() -> None:
     """Print one line for each number of bits, or for each kind of weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", action="store_true")
+    made = parser.add_mutually_exclusive_group()
+    made.add_argument("--weights", action="store_true")
+    made.add_argument("--exl2", nargs="+", type=float, metavar="BITS")
     parser.add_argument("--conversations", type=int, default=160)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     given = parser.parse_args()
     examples, dtype = held_out(given.conversations, 512), given.dtype
+    if given.exl2:
+        return compared_exl2(dtype, examples, given.exl2)
     if not given.weights:
         by_bits = {f"{bits:>2} bits": partial(load, dtype, examples, bits=bits) for bits in BITS}
         return compared(by_bits, examples, lambda runner: f"{runner.kv_bytes_per_token()} bytes per token")
@@ -154,7 +185,7 @@ def main() -> None:
 
     ways = {name: partial(load, dtype, examples, weights=name) for name in ("auto", *WEIGHTS)}
     alone = {f"{name}, rows as they are": partial(with_rows, name) for name in WEIGHTS}
-    return compared(ways | alone, examples, lambda runner: f"{runner.weights_bytes / 2**20:.1f} MiB of weights")
+    return compared(ways | alone, examples, weights_size)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ Start = Callable[..., EngineProcess]
 
 RUNNER = """
 from contextlib import contextmanager
-from benchmarks.protocol import serve
+from benchmarks.protocol import Ready, serve
 
 @contextmanager
 def loaded(given):
@@ -31,7 +31,7 @@ def loaded(given):
         if given.mode == "dies":
             raise SystemExit(3)
         return len(work.prompts) * work.output_tokens - (given.mode == "short")
-    yield generate
+    yield Ready(generate, "bf16")
 
 serve(loaded, ["msgspec"])
 """
@@ -55,7 +55,7 @@ def started(tmp_path: Path) -> Iterator[Start]:
 
 def test_an_engine_says_what_it_is_and_works_until_it_is_closed(started: Start, tmp_path: Path) -> None:
     engine = started()
-    assert list(engine.about) == ["msgspec"]
+    assert (engine.about.precision, list(engine.about.versions)) == ("bf16", ["msgspec"])
     for round_ in range(2):
         done = engine.do(work_of(2, round_))
         assert (done.tokens, done.seconds > 0) == (256, True)
