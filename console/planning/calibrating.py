@@ -2,8 +2,8 @@
 
 Steps are measured in a worker that has the machine to itself. In an engine, what it tells wakes another process on the
 same cores, and a request waits for that process to get one. How long, depends on the machine and on who else is there,
-so it is measured in the same minutes as the steps: by answers with a request in the middle of each, and by as many
-answers as there are places. None of these is a load that the simulator is judged by.
+so it is measured in the same minutes as the steps: by some answers with requests in their midst, and by twice as many
+answers as there are places, all asked for at once. None of these is a load that the simulator is judged by.
 
 No probe waits for an idle machine: cores that sleep wake up so slowly that a first token takes half as long again, and
 under load they do not sleep.
@@ -25,19 +25,21 @@ from engine.simulation.least_squares import solve
 from engine.simulation.simulation import simulate
 
 _STREAMS, _STREAM_EVERY_S = 12, 0.25
+_AMID = 3
 _SINGLES, _SINGLE_EVERY_S, _LATER_EACH_S = 3, 0.03, 1.2e-4
-"""Within an answer; each a little later in its step than the one before, or all would wait equally long for its end."""
+"""Amid so many answers; each a little later in a step than the one before, or all would wait equally long for it."""
 _CROWDS = 3
 _PROMPT_TOKENS = 96
 _ANSWER_TOKENS = 96
+_ITERATIONS = 2
 _NUDGES_S = (1e-3, 3e-4, 3e-5)
-"""What each cost is made larger by to see what that does: about as large as they are, since the simulator is not quite
-linear in them: messages come at another moment of a step when they cost more."""
+"""What each cost is made larger by to see what that does: about as large as they are, as with less it would matter at
+which moments of a step requests happen to come."""
 
 
 class Probes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds. first_s: to the first token of a request in the middle of an answer.  token_s: from one token of that
-    answer to the next.  crowd_s: until all of as many answers as there are places have ended, sent at once."""
+    """Seconds. first_s: to the first token of a request amid answers.  token_s: from one token of those answers to the
+    next.  crowd_s: until all of twice as many answers as there are places have ended, sent at once."""
 
     first_s: float
     token_s: float
@@ -68,17 +70,27 @@ def probe_simulated(cluster: Cluster) -> Probes:
 
 def calibrated(cluster: Cluster, real: Sequence[Probes]) -> Cluster:
     """The cluster with the times of its loop that tell these probes best: until a request or a message gets through,
-    and what a message and what is in it cost. The rest of its costs stay as they are."""
-    bare = _with(cluster, 0.0, 0.0, 0.0)
-    nudged = [_with(cluster, *(_NUDGES_S[place] * (place == each) for place in range(3))) for each in range(3)]
-    told, moved = probe_simulated(bare).values, [probe_simulated(each).values for each in nudged]
-    found = [median(values) for values in zip(*(each.values for each in real), strict=True)]
-    rows = [
-        [(values[place] - told[place]) / nudge_s for values, nudge_s in zip(moved, _NUDGES_S, strict=True)]
-        for place in range(3)
-    ]
-    missing = [took - said for took, said in zip(found, told, strict=True)]
-    return _with(cluster, *solve(rows, missing, [1 / took**2 for took in found]))
+    and what a message and what is in it cost. The rest of its costs stay as they are. The simulator is not quite linear
+    in them, so they are found by Gauss and Newton's method, and the first, passed there and back, once more by itself."""
+    took = [median(values) for values in zip(*(each.values for each in real), strict=True)]
+    found = [0.0] * len(took)
+    for _ in range(_ITERATIONS):
+        told = probe_simulated(_with(cluster, *found)).values
+        moved = [probe_simulated(_with(cluster, *_nudged(found, place))).values for place in range(len(found))]
+        rows = [
+            [(values[probe] - told[probe]) / nudge_s for values, nudge_s in zip(moved, _NUDGES_S, strict=True)]
+            for probe in range(len(took))
+        ]
+        reached = [sum(slope * cost for slope, cost in zip(row, found, strict=True)) for row in rows]
+        missing = [real_s - said_s + at_s for real_s, said_s, at_s in zip(took, told, reached, strict=True)]
+        found = solve(rows, missing, [1 / seconds**2 for seconds in took])
+    for _ in range(_ITERATIONS):
+        found[0] = max(0.0, found[0] + (took[0] - probe_simulated(_with(cluster, *found)).first_s) / 2)
+    return _with(cluster, *found)
+
+
+def _nudged(costs: Sequence[float], place: int) -> list[float]:
+    return [cost + _NUDGES_S[place] * (number == place) for number, cost in enumerate(costs)]
 
 
 def _with(cluster: Cluster, hop_s: float, message_s: float, output_s: float) -> Cluster:
@@ -101,11 +113,11 @@ def _middle(values: Iterable[float]) -> float:
 
 
 def _streams() -> list[Ask]:
-    """Answers one after the other, and in each of them other requests, of one token."""
+    """Some answers at once, time and again, and amid each lot other requests, of one token."""
     asks = []
     for number in range(_STREAMS):
         at_s = number * _STREAM_EVERY_S
-        asks.append(_ask(at_s, _ANSWER_TOKENS))
+        asks += [_ask(at_s, _ANSWER_TOKENS) for _ in range(_AMID)]
         for single in range(_SINGLES):
             later_s = (number * _SINGLES + single) * _LATER_EACH_S
             asks.append(_ask(at_s + (single + 1) * _SINGLE_EVERY_S + later_s, 1))
@@ -113,7 +125,8 @@ def _streams() -> list[Ask]:
 
 
 def _crowd(places: int) -> list[Ask]:
-    return [_ask(0.0, _ANSWER_TOKENS) for _ in range(places)]
+    """Those of the second half begin as others end, each at another time."""
+    return [_ask(0.0, _ANSWER_TOKENS // 3 * (1 + number % 3)) for number in range(2 * places)]
 
 
 def _ask(at_s: float, output_tokens: int) -> Ask:

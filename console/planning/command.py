@@ -158,6 +158,7 @@ def _cluster(given: argparse.Namespace, measured: MeasuredModel) -> Cluster:
     }
     return Cluster(
         costs=measured.costs.slower(1 / given.speed),
+        course=measured.fit.course,
         kv_tokens=given.kv_tokens or measured.kv_tokens,
         max_model_len=measured.max_model_len,
         step_tokens=given.step_tokens or measured.step_tokens,

@@ -90,9 +90,10 @@ class _Measured:
 
     def cluster(self) -> Cluster:
         """As it was then. The fit sets outliers apart, which slow a run all the same, so their seconds count in."""
-        costs = fit_steps(self.steps).costs
-        told_s = sum(costs.seconds(sample.shape) for sample in self.steps)
-        return calibrated(_cluster(costs.slower(sum(sample.seconds for sample in self.steps) / told_s)), self.probes)
+        fit = fit_steps(self.steps)
+        told_s = sum(fit.costs.seconds(sample.shape) for sample in self.steps)
+        costs = fit.costs.slower(sum(sample.seconds for sample in self.steps) / told_s)
+        return calibrated(_cluster(costs, fit.course), self.probes)
 
 
 async def _measured(engine: Engine, plan: Plan, worker: MeasuredWorker, seconds: float, seed: int) -> _Measured:
@@ -130,9 +131,10 @@ async def _busy_s(engine: Engine) -> float:
     return engine.snapshot().insight.session.busy_s
 
 
-def _cluster(costs: StepCosts) -> Cluster:
+def _cluster(costs: StepCosts, course: tuple[float, ...]) -> Cluster:
     return Cluster(
         costs=costs,
+        course=course,
         max_prompts=MAX_PROMPTS,
         kv_tokens=MAX_PROMPTS * CONTEXT_TOKENS,
         max_model_len=2 * CONTEXT_TOKENS,

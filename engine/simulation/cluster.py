@@ -38,9 +38,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """N workers of the same kind, numbered, so many to a node. The other names are those of EngineConfig.
 
     kv_tokens: what the KV pages of one worker hold.  hop_s: from the engine's loop to a worker or back.
+    course: how the speed of a worker goes up and down, see engine.simulation.course; empty where it stays the same.
     """
 
     costs: StepCosts
+    course: tuple[float, ...] = ()
     workers: int = 1
     workers_per_node: int = 1
     kv_tokens: int = 65_536
@@ -72,6 +74,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, param)
             if not low <= value <= high:
                 raise InvalidRequest(f"{param} is {value:g}; it must be between {low:g} and {high:g}", param=param)
+        if not all(0 < factor < 1000 for factor in self.course):
+            raise InvalidRequest("each factor of the course must be above 0 and below 1000", param="course")
         for name, cost in msgspec.structs.asdict(self.front).items():
             if not 0 <= cost <= 60:
                 raise InvalidRequest(f"{name} of the front door is {cost:g}; it must be between 0 and 60", param=name)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from engine.errors import InvalidRequest
+from engine.simulation.course import measured_course
 from engine.simulation.least_squares import solve_robustly
 from engine.simulation.step_costs import StepCosts, StepFit, StepSample
 
@@ -44,4 +45,5 @@ def _judged(costs: StepCosts, samples: Sequence[StepSample], trust: Sequence[flo
         error_p95=errors[int(0.95 * (len(errors) - 1))],
         bias=sum(took) / sum(told) - 1,
         explained=1 - missed / spread if spread else 1.0,
+        course=measured_course(costs, samples),
     )

@@ -53,15 +53,18 @@ def _pages_needed(scheduler: Scheduler, steps: int) -> int:
 
 
 class Pace:
-    """How long such steps take: each answer attends to a token more in every step, so step i takes first + i * more."""
+    """How long such steps take: each answer attends to a token more in every step, so step i takes first + i * more.
+
+    slower: what prices are multiplied by.
+    """
 
     __slots__ = ("first_s", "more_s")
 
-    def __init__(self, scheduler: Scheduler, costs: StepCosts) -> None:
+    def __init__(self, scheduler: Scheduler, costs: StepCosts, slower: float = 1.0) -> None:
         running = scheduler.running
         context = sum(sequence.known for sequence in running)
-        self.first_s = costs.seconds(StepShape(decodes=len(running), context_tokens=context))
-        self.more_s = len(running) * costs.context_token_s
+        self.first_s = slower * costs.seconds(StepShape(decodes=len(running), context_tokens=context))
+        self.more_s = slower * len(running) * costs.context_token_s
 
     def seconds(self, steps: int) -> float:
         """What so many steps take."""

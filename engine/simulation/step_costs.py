@@ -124,7 +124,8 @@ class StepFit(msgspec.Struct, frozen=True, kw_only=True):
 
     error_median, error_p95: how far a step is from what the prices say, as a share of it.  bias: seconds of all steps
     together against what the prices say, as a share.  explained: the share of the steps' variance (R squared) that
-    they explain.  outliers: steps so far off that they counted little.
+    they explain.  outliers: steps so far off that they counted little.  course: how the speed of the machine
+    went meanwhile, see engine.simulation.course; empty where that was not kept.
     """
 
     costs: StepCosts
@@ -134,6 +135,7 @@ class StepFit(msgspec.Struct, frozen=True, kw_only=True):
     error_p95: float
     bias: float
     explained: float
+    course: tuple[float, ...] = ()
 
 
 class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from engine.backends.torch.pages import PagePool
 from engine.backends.torch.scheduler import Scheduler
 from engine.backends.torch.sequences import Plan, Sequence
 from engine.simulation.cluster import Cluster
+from engine.simulation.course import Course
 from engine.simulation.leap import Pace, advance, steps_ahead
 from engine.simulation.step_costs import StepShape
 from engine.worker.outbox import CROWD, HELD_S, MESSAGES_PER_S, Outbox
@@ -65,6 +66,7 @@ class SimulatedWorker:
             max_model_len=cluster.max_model_len,
         )
         self._costs = cluster.costs
+        self._course = Course(cluster.course, worker_id)
         self._outbox = Outbox()
         self._jobs: dict[str, _Job] = {}
         self._inbox: list[BackendRequest] = []
@@ -114,14 +116,17 @@ class SimulatedWorker:
         self._obey()
         if not self._jobs:
             return None
+        slower = self._course.slower(now)
+        pace = Pace(self.scheduler, self._costs, slower)
         steps = 0 if stolen_s else steps_ahead(self.scheduler, (job.left for job in self._jobs.values()))
+        if steps > 1 and (left_s := self._course.left_s(now)) < math.inf:
+            steps = min(steps, pace.steps_within(left_s))
         if steps > 1:
-            pace = Pace(self.scheduler, self._costs)
             told_every = steps_held(len(self.scheduler.running), pace.first_s)
             self.stretch = Stretch(now, now + pace.seconds(steps), steps, pace=pace, told_every=told_every)
         else:
             plan = self.scheduler.plan()
-            seconds = self._costs.seconds(StepShape.of_plan(plan)) + stolen_s if plan.chunks else 0.0
+            seconds = slower * self._costs.seconds(StepShape.of_plan(plan)) + stolen_s if plan.chunks else 0.0
             self.stretch = Stretch(now, now + seconds, plan=plan)
         return self.stretch
 

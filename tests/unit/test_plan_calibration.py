@@ -6,7 +6,11 @@ import msgspec
 import pytest
 
 from console.planning.calibrating import calibrated, probe_simulated
+from console.planning.comparing import Figures, simulated_answers
 from engine.simulation.cluster import Cluster, FrontDoor
+from engine.simulation.demand import Mix, OpenDemand
+from engine.simulation.lengths import uniform
+from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import StepCosts
 
 CLUSTER = Cluster(
@@ -23,11 +27,22 @@ def as_it_is(hop_s: float, message_s: float, output_s: float) -> Cluster:
 
 
 @pytest.mark.parametrize("costs", [(0.0, 0.0, 0.0), (1e-3, 3e-4, 1e-5), (5e-4, 1e-4, 4e-5)])
-def test_probes_find_what_the_loop_beside_the_steps_costs(costs: tuple[float, float, float]) -> None:
+def test_what_the_loop_beside_the_steps_costs_is_found_so_that_probes_are_told(
+    costs: tuple[float, float, float],
+) -> None:
+    real = probe_simulated(as_it_is(*costs))
+    found = probe_simulated(calibrated(CLUSTER, [real]))
+    assert found.values == pytest.approx(real.values, rel=0.1)
+
+
+@pytest.mark.parametrize("costs", [(1e-3, 3e-4, 1e-5), (5e-4, 1e-4, 4e-5)])
+def test_what_was_found_tells_another_load(costs: tuple[float, float, float]) -> None:
     real = as_it_is(*costs)
     found = calibrated(CLUSTER, [probe_simulated(real)])
-    told = (found.hop_s, found.front.message_s, found.front.output_s)
-    assert told == pytest.approx(costs, rel=0.15, abs=2e-6)
+    demand = OpenDemand(Mix(prompt=uniform(32, 160), output=uniform(16, 64)), rate_per_s=60.0, duration_s=10.0)
+    figures = [Figures.of(simulated_answers(simulate(each, demand))) for each in (real, found)]
+    assert figures[1].ttft_p50_s == pytest.approx(figures[0].ttft_p50_s, rel=0.06)
+    assert figures[1].ttft_p95_s == pytest.approx(figures[0].ttft_p95_s, rel=0.1)
 
 
 def test_probes_that_are_faster_than_steps_alone_cost_nothing() -> None:
@@ -38,5 +53,4 @@ def test_probes_that_are_faster_than_steps_alone_cost_nothing() -> None:
 
 def test_of_several_probes_the_middle_counts() -> None:
     calm, held_up = probe_simulated(as_it_is(0.0, 1e-4, 1e-5)), probe_simulated(as_it_is(0.0, 5e-3, 1e-3))
-    found = calibrated(CLUSTER, [calm, held_up, calm])
-    assert found.front.message_s == pytest.approx(1e-4, rel=0.2)
+    assert calibrated(CLUSTER, [calm, held_up, calm]) == calibrated(CLUSTER, [calm])
