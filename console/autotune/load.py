@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -113,12 +114,18 @@ class Load:
         return Sample(slices=tuple(slices))
 
     async def _ask_on(self) -> None:
-        """One client: asks again once it is answered, and a little later after an error."""
+        """One client: asks again once it is answered, and a little later after an error.
+
+        It begins in the middle of an answer, as it were: clients that come together would end together, time and again,
+        and a window would measure the wave that it happens to see.
+        """
+        share = 1.0 - self._draw.random()
         while True:
             try:
                 await self._engine.serving(self._model)
-                async with self._engine.submit(self._request()) as stream:
+                async with self._engine.submit(self._request(share)) as stream:
                     await self._read(stream)
+                share = 1.0
             except EngineError as error:
                 self._error = error.info
                 await asyncio.sleep(_WAIT_S)
@@ -135,13 +142,13 @@ class Load:
         if first is not None and last is not None:
             self._meter.ended(asked, first, last, tokens)
 
-    def _request(self) -> GenerateRequest:
-        """The next one, with a prompt that no other begins like."""
+    def _request(self, share: float) -> GenerateRequest:
+        """The next one, with a prompt that no other begins like. share: of the answer that the mix has for it."""
         prompt_tokens, output_tokens = self._mix.of(self._number)
         self._number += 1
         return GenerateRequest(
             prompt_ids=self._draw.choices(self._ids, k=prompt_tokens),
-            params=SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, seed=0),
+            params=SamplingParams(temperature=0.0, max_tokens=math.ceil(share * output_tokens), ignore_eos=True, seed=0),
             source=SOURCE,
             client=SOURCE,
             priority=BEHIND_OTHERS,
