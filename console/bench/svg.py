@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from xml.sax.saxutils import escape
 
-from console.bench.result import BenchResult, Column, Row
+from console.bench.result import BenchResult, Column, Key, Row
+from console.bench.text import key_text
 from engine.errors import InvalidRequest
 
 WIDTH, HEIGHT = 860, 440
@@ -52,7 +53,7 @@ def plot(result: BenchResult, column: str = "") -> str:
         _text(_LEFT, 28, _headline(chosen), "title"),
         _text(_LEFT, 47, _subtitle(result), "note"),
         *_grid(top),
-        *_marks([str(tick) for tick in ticks], along),
+        *_marks(ticks, along),
         *(line for index, each in enumerate(series) for line in _drawn(each, index, top, joined=_between(ticks))),
         *(_legend(series) if len(series) > 1 else ()),
     ]
@@ -79,7 +80,7 @@ def _column(result: BenchResult, name: str) -> Column:
     return chosen
 
 
-def _series(result: BenchResult, column: Column, along: str, ticks: Sequence[object]) -> list[Series]:
+def _series(result: BenchResult, column: Column, along: str, ticks: Sequence[Key]) -> list[Series]:
     found: dict[str, list[Point]] = {}
     for row in result.rows:
         point = _point(row, column.name, _place(ticks, row.keys.get(along, "")))
@@ -96,7 +97,7 @@ def _point(row: Row, column: str, at: float) -> Point | None:
     return None if median is None or spread is None else Point(at, median, *spread)
 
 
-def _place(ticks: Sequence[object], tick: object) -> float:
+def _place(ticks: Sequence[Key], tick: Key) -> float:
     """Where a key lies: as far along as its number where all are numbers that differ, else in its turn."""
     numbers = [value for value in ticks if isinstance(value, int | float)]
     if len(numbers) == len(ticks) > 1 and isinstance(tick, int | float):
@@ -138,24 +139,13 @@ def _grid(top: float) -> list[str]:
     return lines
 
 
-def _marks(ticks: Sequence[str], along: Column) -> list[str]:
-    values: list[object] = [_as_number(tick) for tick in ticks]
-    marks = [
-        _text(_x(_place(values, value)), HEIGHT - _BOTTOM + 20, tick, "tick middle")
-        for tick, value in zip(ticks, values, strict=True)
-    ]
+def _marks(ticks: Sequence[Key], along: Column) -> list[str]:
+    marks = [_text(_x(_place(ticks, tick)), HEIGHT - _BOTTOM + 20, key_text(tick), "tick middle") for tick in ticks]
     title = f"{along.title}, {along.unit}" if along.unit else along.title
     return [*marks, _text(_x(0.5), HEIGHT - 14, title, "axis middle")]
 
 
-def _as_number(text: str) -> object:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _between(ticks: Sequence[object]) -> bool:
+def _between(ticks: Sequence[Key]) -> bool:
     """Whether something lies between two places on the axis: not between words."""
     return any(isinstance(tick, int | float) for tick in ticks)
 

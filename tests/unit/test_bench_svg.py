@@ -1,0 +1,53 @@
+"""Where a plot puts things: marks of the axis under the points that they name."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from console.bench.result import BenchResult, Key, Row
+from console.bench.svg import WIDTH, plot
+from tests.unit.test_bench_kept_results import made
+
+
+def over(*keys: Key) -> BenchResult:
+    """A row for each key."""
+    return made({}, rows=tuple(Row(keys={"users": key}, values={"tok_s": [5.0]}) for key in keys))
+
+
+def marks(drawn: str) -> dict[str, float]:
+    """Where the marks of the axis lie, by what they say."""
+    found = [each for each in ElementTree.fromstring(drawn).iter() if each.get("class") == "tick middle"]
+    return {each.text or "": float(each.get("x", "nan")) for each in found}
+
+
+def dots(drawn: str) -> list[float]:
+    """Where the points lie, from left to right."""
+    return [float(each.get("cx", "nan")) for each in ElementTree.fromstring(drawn).iter() if each.get("r") == "3.5"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ((1.0, 4.0, "inf"), ["1", "4", "inf"]),
+        ((0.5, 2.0, 32.0), ["0.5", "2", "32"]),
+        ((1, 2, 3, 5, 7, 9), ["1", "2", "3", "5", "7", "9"]),
+        (("4", "16", "own"), ["4", "16", "own"]),
+        ((24,), ["24"]),
+    ],
+)
+def test_every_mark_is_under_its_point_and_none_upon_another(keys: tuple[Key, ...], said: list[str]) -> None:
+    drawn = plot(over(*keys))
+    found = marks(drawn)
+    assert list(found) == said
+    assert list(found.values()) == dots(drawn)
+    assert len(set(found.values())) == len(keys)
+    assert all(0 < x < WIDTH for x in found.values())
+
+
+def test_a_rate_without_end_is_as_far_from_the_last_as_that_from_the_first() -> None:
+    first, second, last = marks(plot(over(1.0, 4.0, "inf"))).values()
+    assert math.isclose(second - first, last - second, abs_tol=0.1)
+    assert last - first > WIDTH / 2
