@@ -16,7 +16,7 @@ from console.bench.history import BenchHistory, Kept
 from console.bench.result import BenchResult, encoded, read_result
 from console.bench.svg import plot
 from console.bench.table import table
-from console.bench.text import figure, rows_text, titled
+from console.bench.text import around, result_text, titled
 from console.settings import state_dir
 from engine.errors import InvalidRequest
 from engine.files import replace_file
@@ -38,10 +38,15 @@ def look(argv: Sequence[str], parser: argparse.ArgumentParser, folder: Path | No
             said = msgspec.json.encode(kept).decode() if given.as_json else history_text(kept)
         case "show":
             result = referred(given.result, history)
-            said = shown(result, "json" if given.as_json else "csv" if given.as_csv else "text")
+            form = "json" if given.as_json else "csv" if given.as_csv else "text"
+            said = shown(result, form, everything=given.everything)
         case "compare":
             comparison = compare(referred(given.before, history), referred(given.after, history), given.tie / 100)
-            said = msgspec.json.encode(comparison).decode() if given.as_json else comparison_text(comparison)
+            said = (
+                msgspec.json.encode(comparison).decode()
+                if given.as_json
+                else comparison_text(comparison, everything=given.everything)
+            )
         case "forget":
             history.remove(given.number)
             said = f"result {given.number} is forgotten"
@@ -85,29 +90,26 @@ def history_text(kept: Sequence[Kept]) -> str:
     return table(("number", "bench", "started (UTC)", "took", "model", "target"), rows)
 
 
-def shown(result: BenchResult, form: str) -> str:
-    """A result as "json", "csv" or a table for a person."""
+def shown(result: BenchResult, form: str, *, everything: bool = False) -> str:
+    """A result as "json", as "csv", or as its bench printed it, with the day; everything: with all numbers."""
     if form == "json":
         return encoded(result).decode()
     if form == "csv":
         return csv_text(result)
-    head = f"{result.name} · {result.target.model} · {result.machine.cpu} · "
-    head += f"{result.started[:10]} {result.started[11:16]} UTC · medians of {result.repeats}"
-    return "\n".join(
-        [head, "", rows_text(result.keys, result.columns, result.rows), *(("", *result.notes) if result.notes else ())]
-    )
+    day, time = result.started[:10], result.started[11:16]
+    return f"measured {day} {time} UTC\n{result_text(result, everything=everything)}"
 
 
-def comparison_text(comparison: Comparison) -> str:
-    """What must be known first, a table of each number that a table shows, before and after, and what else is not the
-    same."""
-    columns = {column.name: column for column in comparison.columns if column.shown}
+def comparison_text(comparison: Comparison, *, everything: bool = False) -> str:
+    """What must be known first, a table of each number that a table shows, before and after with the spread of the
+    repeats, and what else is not the same. everything: the numbers too that a table does not show."""
+    columns = {column.name: column for column in comparison.columns if everything or column.shown}
     rows = [
         [
             " ".join(f"{key} {value}" for key, value in change.keys.items()) or comparison.name,
             titled(columns[change.column]),
-            figure(change.before, columns[change.column]),
-            figure(change.after, columns[change.column]),
+            around(change.before, change.before_spread, columns[change.column]),
+            around(change.after, change.after_spread, columns[change.column]),
             "-" if change.share is None else f"{change.share:+.1%}",
             _WORDS[change.verdict],
         ]
@@ -138,6 +140,8 @@ def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Nam
     )
     for command in (history, show, against):
         command.add_argument("--json", action="store_true", dest="as_json", help="print it for programs")
+    for command in (show, against):
+        command.add_argument("--all", action="store_true", dest="everything", help="all numbers, not the table's alone")
     drawing = commands.add_parser("plot", help="a result as an SVG")
     drawing.add_argument("result", help=_REFERENCE)
     drawing.add_argument("--column", default="", help="the number to draw (default: the first of the table)")

@@ -57,7 +57,7 @@ def measure(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         result = asyncio.run(_measured(plan, settings, given, progress))
     finally:
         progress.end()
-    sys.stdout.write(f"{result_text(result)}\n")
+    sys.stdout.write(f"{result_text(result, everything=given.everything)}\n")
     if given.json is not None:
         write_result(given.json, result)
     for file, text in ((given.csv, csv_text), (given.svg, plot)):
@@ -187,6 +187,9 @@ def _parse(
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each row and repeat")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the first number of the table")
     parser.add_argument("--samples", action="store_true", help="the result has every request too")
+    parser.add_argument(
+        "--all", action="store_true", dest="everything", help="print all numbers: every mean, deviation and percentile"
+    )
     parser.add_argument("--quick", action="store_true", help="a short look: fewer rows and requests, shorter answers")
     parser.add_argument(
         "--history", action=argparse.BooleanOptionalAction, default=True, help="remember the result (default)"

@@ -13,11 +13,13 @@ _GIB = 1 << 30
 _SMALL = 0.1
 
 
-def result_text(result: BenchResult) -> str:
-    """The table, with all that one must know to read it."""
+def result_text(result: BenchResult, *, everything: bool = False) -> str:
+    """The table, with all that one must know to read it. everything: every number that there is, not those of the table
+    alone."""
     if not result.rows:
         return "\n\n".join((heading_text(result), *result.notes, "It ended early: nothing was measured."))
-    parts = [heading_text(result), rows_text(result.keys, result.columns, result.rows)]
+    numbers = all_text if everything else rows_text
+    parts = [heading_text(result), numbers(result.keys, result.columns, result.rows)]
     if result.published:
         parts.append(published_text(result))
     if result.notes:
@@ -40,6 +42,16 @@ def rows_text(keys: Sequence[Column], columns: Sequence[Column], rows: Sequence[
     return table(header, cells)
 
 
+def all_text(keys: Sequence[Column], columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    """Every number that any row has, on a line each, as there are too many for columns; the rows are side by side."""
+    if not rows:
+        return "nothing was measured"
+    known = [column for column in columns if any(row.known(column.name) for row in rows)]
+    lines = [[titled(key), *(key_text(row.keys.get(key.name, "")) for row in rows)] for key in keys]
+    lines += [[titled(column), *(cell(row, column) for row in rows)] for column in known]
+    return table(lines[0], lines[1:])
+
+
 def titled(column: Column) -> str:
     """The column's title with its unit."""
     return f"{column.title} ({column.unit})" if column.unit else column.title
@@ -50,8 +62,13 @@ def cell(row: Row, column: Column) -> str:
     median, spread = row.median(column.name), row.spread(column.name)
     if median is None or spread is None:
         return "-"
-    around = 50 * (spread[1] - spread[0]) / abs(median) if median else 0.0
-    return f"{figure(median, column)}{f' ±{around:.0f}%' if around else ''}"
+    return around(median, spread, column)
+
+
+def around(median: float, spread: tuple[float, float], column: Column) -> str:
+    """A median, and half the distance of the least and the most of the repeats, as a share of it."""
+    share = 50 * (spread[1] - spread[0]) / abs(median) if median else 0.0
+    return f"{figure(median, column)}{f' ±{share:.0f}%' if share else ''}"
 
 
 def figure(value: float, column: Column) -> str:

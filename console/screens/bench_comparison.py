@@ -15,7 +15,7 @@ from textual.widgets import Static
 from console.bench.comparison import Change, Comparison
 from console.bench.result import Column as Number
 from console.bench.result import said
-from console.bench.text import figure, titled
+from console.bench.text import around, titled
 from console.widgets.glyphs import fitted
 from console.widgets.key_row import KeyRow
 from console.widgets.table import Column, Row, Table, cell
@@ -99,17 +99,12 @@ def _row(change: Change, number: Number, name: str) -> Row:
     cells = (
         cell(name, "bold $muted"),
         cell(titled(number)),
-        cell(_figure(change.before, change.before_spread, number), "$muted"),
-        cell(_figure(change.after, change.after_spread, number), "bold"),
+        cell(around(change.before, change.before_spread, number), "$muted"),
+        cell(around(change.after, change.after_spread, number), "bold"),
         cell(share, style),
         cell(words, style),
     )
     return Row(f"{said(change.keys)} {change.column}", cells)
-
-
-def _figure(median: float, spread: tuple[float, float], number: Number) -> str:
-    around = 50 * (spread[1] - spread[0]) / abs(median) if median else 0.0
-    return f"{figure(median, number)}{f' ±{around:.0f}%' if around else ''}"
 
 
 def differences_of(found: Comparison) -> Content:

@@ -49,6 +49,14 @@ class BenchesScreen(ConsolePage[None]):
             "c", "cancel", "Cancel", id="bench.cancel", tooltip="End the bench under way; what was measured is kept"
         ),
         Binding("p", "number(1)", "Plot", id="bench.plot", tooltip="Plot the next number of the result"),
+        Binding(
+            "P",
+            "number(-1)",
+            "Number before",
+            id="bench.plot.before",
+            tooltip="Plot the number before of the result",
+            show=False,
+        ),
         Binding("t", "time", "Trend", id="bench.time", tooltip="Plot the number over all such results, or of one"),
         Binding("space", "mark", "Mark", id="bench.mark", tooltip="Mark the result, to compare it with another"),
         Binding(

@@ -63,8 +63,9 @@ class BenchPlot(VerticalScroll, can_focus=False):
 
 
 def plotted(result: BenchResult) -> list[Column]:
-    """The columns that can be drawn, in the order of the table."""
-    return [each for each in result.columns if each.shown and any(row.known(each.name) for row in result.rows)]
+    """The columns that can be drawn: those of the table in its order, then all others that have a number."""
+    known = [each for each in result.columns if any(row.known(each.name) for row in result.rows)]
+    return sorted(known, key=lambda each: not each.shown)
 
 
 def bars(result: BenchResult, column: Column, width: int) -> list[Content]:

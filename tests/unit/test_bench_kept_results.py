@@ -275,7 +275,7 @@ def test_the_command_shows_compares_and_draws_what_is_kept(tmp_path: Path, capsy
     assert len(json.loads(said(capsys, tmp_path, "history", "--json", "--limit", "1"))) == 1
     shown = said(capsys, tmp_path, "show", str(number))
     assert "throughput (tok/s)" in shown and "cores" not in shown
-    assert "101.0" in shown and "a note" in shown and "medians of 2" in shown
+    assert "101.0" in shown and "a note" in shown and "2 repeats" in shown
     assert said(capsys, tmp_path, "show", "last", "--csv").startswith("bench,started,users")
     compared = said(capsys, tmp_path, "compare", "last~1", "last")
     assert "+99.0%" in compared and "better" in compared

@@ -33,6 +33,7 @@ class Serve(Plan, frozen=True, kw_only=True):
         "p99_itl_ms",
         "p95_e2el_ms",
         "request_goodput",
+        "slo_attainment",
     )
     quick: ClassVar = {"rates": (2.0, math.inf), "requests": 16, "output_tokens": fixed(32)}
 
