@@ -91,7 +91,7 @@ def compare(before: BenchResult, after: BenchResult, tie: float = TIE) -> Compar
     differences = tuple(_differences(before, after))
     work, limits = (tuple(each for each in differences if each.what in names) for names in (WORK, LIMITS))
     changes = tuple(
-        _of_other_work(change) if work or (limits and change.column in _OF_LIMITS) else change
+        _unjudged(change) if work or (limits and change.column in _OF_LIMITS) else change
         for row, found in rows
         for column in columns
         if (change := _change(row, found, column, tie)) is not None
@@ -106,6 +106,12 @@ def compare(before: BenchResult, after: BenchResult, tie: float = TIE) -> Compar
         only_after=tuple(row.keys for row in after.rows if _like(row, before) is None),
         notes=tuple(_notes(work, limits, single=before.repeats < _LEAST_REPEATS or after.repeats < _LEAST_REPEATS)),
     )
+
+
+def same_work(one: BenchResult, other: BenchResult, column: str) -> bool:
+    """Whether the same was asked in both, as far as this number rests on it."""
+    matters = WORK | LIMITS if column in _OF_LIMITS else WORK
+    return all(_said(one.settings.get(name)) == _said(other.settings.get(name)) for name in matters)
 
 
 def _like(row: Row, result: BenchResult) -> Row | None:
@@ -130,7 +136,7 @@ def _change(row: Row, found: Row, column: Column, tie: float) -> Change | None:
     )
 
 
-def _of_other_work(change: Change) -> Change:
+def _unjudged(change: Change) -> Change:
     return msgspec.structs.replace(change, verdict="unclear")
 
 
@@ -178,7 +184,7 @@ def _differences(before: BenchResult, after: BenchResult) -> Iterator[Difference
     for name in dict.fromkeys((*before.settings, *after.settings)):
         pairs.append((name, before.settings.get(name), after.settings.get(name)))
     for what, one, other in pairs:
-        if one != other:
+        if _said(one) != _said(other):  # a setting that is not there yet says as little as an empty one
             yield Difference(what=what, before=_said(one), after=_said(other))
 
 

@@ -49,14 +49,7 @@ class BenchesScreen(ConsolePage[None]):
             "c", "cancel", "Cancel", id="bench.cancel", tooltip="End the bench under way; what was measured is kept"
         ),
         Binding("p", "number(1)", "Plot", id="bench.plot", tooltip="Plot the next number of the result"),
-        Binding(
-            "P",
-            "number(-1)",
-            "Number before",
-            id="bench.plot.before",
-            tooltip="Plot the number before of the result",
-            show=False,
-        ),
+        Binding("P", "number(-1)", "Before", id="bench.plot.before", tooltip="Plot the number before", show=False),
         Binding("t", "time", "Trend", id="bench.time", tooltip="Plot the number over all such results, or of one"),
         Binding("space", "mark", "Mark", id="bench.mark", tooltip="Mark the result, to compare it with another"),
         Binding(
@@ -191,8 +184,8 @@ class BenchesScreen(ConsolePage[None]):
             columns = plotted(result)
             column = columns[self._number % len(columns)] if columns else None
             if self._over_time and column is not None:
-                row, found = trend(result, column, await self._like(entry))
-                plot.show(found, column, f" of {row}, over time")
+                over = trend(result, column, await self._like(entry))
+                plot.show(over.found, column, over.about)
             else:
                 plot.show(result, column)
         except EngineError as error:

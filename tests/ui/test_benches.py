@@ -37,13 +37,15 @@ async def test_nothing_measured_yet_says_how_to_begin() -> None:
         await shown(pilot, "No result is kept yet. Press b to measure something.")
 
 
-async def test_p_plots_the_next_number_of_the_result() -> None:
+async def test_p_plots_the_next_number_of_the_result_and_shift_p_the_one_before() -> None:
     app = app_with()
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
         await shown(pilot, "p plots another of 6 numbers")
         await pilot.press("p", "p")
         await shown(pilot, "requests (req/s) ─")
+        await pilot.press("P")
+        await shown(pilot, "to the least users (x) ─")
 
 
 async def test_t_plots_the_number_from_run_to_run() -> None:
@@ -57,6 +59,19 @@ async def test_t_plots_the_number_from_run_to_run() -> None:
         assert plot.index("2026-05-29 08:05") < plot.index("2026-05-28 09:15")
         assert "2026-05-29 11:30" not in plot, "it was cut short before that row"
         assert "2026-05-28 17:40" not in plot, "that is another bench"
+
+
+async def test_t_leaves_out_results_of_other_work_and_says_how_many() -> None:
+    app = app_with()
+    results = link_of(app).benches.results
+    results[1] = msgspec.structs.replace(results[1], settings={**results[1].settings, "requests": 8})
+    async with app.run_test(size=(140, 40)) as pilot:
+        await opened(pilot)
+        await shown(pilot, "mean response (s)")
+        await pilot.press("down", "t")
+        await shown(pilot, "over time, 1 result of other work left out")
+        plot = screen_text(app).partition("over time")[2]
+        assert "2026-05-29 08:05" in plot and "2026-05-28 09:15" not in plot
 
 
 async def test_enter_opens_a_result_with_its_machine_spread_and_what_others_got() -> None:
