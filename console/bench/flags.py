@@ -19,8 +19,9 @@ def add_flags(parser: argparse._ArgumentGroup, plan: type[Plan]) -> None:
     defaults = plan()
     for name, (kind, meta) in _fields(plan).items():
         default = written(getattr(defaults, name))
+        names = (name, plan.synonyms[name]) if name in plan.synonyms else (name,)
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
+            *(f"--{each.replace('_', '-')}" for each in names),
             dest=name,
             type=_reader(kind, meta, traced=_traced(plan)),
             default=argparse.SUPPRESS,

@@ -17,7 +17,7 @@ from engine.simulation.lengths import TRACE
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "latency": ("prompts", "prompt_tokens", "output_tokens", "repeats"),
     "users": ("users", "requests", "prompt_tokens", "output_tokens", "repeats"),
-    "threads": ("clients", "requests", "prompt_tokens", "output_tokens", "repeats"),
+    "threads": ("clients", "requests", "prompt_tokens", "output_tokens", "trace", "repeats"),
     "grid": ("workers", "max_prompts", "concurrent", "requests", "prompt_tokens", "output_tokens", "repeats"),
     "serve": ("rates", "requests", "prompt_tokens", "output_tokens", "trace", "slo_ttft", "slo_tpot", "repeats"),
     "prefix": ("requests", "concurrent", "prefix_tokens", "prefix_groups", "prompt_tokens", "repeats"),

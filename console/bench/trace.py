@@ -60,15 +60,19 @@ def sampled(exchanges: Sequence[Exchange], count: int, seed: int) -> list[Exchan
     return [order[place % len(order)] for place in range(count)]
 
 
-def usable(exchanges: Sequence[Exchange], material: Material, max_model_len: int | None) -> list[Exchange]:
-    """Those whose two sides have some tokens each, and that fit the model. Raises InvalidRequest where none does."""
+def usable(
+    exchanges: Sequence[Exchange], material: Material, max_model_len: int | None, beside: int = 0
+) -> list[Exchange]:
+    """Those whose two sides have some tokens each, and that fit the model with so many beside them. Raises
+    InvalidRequest where none does."""
     limit = max_model_len or 2**31
-    kept = [each for each in exchanges if _fits(material.count(each.asked), material.count(each.answered), limit)]
+    room = limit - beside
+    kept = [each for each in exchanges if _fits(material.count(each.asked), material.count(each.answered), room)]
     if not kept:
         fits = f"fits the model's {limit} tokens" if max_model_len else f"has {LEAST_TOKENS} tokens on both sides"
         raise InvalidRequest(f"no exchange of the trace {fits}", param="trace")
     return kept
 
 
-def _fits(asked: int, answered: int, limit: int) -> bool:
-    return min(asked, answered) >= LEAST_TOKENS and asked + answered < limit
+def _fits(asked: int, answered: int, room: int) -> bool:
+    return min(asked, answered) >= LEAST_TOKENS and asked + answered < room

@@ -1,11 +1,13 @@
 """What is sent, and when: drawn from a seed, so that every run sends the same.
 
 Lengths and arrivals depend on the seed and on a request's number alone, so that every row of a bench has the same ones;
-contents depend on the row and the repeat too, so that nothing is found in a prefix cache that is not meant to be.
+contents depend on the row and the repeat too, all of them or the first tokens, so that nothing is found in a prefix
+cache that is not meant to be: what follows another beginning is none of its own. A trace's texts stand behind a mark.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Sequence
@@ -16,6 +18,11 @@ from console.bench.prompts import Material, Prompt
 from console.bench.trace import Exchange, sampled
 from engine.simulation.demand import gap_s
 from engine.simulation.lengths import Length
+
+_LEAD_TOKENS = 4
+"""So many that a prompt begins with are enough to make it another one for any cache of prefixes."""
+MARK_TOKENS = 16
+"""More than a mark before a trace's text has, in any vocabulary."""
 
 
 class PrefixMix(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,23 +52,40 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     trace: tuple[Exchange, ...] = ()
 
 
-def items(mix: Mix, material: Material, *, seed: int, salt: str, count: int, first: int = 0) -> list[Item]:
-    """Requests `first` to `first + count`. salt: what contents depend on beside the seed."""
+def items(
+    mix: Mix, material: Material, *, seed: int, salt: str, count: int, first: int = 0, lead: str = ""
+) -> list[Item]:
+    """Requests `first` to `first + count`.
+
+    salt: what contents depend on beside the seed.  lead: what the first tokens do in its place; "" is none of it.
+    """
     talks = sampled(mix.trace, first + count, seed) if mix.trace else []
-    return [_item(mix, material, seed, salt, number, talks) for number in range(first, first + count)]
+    return [_item(mix, material, (seed, salt, lead), number, talks) for number in range(first, first + count)]
 
 
-def _item(mix: Mix, material: Material, seed: int, salt: str, number: int, talks: Sequence[Exchange]) -> Item:
+def _item(
+    mix: Mix, material: Material, drawn_from: tuple[int, str, str], number: int, talks: Sequence[Exchange]
+) -> Item:
+    seed, salt, lead = drawn_from
     lengths, contents = random.Random(f"{seed}/{number}"), random.Random(f"{seed}/{salt}/{number}")
+    own = random.Random(f"{seed}/{lead or salt}/first of {number}")
     if mix.prompt.kind == "trace":
-        prompt = material.of_text(talks[number].asked)
+        prompt = material.of_text(f"[{_mark(material, own)}] {talks[number].asked}")
     else:
-        prompt = material.prompt(mix.prompt.draw(lengths), contents)
+        tokens = mix.prompt.draw(lengths)
+        first = min(_LEAD_TOKENS, tokens) if lead else 0
+        prompt = material.prompt(first, own) + material.prompt(tokens - first, contents)
     output = material.count(talks[number].answered) if mix.output.kind == "trace" else mix.output.draw(lengths)
     group = _group(mix.prefix, lengths)
     if mix.prefix is not None and group is not None:
         prompt = material.prompt(mix.prefix.tokens, random.Random(f"{seed}/{salt}/prefix {group}")) + prompt
     return Item(number=number, prompt=prompt, output_tokens=output, group=group)
+
+
+def _mark(material: Material, rng: random.Random) -> str:
+    """A word that no other prompt has, in this run or, where the material is new in each, in another."""
+    drawn = material.prompt(_LEAD_TOKENS, rng)
+    return hashlib.blake2s(f"{drawn.ids}{drawn.text}".encode(), digest_size=4).hexdigest()
 
 
 def _group(prefix: PrefixMix | None, rng: random.Random) -> int | None:

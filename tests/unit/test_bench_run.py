@@ -240,6 +240,10 @@ def test_a_flag_with_a_bad_value_is_one_sentence(argv: list[str], said: str) -> 
         parsed("serve", *argv)
 
 
+def test_a_limit_of_the_time_between_tokens_has_two_names() -> None:
+    assert parsed("serve", "--slo-itl", "50ms") == parsed("serve", "--slo-tpot", "50ms") == {"slo_tpot": 0.05}
+
+
 def test_a_number_below_the_least_is_told_between_what_it_lies() -> None:
     with pytest.raises(argparse.ArgumentError, match="-1 is not between 0 and 100"):
         parsed("threads", "--guessed=-1")

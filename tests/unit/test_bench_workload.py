@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import statistics
 from itertools import pairwise
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.bench.prompts import TokenIds, Words
+from console.bench.prompts import Fresh, TokenIds, Words
 from console.bench.trace import Exchange, read_trace, sampled, usable
-from console.bench.workload import Item, Mix, PrefixMix, arriving, items
+from console.bench.workload import MARK_TOKENS, Item, Mix, PrefixMix, arriving, items
 from engine.errors import InvalidRequest
 from engine.simulation.lengths import TRACE, Length, fixed
 from engine.text.tokenizer import Tokenizer
@@ -79,6 +80,31 @@ def test_rows_and_repeats_have_lengths_in_common_and_no_contents() -> None:
     assert all(a.prompt != b.prompt for a, b in zip(one, other, strict=True))
 
 
+def test_requests_with_a_lead_of_their_own_are_alike_from_there_on() -> None:
+    one, other = drawn(lead="0/1"), drawn(lead="0/2")
+    assert [each.prompt.tokens for each in one] == [each.prompt.tokens for each in drawn()]
+    assert [len(each.prompt.ids) for each in one] == [each.prompt.tokens for each in one]
+    assert [each.prompt.ids[4:] for each in one] == [each.prompt.ids[4:] for each in other]
+    assert all(a.prompt.ids[:4] != b.prompt.ids[:4] for a, b in zip(one, other, strict=True))
+    assert [each.prompt.ids[4:] for each in one] != [each.prompt.ids[4:] for each in drawn(salt="b", lead="0/1")]
+
+
+def test_a_prompt_shorter_than_a_lead_is_as_long_as_was_asked() -> None:
+    mix = Mix(prompt=fixed(2), output=fixed(1))
+    assert {len(each.prompt.ids) for each in drawn(mix, lead="x")} == {2}
+
+
+def test_texts_of_a_trace_stand_behind_a_mark_that_no_other_request_has() -> None:
+    mix = Mix(prompt=TRACE, output=TRACE, trace=(Exchange("what is it?", "a thing"),))
+    again = items(mix, Fresh(PlainIds()), seed=1, salt="a", count=20)
+    sent = [*drawn(mix), *drawn(mix, salt="b"), *drawn(mix, lead="c"), *again]
+    found = {text_of(item) for item in sent}
+    assert len(found) == len(sent)
+    assert all(re.fullmatch(r"\[[0-9a-f]{8}\] what is it\?", text) for text in found)
+    assert max(item.prompt.tokens for item in sent) <= len("what is it?") + MARK_TOKENS
+    assert drawn(mix) == drawn(mix)
+
+
 def test_a_request_does_not_depend_on_how_many_there_are() -> None:
     assert drawn(count=5) == drawn(count=20)[:5]
     assert drawn(count=5, first=10) == drawn(count=20)[10:15]
@@ -118,6 +144,11 @@ def trace_file(folder: Path, content: object) -> Path:
     return file
 
 
+def text_of(item: Item) -> str:
+    """What a prompt of PlainIds says."""
+    return "".join(map(chr, item.prompt.ids))
+
+
 def talk(*turns: tuple[str, str]) -> dict[str, object]:
     return {"id": "x", "conversations": [{"from": who, "value": value} for who, value in turns]}
 
@@ -135,8 +166,9 @@ def test_a_trace_gives_first_questions_and_the_lengths_of_their_answers(tmp_path
     found = read_trace(file)
     assert found == (Exchange("what is it?", "a thing"), Exchange("and you?", "a machine"))
     sent = drawn(Mix(prompt=TRACE, output=TRACE, trace=found), count=4)
-    assert sorted("".join(map(chr, item.prompt.ids)) for item in sent) == sorted(["what is it?", "and you?"] * 2)
-    assert {len(item.prompt.ids): item.output_tokens for item in sent} == {11: 7, 8: 9}
+    told = [text_of(item).partition("] ")[2] for item in sent]
+    assert sorted(told) == sorted(["what is it?", "and you?"] * 2)
+    assert dict(zip(told, (item.output_tokens for item in sent), strict=True)) == {"what is it?": 7, "and you?": 9}
 
 
 @pytest.mark.parametrize("content", [{}, [], [talk(("human", "alone"))], [{"conversations": 3}], "text"])
@@ -150,6 +182,7 @@ def test_a_trace_that_holds_nothing_is_refused(tmp_path: Path, content: object) 
 def test_exchanges_that_do_not_fit_are_left_out() -> None:
     talks = [Exchange("abcd", "abcd"), Exchange("abc", "long enough"), Exchange("x" * 50, "abcd")]
     assert usable(talks, PlainIds(), 20) == talks[:1]
+    assert usable(talks, PlainIds(), 60, 10) == [talks[0]]
     assert usable(talks, PlainIds(), None) == [talks[0], talks[2]]
     with pytest.raises(InvalidRequest, match="no exchange"):
         usable(talks[1:], PlainIds(), 20)

@@ -16,7 +16,7 @@ from console.bench.result import Column, Key, Published, Setting, said
 from console.bench.summary import Values
 from console.bench.target import EngineHere, Target
 from console.bench.trace import Exchange, read_trace, usable
-from console.bench.workload import Item, Mix, items
+from console.bench.workload import MARK_TOKENS, Item, Mix, items
 from engine.errors import InvalidRequest
 from engine.models.files import home_expanded
 from engine.simulation.lengths import Length
@@ -44,7 +44,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured: the numbers that can be chosen, and how. Each field is a flag too; its Meta says what it means.
 
     name, about: of the bench.  keys, columns: of its result.  quick: what --quick changes.  no_server: why it cannot be
-    put to a server, "" where it can.
+    put to a server, "" where it can.  synonyms: second names of flags, by field.
     """
 
     name: ClassVar[str]
@@ -54,6 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     published: ClassVar[tuple[Published, ...]] = ()
     quick: ClassVar[Mapping[str, Any]] = {}
     no_server: ClassVar[str] = ""
+    synonyms: ClassVar[Mapping[str, str]] = {}
 
     repeats: Annotated[int, Meta(ge=1, le=1000, description="times that everything is measured, by turns")] = 1
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED, description="what contents, lengths and arrivals are drawn from")] = 0
@@ -112,6 +113,7 @@ class Lab:
         self.target = target
         self.note = note
         self._salt = "warm"
+        self._of_repeat = "warm"
         self._first: dict[str, float] = {}
         self._seed = seed
         self._done = done
@@ -122,15 +124,20 @@ class Lab:
 
     def begin(self, repeat: int, part: int) -> None:
         """From now on, measure this."""
+        self._of_repeat = f"{repeat}"
         self._salt = f"{repeat}/{part}"
         if part == 0:
             self._first.clear()
 
-    def items(self, mix: Mix, count: int, *, first: int = 0, also: str = "") -> list[Item]:
-        """Requests that no other row or repeat has the contents of, nor one here with another `also`."""
+    def items(self, mix: Mix, count: int, *, first: int = 0, also: str = "", alike: bool = False) -> list[Item]:
+        """Requests that no other row or repeat has the contents of, nor one here with another `also`.
+
+        alike: with those of the other rows of this repeat, but for their first tokens.
+        """
         fits(self.target, mix)
-        salt = f"{self._salt}/{also}" if also else self._salt
-        return items(mix, self._material, seed=self._seed, salt=salt, count=count, first=first)
+        own = f"{self._salt}/{also}" if also else self._salt
+        salt, lead = (self._of_repeat, own) if alike else (own, "")
+        return items(mix, self._material, seed=self._seed, salt=salt, lead=lead, count=count, first=first)
 
     async def closed(self, clients: Sequence[Iterator[Item]]) -> Run:
         """Crowd.closed."""
@@ -164,7 +171,7 @@ class Lab:
         limit = self.target.max_model_len
 
         def found() -> tuple[Exchange, ...]:
-            return tuple(usable(read_trace(home_expanded(path)), self._material, limit))
+            return tuple(usable(read_trace(home_expanded(path)), self._material, limit, MARK_TOKENS))
 
         self._traces[path] = await asyncio.to_thread(found)
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
+import msgspec
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan
+from console.bench.kinds.base import Lab, Part
+from console.bench.kinds.traced import Traced
 from console.bench.result import Column
 from console.bench.summary import Slo, Values, columns, summarised
 from console.bench.target import Target
 from console.bench.workload import Mix, PrefixMix, arriving
 from engine.errors import InvalidRequest
-from engine.simulation.lengths import TRACE, Length, fixed
+from engine.simulation.lengths import fixed
 
 
-class Serve(Plan, frozen=True, kw_only=True):
+class Serve(Traced, frozen=True, kw_only=True):
     """Open-loop arrivals at given rates."""
 
     name: ClassVar[str] = "serve"
@@ -36,6 +37,7 @@ class Serve(Plan, frozen=True, kw_only=True):
         "slo_attainment",
     )
     quick: ClassVar = {"rates": (2.0, math.inf), "requests": 16, "output_tokens": fixed(32)}
+    synonyms: ClassVar = {"slo_tpot": "slo_itl"}
 
     rates: Annotated[tuple[float, ...], Meta(description="requests a second; inf sends all at once")] = (
         1.0,
@@ -46,44 +48,24 @@ class Serve(Plan, frozen=True, kw_only=True):
     burstiness: Annotated[
         float, Meta(gt=0, le=1000, description="shape of the gamma distribution of what lies between two; 1 is Poisson")
     ] = 1.0
-    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt; 'trace' takes the trace's")] = fixed(128)
-    output_tokens: Annotated[Length, Meta(description="tokens of an answer; 'trace' takes the trace's")] = fixed(128)
-    trace: Annotated[str, Meta(description="file of conversations in ShareGPT's format")] = ""
     prefix_tokens: Annotated[int, Meta(ge=0, le=10**6, description="tokens that prompts begin with in common")] = 0
     prefix_groups: Annotated[int, Meta(ge=1, le=10**6, description="how many such beginnings there are")] = 1
     prefix_share: Annotated[float, Meta(ge=0, le=1, description="share of the prompts that have one")] = 1.0
     max_concurrent: Annotated[int, Meta(ge=0, le=10**6, description="most requests under way; 0 is no limit")] = 0
     slo_ttft: Annotated[float | None, Meta(description="most seconds to the first token (also 500ms)")] = None
-    slo_tpot: Annotated[float | None, Meta(description="most seconds per further token (also 50ms)")] = None
+    slo_tpot: Annotated[
+        float | None, Meta(description="most seconds between the tokens of an answer, on average (also 50ms)")
+    ] = None
     slo_response: Annotated[float | None, Meta(description="most seconds to the last token")] = None
-
-    @classmethod
-    def implied(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Plan: a trace is there to be taken."""
-        return {"prompt_tokens": TRACE, "output_tokens": TRACE} if given.get("trace") else {}
-
-    async def prepare(self, lab: Lab) -> None:
-        """Plan: the trace, where there is one."""
-        if self.trace:
-            await lab.read(self.trace)
 
     def mix(self, lab: Lab) -> Mix:
         """Plan."""
         prefix = PrefixMix(tokens=self.prefix_tokens, groups=self.prefix_groups, share=self.prefix_share)
-        return Mix(
-            prompt=self.prompt_tokens,
-            output=self.output_tokens,
-            prefix=prefix if self.prefix_tokens else None,
-            trace=lab.trace(self.trace),
-        )
+        return msgspec.structs.replace(super().mix(lab), prefix=prefix if self.prefix_tokens else None)
 
     def check(self) -> None:
         """Plan."""
-        takes = "trace" in (self.prompt_tokens.kind, self.output_tokens.kind)
-        if takes != bool(self.trace):
-            if takes:
-                raise InvalidRequest("lengths of a trace need a trace: a file of conversations", param="trace")
-            raise InvalidRequest("a trace is given for lengths, and none is 'trace'", param="trace")
+        super().check()
         if any(rate <= 0 for rate in self.rates):
             raise InvalidRequest("a rate is more than 0 requests a second, or inf", param="rates")
 

@@ -6,20 +6,22 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan, SkipPart, at_least_one, enough
+from console.bench.kinds.base import Lab, Part, SkipPart, at_least_one, enough
+from console.bench.kinds.traced import Traced
 from console.bench.result import Column, Published
 from console.bench.summary import Values, columns, summarised
 from console.bench.target import EngineHere, Target
-from console.bench.workload import Mix
 from engine.errors import InvalidRequest, ModelLoadFailed
-from engine.simulation.lengths import Length, fixed
+from engine.simulation.lengths import fixed
 
 _STUDY = "a study of text-generation-inference, fixed inputs"
 _SECONDS = {24: 664.0, 64: 561.0, 128: 554.0, 256: 568.0}
 
 
-class Threads(Plan, frozen=True, kw_only=True):
-    """24..512 clients. The clients are tasks of one process, which cost less than threads and wait as well."""
+class Threads(Traced, frozen=True, kw_only=True):
+    """24..512 clients that send the same inputs, but for the first tokens, so that a prefix cache finds none of them
+    again. The clients are tasks of one process, which cost less than threads and wait as
+    well."""
 
     name: ClassVar[str] = "threads"
     about: ClassVar[str] = "fixed inputs sent by 24..512 clients, with n-gram speculation of 0, 1, 2, 8 tokens"
@@ -39,19 +41,16 @@ class Threads(Plan, frozen=True, kw_only=True):
     quick: ClassVar = {"clients": (4, 16), "requests": 32, "guessed": (0, 2), "output_tokens": fixed(32)}
 
     clients: Annotated[tuple[int, ...], Meta(description="numbers of clients")] = (24, 64, 128, 256, 512)
-    requests: Annotated[int, Meta(ge=1, le=10**6, description="inputs, the same for every number of clients")] = 512
+    requests: Annotated[
+        int, Meta(ge=1, le=10**6, description="inputs: in every row the same, behind a few first tokens of its own")
+    ] = 512
     guessed: Annotated[
         tuple[int, ...], Meta(ge=0, le=100, description="most tokens to guess ahead; 0 is not to guess")
     ] = (0, 1, 2, 8)
-    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt")] = fixed(128)
-    output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(128)
-
-    def mix(self, lab: Lab) -> Mix:
-        """Plan."""
-        return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
 
     def check(self) -> None:
         """Plan."""
+        super().check()
         at_least_one("clients", self.clients)
         enough(self.requests, max(self.clients))
 
@@ -73,7 +72,7 @@ class Threads(Plan, frozen=True, kw_only=True):
         else:
             await _guess(here, tokens)
         before = here.counters() if here else None
-        sent = iter(lab.items(self.mix(lab), self.requests))
+        sent = iter(lab.items(self.mix(lab), self.requests, alike=True))
         run = await lab.closed([sent] * clients)
         acceptance = None
         if here and before:
