@@ -7,15 +7,18 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import urllib.request
 import venv
 import zipfile
+from email import message_from_bytes
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from engine.backends.torch.native.build import ISA_FLAGS
+from tests.docs.declared import installed_with
 from tests.fakes.kernel_cache import share_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -50,8 +53,7 @@ def ready(server: subprocess.Popen[str]) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel alone. What the project depends on is taken from the environment of the tests, of
-    which the folder's own .pth files, the checkout's among them, do not count."""
+    """An environment with the wheel, and of the environment of the tests what the wheel requires and nothing else."""
     folder = tmp_path_factory.mktemp("wheel")
     share_kernels(folder / ".cache")
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT), cwd=folder)
@@ -61,8 +63,33 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = (sys.executable, "-m", "pip", "--python", str(python))
     run(*pip, "install", "-q", "--no-deps", "--no-index", str(wheel), cwd=folder)
     site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
-    (site / "zz_dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+    for name in installed_with(required_by(wheel)):
+        lend(distribution(name), site)
     return folder
+
+
+def required_by(wheel: Path) -> list[Requirement]:
+    """Its Requires-Dist, extras left out."""
+    with zipfile.ZipFile(wheel) as packed:
+        (metadata,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
+        texts = message_from_bytes(packed.read(metadata)).get_all("Requires-Dist", [])
+    required = map(Requirement, texts)
+    return [each for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+
+
+def lend(package: Distribution, site: Path) -> None:
+    """Make an installed distribution importable from `site` too."""
+    for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+        if not (site / name).exists():
+            (site / name).symlink_to(package.locate_file(name))
+
+
+@pytest.mark.slow
+def test_the_environment_has_what_the_wheel_requires_and_no_more(installed: Path) -> None:
+    python = str(installed / "venv" / "bin" / "python")
+    code = "from importlib.util import find_spec; print([each for each in {!r} if find_spec(each)])"
+    looked_for = ("torch", "numpy", "pytest", "transformers")
+    assert run(python, "-c", code.format(looked_for), cwd=installed).strip() == "['torch', 'numpy']"
 
 
 @pytest.mark.slow

@@ -1,0 +1,73 @@
+"""pyproject.toml declares what the program imports."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.docs.declared import ROOT, declared, imports_of, installed_with
+
+OURS = {"console", "engine"}
+WITHOUT = {
+    "exllamav2": ("cuda", {"engine/doctor/probe.py", "engine/worker/factory.py"}),
+    "ray": ("ray", {"engine/cluster"}),
+    "opentelemetry": ("otel", {"console/api/tracing.py"}),
+    "triton": ("", {"engine/backends/paged_attention/kernels.py"}),
+    "flash_attn": ("", {"engine/backends/paged_attention/flash.py", "engine/backends/exllama/attention.py"}),
+}
+"""What the program runs without: its extra ("" where torch for GPUs brings it, or whoever wants it), and where it is
+imported."""
+
+
+def sources() -> dict[str, set[str]]:
+    """What each module imports of others' packages."""
+    files = [file for folder in ("engine", "console") for file in sorted((ROOT / folder).rglob("*.py"))]
+    return {str(file.relative_to(ROOT)): imports_of(file) - sys.stdlib_module_names - OURS for file in files}
+
+
+def test_every_import_is_of_a_package_that_an_installation_brings() -> None:
+    brought = installed_with(declared())
+    distributions = packages_distributions()
+    missing = {
+        f"{file} imports {package}"
+        for file, packages in sources().items()
+        for package in packages - set(WITHOUT)
+        if not {canonicalize_name(name) for name in distributions.get(package, ())} & brought
+    }
+    assert not missing, "declare it in pyproject.toml"
+
+
+def test_what_an_extra_brings_is_imported_only_where_the_program_can_do_without() -> None:
+    for package, (extra, places) in WITHOUT.items():
+        importers = {file for file, packages in sources().items() if package in packages}
+        allowed = {file for file in importers if any(Path(file).is_relative_to(place) for place in places)}
+        assert importers and importers == allowed, package
+        if extra:
+            names = {canonicalize_name(requirement.name) for requirement in declared(extra)}
+            assert any(name.startswith(package) for name in names), f"the extra {extra} lacks {package}"
+
+
+def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    lazily = "def f():\n    from c.d import e\n    importlib.import_module('g.h')\n    find_spec('i')\n"
+    file.write_text(f"import a.b\n{lazily}from . import j\n")
+    assert imports_of(file) == {"a", "c", "g", "i"}
+
+
+def test_what_a_dependency_needs_for_an_extra_comes_only_with_that_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = {"one": ("two", 'three; extra == "more"', 'four; python_version < "3"'), "two": (), "three": (), "four": ()}
+    for name, requires in needs.items():
+        info = tmp_path / f"{name}-1.dist-info"
+        info.mkdir()
+        required = "".join(f"Requires-Dist: {each}\n" for each in requires)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n{required}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed_with([Requirement("one")]) == {"one", "two"}
+    assert installed_with([Requirement("one[more]>=1")]) == {"one", "two", "three"}
