@@ -31,7 +31,9 @@ from engine.config import (
     MAX_TIMEOUT_S,
     STEP_TOKENS,
     AttentionName,
+    BackendName,
     CacheBits,
+    DtypeName,
     WeightsName,
 )
 from engine.models.files import home_expanded
@@ -82,11 +84,9 @@ class Settings(ServedSettings):
         Flag("Model", "DIR", when="now"),
         Field(description="Folder searched for models; may be given again. The hub cache is searched too"),
     ] = ()
-    backend: Annotated[
-        Literal["auto", "torch", "exllamav2"], Flag("Model"), Field(description="What computes the tokens")
-    ] = "auto"
+    backend: Annotated[BackendName, Flag("Model"), Field(description="What computes the tokens")] = "auto"
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"],
+        DtypeName,
         Flag("Model", backends=("torch",)),
         Field(description="Type of weights and activations"),
     ] = "auto"

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 BackendKind = Literal["torch", "exllamav2"]
-BackendName = Literal["auto", "torch", "exllamav2"]
+BackendName = Literal["auto", BackendKind]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 CacheBits = Literal[16, 8, 6, 4]
 AttentionName = Literal["auto", "native", "flash", "triton", "varlen", "gathered"]
