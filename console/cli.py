@@ -9,7 +9,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,46 +21,33 @@ from engine.errors import EngineError, InvalidRequest
 
 USAGE_ERROR = 2
 FAILURE = 1
-_ELSEWHERE = {
-    "attach": "console.attach",
-    "top": "console.top",
-    "record": "console.recording.command",
-    "replay": "console.recording.command",
-}
-"""Commands that load no engine, and where each is."""
+Command = Callable[[Sequence[str], argparse.ArgumentParser], int]
+"""Takes the arguments after its name and the parser to read them with; returns the exit code. Raises EngineError."""
 
 _NO_SCREEN = "--read-only is about the screens, and there are none; a key with the scope watch does that over HTTP"
 ABOUT = (
     "Operator console for serving language models on your own hardware. Without arguments it opens "
     "on the built-in demo model."
 )
+_EPILOG = (
+    "Every flag may be written with dashes or underscores, and set as ERICLLM_<NAME> or in config.toml. "
+    "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs; "
+    "'ericllm keys' prints every key of the console; 'ericllm api-keys' makes and revokes keys of the API; "
+    "'ericllm doctor' says what this machine has and lacks; 'ericllm estimate' what a model would take; "
+    "'ericllm quantize' makes a smaller EXL2 model; 'ericllm bench' measures what the engine costs; "
+    "'ericllm autotune' finds the best settings for a model here; "
+    "'ericllm plan' simulates a cluster: how many cards, what when a node dies; "
+    "'ericllm attach URL' opens the console on a running instance, 'ericllm top' says in a line how one is; "
+    "'ericllm record FILE' and 'ericllm replay FILE' keep what happened, and show it again."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 after a failure, 2 for a bad value."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["config"]:
-        return _config(argv[1:])
-    if argv[:1] == ["keys"]:
-        return _keys(argv[1:])
+    name = argv[0] if argv and argv[0] in COMMANDS else ""
     try:
-        if argv[:1] == ["doctor"]:
-            return _doctor(argv[1:])
-        if argv[:1] == ["quantize"]:
-            return _quantize(argv[1:])
-        if argv[:1] == ["bench"]:
-            return _bench(argv[1:])
-        if argv[:1] == ["plan"]:
-            return _plan(argv[1:])
-        if argv[:1] == ["estimate"]:
-            return _estimate(argv[1:])
-        if argv[:1] == ["autotune"]:
-            return _autotune(argv[1:])
-        if argv[:1] == ["api-keys"]:
-            return _api_keys(argv[1:])
-        if argv[:1] and argv[0] in _ELSEWHERE:
-            return _elsewhere(argv[0], argv[1:])
-        return _run(sources_of(argv))
+        return COMMANDS[name](_dashed(argv[1:] if name else argv), Parser(name))
     except EngineError as error:
         print(f"{APP_NAME}: {error.message}", file=sys.stderr)
         return USAGE_ERROR if error.http_status < 500 else FAILURE
@@ -73,20 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def sources_of(argv: Sequence[str]) -> Sources:
     """All settings, where these flags are given; a wrong flag ends the program. Raises InvalidRequest."""
-    return Sources.read(_parse(argv, _parser(APP_NAME, ABOUT)))
+    parser = Parser()
+    _add_settings(parser, ABOUT)
+    return Sources.read(_parse(_dashed(argv), parser))
 
 
-def _config(argv: Sequence[str]) -> int:
-    parser = _Parser(prog=f"{APP_NAME} config", description="Print a commented config.toml, or where it belongs.")
-    parser.add_argument("what", choices=("sample", "path"))
+def _config(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    parser.description = "Print a commented config.toml, or where it belongs."
+    parser.add_argument("what", choices=("sample", "path"), help="which of them")
     what = parser.parse_args(argv).what
     print(sample() if what == "sample" else config_path(), end="" if what == "sample" else "\n")
     return 0
 
 
-def _keys(argv: Sequence[str]) -> int:
-    parser = _Parser(prog=f"{APP_NAME} keys", description="Print every key as a commented keys.toml, or its path.")
-    parser.add_argument("what", nargs="?", choices=("sample", "path"), default="sample")
+def _keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    parser.description = "Print every key as a commented keys.toml, or its path."
+    parser.add_argument("what", nargs="?", choices=("sample", "path"), default="sample", help="which of them")
     what = parser.parse_args(argv).what
     from console.bound import all_bound
     from console.keys_file import keys_path, sample
@@ -95,9 +84,9 @@ def _keys(argv: Sequence[str]) -> int:
     return 0
 
 
-def _doctor(argv: Sequence[str]) -> int:
+def _doctor(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Examine this machine for what `ericllm` with the same flags would need; 0 where it could run, else 1."""
-    parser = _parser(f"{APP_NAME} doctor", "Say what this machine has and lacks for these flags, and how to mend it.")
+    _add_settings(parser, "Say what this machine has and lacks for these flags, and how to mend it.")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the report for programs")
     flags = _parse(argv, parser)
     wanted_json = flags.pop("as_json")
@@ -109,21 +98,9 @@ def _doctor(argv: Sequence[str]) -> int:
     return 0 if report.can_run else FAILURE
 
 
-def _quantize(argv: Sequence[str]) -> int:
-    from console.quantize import quantize
-
-    return quantize(_dashed(argv), _Parser(prog=f"{APP_NAME} quantize", allow_abbrev=False))
-
-
-def _api_keys(argv: Sequence[str]) -> int:
-    from console.keys_command import api_keys
-
-    return api_keys(_dashed(argv), _Parser(prog=f"{APP_NAME} api-keys", allow_abbrev=False))
-
-
-def _estimate(argv: Sequence[str]) -> int:
+def _estimate(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Say what a model would take of each device with these flags; 0 where it could be loaded, else 1."""
-    parser = _parser(f"{APP_NAME} estimate", "Say what a model would take of each device, and whether it fits.")
+    _add_settings(parser, "Say what a model would take of each device, and whether it fits.")
     parser.add_argument("name", metavar="MODEL", nargs="?", help="the model, as --model takes it")
     parser.add_argument("--workers", dest="num_workers", metavar="N", default=argparse.SUPPRESS, help="--num-workers")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the estimate for programs")
@@ -137,11 +114,11 @@ def _estimate(argv: Sequence[str]) -> int:
     return 0 if found.can_load else FAILURE
 
 
-def _autotune(argv: Sequence[str]) -> int:
+def _autotune(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Find the settings for a model on this machine; 0 where some keep the SLO, else 1."""
     from console.autotune.command import DESCRIPTION, add_arguments, autotune
 
-    parser = _parser(f"{APP_NAME} autotune", DESCRIPTION)
+    _add_settings(parser, DESCRIPTION)
     add_arguments(parser)
     given = argparse.Namespace(**_parse(argv, parser))
     flags = {name: value for name, value in vars(given).items() if name in Settings.model_fields}
@@ -150,24 +127,10 @@ def _autotune(argv: Sequence[str]) -> int:
     return autotune(load_settings(flags), given)
 
 
-def _bench(argv: Sequence[str]) -> int:
-    from console.bench.command import bench
-
-    return bench(_dashed(argv), _Parser(prog=f"{APP_NAME} bench", allow_abbrev=False))
-
-
-def _plan(argv: Sequence[str]) -> int:
-    from console.planning.command import plan
-
-    return plan(_dashed(argv), _Parser(prog=f"{APP_NAME} plan", allow_abbrev=False))
-
-
-def _elsewhere(command: str, argv: Sequence[str]) -> int:
-    run: Callable[[Sequence[str], argparse.ArgumentParser], int] = getattr(import_module(_ELSEWHERE[command]), command)
-    return run(_dashed(argv), _Parser(prog=f"{APP_NAME} {command}", allow_abbrev=False))
-
-
-def _run(sources: Sources) -> int:
+def _run(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Without a command: the console, or the server without a screen."""
+    _add_settings(parser, ABOUT)
+    sources = Sources.read(_parse(argv, parser))
     settings = sources.settings()
     if (state_dir() / TUNED_FILE).exists():
         from console.tuned import with_tuned
@@ -191,9 +154,38 @@ def _run(sources: Sources) -> int:
     return run_console(settings, choice, sources)
 
 
+def _of(module: str, function: str) -> Command:
+    """A command whose module is imported when it is wanted."""
+
+    def run(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+        command: Command = getattr(import_module(module), function)
+        return command(argv, parser)
+
+    return run
+
+
+COMMANDS: Mapping[str, Command] = {
+    "": _run,
+    "config": _config,
+    "keys": _keys,
+    "doctor": _doctor,
+    "estimate": _estimate,
+    "quantize": _of("console.quantize", "quantize"),
+    "bench": _of("console.bench.command", "bench"),
+    "autotune": _autotune,
+    "plan": _of("console.planning.command", "plan"),
+    "api-keys": _of("console.keys_command", "api_keys"),
+    "attach": _of("console.attach", "attach"),
+    "top": _of("console.top", "top"),
+    "record": _of("console.recording.command", "record"),
+    "replay": _of("console.recording.command", "replay"),
+}
+"""By the first argument; "" where that is none of them."""
+
+
 def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
     """The flags given; anything else ends the program with one line."""
-    given, unknown = parser.parse_known_args(_dashed(argv))
+    given, unknown = parser.parse_known_args(argv)
     if unknown:
         names = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
         near = difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1)
@@ -211,37 +203,29 @@ def _dashed(argv: Sequence[str]) -> list[str]:
     ]
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with one line for an error instead of the whole usage."""
+class Parser(argparse.ArgumentParser):
+    """argparse for a command, with one line for an error instead of the whole usage."""
+
+    def __init__(self, command: str = "", **options: Any) -> None:
+        named: dict[str, Any] = {"prog": f"{APP_NAME} {command}".rstrip(), "allow_abbrev": False}
+        super().__init__(**(named | options))
 
     def error(self, message: str) -> Any:
         print(f"{APP_NAME}: {message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(USAGE_ERROR)
 
 
-def _parser(prog: str, description: str) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=prog,
-        description=description,
-        epilog="Every flag may be written with dashes or underscores, and set as ERICLLM_<NAME> or in config.toml. "
-        "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs; "
-        "'ericllm keys' prints every key of the console; 'ericllm api-keys' makes and revokes keys of the API; "
-        "'ericllm doctor' says what this machine has and lacks; 'ericllm estimate' what a model would take; "
-        "'ericllm quantize' makes a smaller EXL2 model; 'ericllm bench' measures what the engine costs; "
-        "'ericllm autotune' finds the best settings for a model here; "
-        "'ericllm plan' simulates a cluster: how many cards, what when a node dies; "
-        "'ericllm attach URL' opens the console on a running instance, 'ericllm top' says in a line how one is; "
-        "'ericllm record FILE' and 'ericllm replay FILE' keep what happened, and show it again.",
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
-    )
+def _add_settings(parser: argparse.ArgumentParser, description: str) -> None:
+    """A flag for every setting."""
+    parser.description = description
+    parser.epilog = _EPILOG
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100)
     parser.add_argument("--version", action="version", version=f"{APP_NAME} {_version()}")
     groups: dict[str, Any] = {}
     for name, field, flag in fields():
         group = groups.setdefault(flag.group, None) or parser.add_argument_group(flag.group)
         groups[flag.group] = group
         group.add_argument(f"--{name.replace('_', '-')}", dest=name, **_argument(name, field.annotation, flag))
-    return parser
 
 
 def _argument(name: str, annotation: Any, flag: Flag) -> dict[str, Any]:

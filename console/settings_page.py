@@ -22,7 +22,29 @@ Made by `python -m console.settings_page > docs/settings.md` of the schema that 
 the two. Each is a flag, a variable and a line of `config.toml` of the same name; a flag wins over a variable, that over
 the file, the file over the default. Flags may be written with dashes or underscores, and `--no-NAME` switches off
 what is on. `ericllm config sample` prints a commented file, `ericllm config path` says where it belongs; the console's
-Settings screen shows what each is now and what set it."""
+Settings screen shows what each is now and what set it. What other commands take besides: [commands](commands.md).
+[Variables that are no settings](#variables-that-are-no-settings) stand at the end."""
+
+_BESIDE = """
+## Variables that are no settings
+
+Read from the environment alone, when the program starts.
+
+| variable | |
+|---|---|"""
+_VARIABLES = {
+    "`ERICLLM_CONFIG`": "the config.toml to read, in place of the one in the config folder",
+    "`ERICLLM_NATIVE`": "`0` keeps the native CPU kernels off, and torch computes; `ericllm doctor` says which do",
+    "`ATEN_CPU_CAPABILITY`": "`avx2` or `default` bounds the instructions of torch's kernels, and of ours with them",
+    "`GOMP_SPINCOUNT`": "how long a worker's threads spin at a barrier before they sleep, in turns of a loop; workers "
+    "get 3000 where it is not set ([why](performance.md#threads-that-wait))",
+    "`CUDA_VISIBLE_DEVICES`": "which GPUs there are for this program",
+    "`HF_HOME`, `HF_HUB_CACHE`": "where downloaded models are kept and looked for",
+    "`HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`": "who asks the hub, which hub, and `1` for never",
+    "`XDG_CONFIG_HOME`, `XDG_DATA_HOME`, `XDG_STATE_HOME`, `XDG_CACHE_HOME`": "where lie settings and themes; "
+    "conversations; logs, results and what was learned of loads; compiled kernels",
+    "`NO_COLOR`, `TEXTUAL_COLOR_SYSTEM`, `TEXTUAL_ANIMATIONS`": "what is drawn: [terminals](console.md#terminals)",
+}
 
 _USED: dict[When, str] = {
     "now": "at once",
@@ -50,6 +72,8 @@ def _lines() -> Iterator[str]:
         for name, field, flag in fields():
             if flag.group == group:
                 yield from ("", *_setting(name, field, flag))
+    yield _BESIDE
+    yield from (f"| {names} | {about} |" for names, about in _VARIABLES.items())
 
 
 def _setting(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:

@@ -28,7 +28,7 @@ def record(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.description = (
         "Record what the console shows of an instance, until ctrl+c. A recording that is there goes on."
     )
-    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("file", metavar="FILE", type=Path, help="the recording, made where it is not there")
     add_url(parser)
     add_key(parser)
     parser.add_argument("--interval", metavar="SECONDS", type=number(0.1, 3600), default=INTERVAL_S, help="default 1")
@@ -71,7 +71,7 @@ def _await_first(link: RemoteLink, asked: threading.Event) -> None:
 def replay(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Show a recording in the console."""
     parser.description = "Show a recording in the console: space pauses, arrows seek, < and > change the speed."
-    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("file", metavar="FILE", type=Path, help="the recording")
     parser.add_argument("--theme", metavar="NAME", default=None, help="colour theme")
     given = parser.parse_args(argv)
     from console.recording.link import ReplayLink

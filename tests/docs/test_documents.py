@@ -13,7 +13,7 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from console import endpoint_page, settings_page
+from console import commands_page, endpoint_page, settings_page
 from tests.fakes.kernel_cache import share_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +107,7 @@ def test_commands_that_are_marked_run(place: str, commands: str, tmp_path: Path)
     ("made", "file", "program"),
     [
         (settings_page.page, "docs/settings.md", "console.settings_page"),
+        (commands_page.page, "docs/commands.md", "console.commands_page"),
         (endpoint_page.page, "docs/api/endpoints.md", "console.endpoint_page"),
     ],
 )
