@@ -1,0 +1,111 @@
+"""Flags that the documents name are there, and README's table has the defaults of the schema."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from console.commands_page import loads_by_settings, parsers
+from console.setting_rows import as_text
+from console.settings import Settings
+from tests.docs.test_documents import DOCUMENTS, ROOT, names, tokens
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+COMMAND = re.compile(r"ericllm(?=$| )[^#|&;\n]*")
+SCRIPTS = ("benchmarks", "engine", "tests")
+OTHERS: Mapping[str, frozenset[str]] = {
+    "apt-get": frozenset({"--no-install-recommends"}),
+    "lm_eval": frozenset({"--model-args", "--tasks"}),
+    "mypy": frozenset({"--strict"}),
+    "pip": frozenset({"--dest", "--no-deps"}),
+    "pytest": frozenset({"--snapshot-update"}),
+    "ray": frozenset(
+        {
+            "--address",
+            "--generate",
+            "--head",
+            "--include-dashboard",
+            "--node-ip-address",
+            "--node-manager-port",
+            "--node-name",
+            "--object-manager-port",
+        }
+    ),
+}
+"""Flags of other programs that the documents name."""
+
+
+@functools.cache
+def ours() -> Mapping[str, frozenset[str]]:
+    """The flags of each command, as they are written with dashes."""
+    own = {
+        parser.prog: frozenset(name for each in parser._actions for name in each.option_strings) for parser in parsers()
+    }
+    loading = {parser.prog for parser in parsers() if loads_by_settings(parser)}
+    return {prog: flags | own["ericllm"] if prog in loading else flags for prog, flags in own.items()}
+
+
+@functools.cache
+def of_scripts() -> frozenset[str]:
+    """Flags of what is run out of the checkout: benchmarks, and checks beside the tests."""
+    found = set()
+    for folder in SCRIPTS:
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+                    found |= {str(each.value) for each in node.args if isinstance(each, ast.Constant)}
+    return frozenset(found)
+
+
+def code(file: Path) -> Iterator[str]:
+    """Lines of code of a document, also within its sentences; drawings are none."""
+    for token in tokens(file):
+        if token.type in ("fence", "code_block", "code_inline"):
+            yield from (line for line in token.content.splitlines() if "-->" not in line)
+
+
+def flags_in(text: str) -> set[str]:
+    """The flags that a line names, with dashes."""
+    return {f"--{flag[2:].replace('_', '-')}" for flag in FLAG.findall(text)} - {"--no-NAME"}
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=names)
+def test_every_flag_that_a_document_names_is_there(file: Path) -> None:
+    known = of_scripts().union(*ours().values(), *OTHERS.values())
+    assert set().union(*map(flags_in, code(file))) - known == set()
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=names)
+def test_every_command_that_a_document_shows_takes_the_flags_it_is_shown_with(file: Path) -> None:
+    for line in code(file):
+        for command in COMMAND.findall(line):
+            words = command.split()
+            progs = (" ".join(words[:length]) for length in (3, 2, 1))
+            prog = next(prog for prog in progs if prog in ours())
+            assert flags_in(command) <= ours()[prog], command
+
+
+def test_a_flag_that_is_not_there_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "a.md"
+    file.write_text("Try `--no_such`, or\n\n    ericllm top --max_prompts 3   # --not-this\n    a --x--> b\n")
+    found = set().union(*map(flags_in, code(file)))
+    assert found == {"--no-such", "--max-prompts", "--not-this"}
+    (command,) = (command for line in code(file) for command in COMMAND.findall(line))
+    assert flags_in(command) - ours()["ericllm top"] == {"--max-prompts"}
+
+
+def test_the_readme_has_the_defaults_of_the_schema() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`--[^|]+) \| ([^|]*?) ?\| [^|]+\|$", readme, re.MULTILINE)
+    shown = {cell: default.replace("`", "") for cell, default in rows}
+    assert len(shown) > 20
+    for cell, default in shown.items():
+        settings = [flag[2:].replace("-", "_") for flag in FLAG.findall(cell)]
+        fields = [Settings.model_fields[name] for name in settings if name.removeprefix("no_") == name]
+        values = [as_text(field.default) for field in fields if field.default is not False]
+        assert default == ", ".join(filter(None, values)), cell
