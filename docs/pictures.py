@@ -1,6 +1,7 @@
-"""Makes the pictures of the README: the real console and engine, two simulated cards, clients that stream.
+"""Makes the pictures of the README and of docs/console.md: the real console and engine on two simulated cards, while
+clients stream.
 
-.venv/bin/python docs/pictures.py            # about a minute and a half; writes docs/*.svg
+.venv/bin/python docs/pictures.py            # about two minutes; writes docs/*.svg
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 from textual.pilot import Pilot
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
+
+if TYPE_CHECKING:
+    from console.bench.benches import Benches
+    from console.runtime import LoopThread
 
 SIZE = (136, 42)
 CLIENTS = 24
@@ -45,8 +51,10 @@ async def main() -> None:
         try:
             await asyncio.wrap_future(loop.submit(runtime.start()))
             await asyncio.wrap_future(loop.submit(runtime.load("demo")))
-            async with app.run_test(size=SIZE) as pilot, _clients(runtime.api_status().url):
-                await _take(pilot)
+            async with app.run_test(size=SIZE) as pilot:
+                async with _clients(runtime.api_status().url):
+                    await _take(pilot)
+                await _take_benches(pilot, runtime.benches, loop)
         finally:
             await asyncio.wrap_future(loop.submit(runtime.close(drain_s=0.0, patience_s=1.0)))
             loop.stop()
@@ -60,7 +68,10 @@ async def _take(pilot: Pilot[None]) -> None:
     await pilot.press("n")
     await pilot.pause(2)
     _save(pilot, "insight")
-    await pilot.press("escape", "3")
+    await pilot.press("escape", "2")
+    await pilot.pause(2)
+    _save(pilot, "models")
+    await pilot.press("3")
     await pilot.pause(1)
     for question in ("What does max_prompts do?", "And how many workers do I need?"):
         await pilot.press(*question, "enter")
@@ -69,6 +80,17 @@ async def _take(pilot: Pilot[None]) -> None:
     await pilot.press("f5")
     await pilot.pause(2)
     _save(pilot, "tune")
+
+
+async def _take_benches(pilot: Pilot[None], benches: Benches, loop: LoopThread) -> None:
+    from console.links.benches import BenchOrder
+
+    for bench in ("latency", "users"):
+        await asyncio.wrap_future(loop.submit(benches.start(BenchOrder(bench=bench))))
+        await asyncio.wrap_future(loop.submit(benches.finished()))
+    await pilot.press("b")
+    await pilot.pause(2)
+    _save(pilot, "benches")
 
 
 def _save(pilot: Pilot[None], name: str) -> None:
