@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator
@@ -83,14 +85,26 @@ def _not_negative(value: tuple[int, ...]) -> tuple[int, ...]:
     return value
 
 
+_SHORT = MappingProxyType({"ms": 1e-3, "s": 1.0, "": 1.0})
+"""Of latencies, where 5m would rather be a slip of the hand."""
+_LONG = MappingProxyType({**_SHORT, "m": 60.0, "h": 3600.0})
+
+
 def duration_s(value: object) -> object:
     """ "500ms" and "0.5s" -> 0.5; anything but text is left to pydantic, which takes a number as seconds."""
-    if not isinstance(value, str):
-        return value
-    parts = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(ms|s|)\s*", value)
-    if parts is None:
-        raise ValueError("it must be a duration such as 500ms, 0.5s or 0.5")
-    return float(parts[1]) / (1000 if parts[2] == "ms" else 1)
+    return _in_seconds(value, _SHORT, "500ms, 0.5s or 0.5") if isinstance(value, str) else value
+
+
+def span_s(text: str) -> float:
+    """ "90s" and "90" -> 90, "2m" -> 120, "1.5h" -> 5400: of what may take hours. Raises ValueError."""
+    return _in_seconds(text, _LONG, "90s, 10m or 2h")
+
+
+def _in_seconds(text: str, units: Mapping[str, float], examples: str) -> float:
+    parts = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", text)
+    if parts is None or parts[2] not in units:
+        raise ValueError(f"it must be a duration such as {examples}")
+    return float(parts[1]) * units[parts[2]]
 
 
 GigabyteList = Annotated[tuple[float, ...], BeforeValidator(_split_list), AfterValidator(_positive)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -95,9 +97,14 @@ def numbers_of(round_: int, concurrent: int) -> range:
     return range(2 * concurrent * round_, 2 * concurrent * (round_ + 1))
 
 
-def plan_for(model: str, *, threads: int | None, rounds: int) -> Plan:
-    """The plan for a model on this machine. Raises ModelNotFound, UnsupportedModel or another EngineError."""
-    settings = load_settings({"model": model})
+def plan_for(
+    model: str, *, threads: int | None, rounds: int, changes: Mapping[str, Any] = MappingProxyType({})
+) -> Plan:
+    """The plan for a model on this machine. changes: settings of its load, before those of variables and config.toml.
+
+    Raises ModelNotFound, UnsupportedModel or another EngineError.
+    """
+    settings = load_settings({"model": model, **changes})
     path = resolve_local(model, settings.models_dir)
     if path is None:
         if is_hub_id(model):

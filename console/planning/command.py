@@ -10,28 +10,28 @@ from collections.abc import Sequence
 import msgspec
 
 from console.bench.progress import Progress, Show
-from console.planning.flags import ASKED, parse
+from console.planning.asking import Asking, asking_of
+from console.planning.flags import LOADING, parse
 from console.planning.report import PlanReport, plan_text
+from console.planning.unused import questions, refuse_unused
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.simulation.cluster import Cluster, Death, FrontDoor
-from engine.simulation.demand import ClosedDemand, Demand, Mix, OpenDemand, TraceDemand
-from engine.simulation.lengths import Length
-from engine.simulation.outcome import Slo, Window
-from engine.simulation.questions import DemandOf, Goal, front_door_limit, node_death, workers_needed
+from engine.simulation.outcome import Slo
+from engine.simulation.questions import DeathAnswer, Goal, front_door_limit, node_death, workers_needed
 from engine.simulation.step_costs import MeasuredModel
 
-_USERS = 100
-_WARM_UP = 0.25
-"""Of the duration: users come, workers fill, and nothing counts yet."""
+_SETTLING = 0.5
+"""Of the duration: for how long requests go on to come after a dead node is back."""
 
 
 def plan(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Run the command; returns 0. Raises EngineError for what cannot be measured or simulated."""
     given = parse(argv, parser)
+    refuse_unused(given)
     progress = Progress(sys.stderr)
     try:
-        if given.validate:
+        if given.validate is not None:
             text = _validated(given, progress.show)
         else:
             report = _answered(given, progress.show)
@@ -55,31 +55,28 @@ def _validated(given: argparse.Namespace, show: Show) -> str:
 
 
 def _answered(given: argparse.Namespace, show: Show) -> PlanReport:
-    demand, demand_words = _demand(given)
-    goal = Goal(
-        slo=Slo(ttft_s=given.slo_ttft, itl_s=given.slo_itl),
-        share=given.share,
-        window=Window(since_s=_WARM_UP * given.duration, until_s=given.duration),
-    ).validate()
-    demand(1.0)  # what is wrong with it is said before anything is measured
+    asking, asked = asking_of(given), questions(given)
+    goal = Goal(slo=Slo(ttft_s=given.slo_ttft, itl_s=given.slo_itl), share=given.share, window=asking.window).validate()
+    death = _death(given, asking)
     measured = _measured(given, show)
     cluster = _cluster(given, measured).validate()
-    asked = given.ask or ASKED
     workers, sized = None, cluster
     if given.workers is None:
-        workers = workers_needed(
-            cluster, demand, goal, most=given.most_workers, margin="cards" in asked and not given.trace, show=show
-        )
-        sized = msgspec.structs.replace(cluster, workers=workers.workers or workers.most)
+        margin = "cards" in asked and not asking.traced
+        workers = workers_needed(cluster, asking.demand, goal, most=given.most_workers, margin=margin, show=show)
+        sized = msgspec.structs.replace(cluster, workers=workers.workers or 1)
+    possible = workers is None or workers.workers is not None
     return PlanReport(
         measured=measured,
         cluster=sized,
+        speed=given.speed,
         cards_per_worker=given.cards_per_worker,
-        demand=demand_words,
+        demand=asking.words,
+        longer_share=asking.longer_share(measured.context_tokens),
         goal=goal,
         workers=workers,
-        death=node_death(sized, demand, goal, _death(given), show) if "death" in asked else None,
-        front=front_door_limit(sized, demand, goal, show) if "front" in asked and not given.trace else None,
+        death=_what_dies(sized, asking, goal, death, show) if "death" in asked and possible else None,
+        front=front_door_limit(sized, asking.demand, goal, show) if "front" in asked and possible else None,
     )
 
 
@@ -88,70 +85,28 @@ def _measured(given: argparse.Namespace, show: Show) -> MeasuredModel:
         return MeasuredModel.read(given.costs)
     from console.planning.measuring import measure
 
-    prompts = given.max_prompts or EngineConfig().max_prompts
+    config = EngineConfig()
     measured = asyncio.run(
-        measure(given.model, threads=given.threads, max_prompts=prompts, seconds=given.seconds, show=show)
+        measure(
+            given.model,
+            threads=given.threads,
+            max_prompts=given.max_prompts or config.max_prompts,
+            step_tokens=given.step_tokens or config.step_tokens,
+            changes={name: getattr(given, name) for name in LOADING if name in given.named},
+            seconds=given.seconds,
+            show=show,
+        )
     )
     if given.costs is not None:
         measured.write(given.costs)
     return measured
 
 
-def _demand(given: argparse.Namespace) -> tuple[DemandOf, str]:
-    """The demand by its strength, and in words."""
-    if sum(each is not None for each in (given.users, given.rate, given.trace)) > 1:
-        raise InvalidRequest("--users, --rate and --trace are three ways to say who asks; give one", param="users")
-    if given.trace is not None:
-        trace = TraceDemand.read(given.trace, duration_s=given.duration)
-        return lambda strength: trace, f"the requests of {given.trace}"
-    if given.shared > 1:
-        raise InvalidRequest(f"--shared is {given.shared:g}; it is a share, 1 at most", param="shared")
-    mix = Mix(
-        prompt=Length.parse(given.prompt, "prompt"),
-        output=Length.parse(given.output, "output"),
-        shared=given.shared,
-        groups=given.prefixes,
-        shared_tokens=given.shared_tokens if given.shared else 0,
-    )
-    tokens = f"prompts of {mix.prompt.expected:g} and answers of {mix.output.expected:g} tokens"
-    if given.rate is not None:
-        return _by_rate(given, mix), f"{given.rate:g} requests/s, {tokens}"
-    users = given.users or _USERS
-    return _by_users(given, mix, users), f"{users} users who think for {given.think:g} s, {tokens}"
-
-
-def _by_rate(given: argparse.Namespace, mix: Mix) -> DemandOf:
-    def demand(strength: float) -> Demand:
-        return OpenDemand(
-            mix,
-            rate_per_s=strength * given.rate,
-            duration_s=given.duration,
-            cv=given.burstiness,
-            seed=given.seed,
-        )
-
-    return demand
-
-
-def _by_users(given: argparse.Namespace, mix: Mix, users: int) -> DemandOf:
-    def demand(strength: float) -> Demand:
-        return ClosedDemand(
-            mix,
-            users=max(1, round(strength * users)),
-            think_s=given.think,
-            duration_s=given.duration,
-            ramp_s=_WARM_UP * given.duration,
-            seed=given.seed,
-        )
-
-    return demand
-
-
 def _cluster(given: argparse.Namespace, measured: MeasuredModel) -> Cluster:
     """As the flags say; what they do not say is as it was measured, or the engine's default."""
     front = {"request_s": given.front_request, "output_s": given.front_token, "slot_s": given.front_slot}
     named = {
-        "max_prompts": given.max_prompts,
+        "max_prompts": given.max_prompts or measured.max_prompts or None,
         "max_queue": given.max_queue,
         "timeout_s": given.timeout,
         "workers": given.workers,
@@ -170,9 +125,20 @@ def _cluster(given: argparse.Namespace, measured: MeasuredModel) -> Cluster:
     )
 
 
-def _death(given: argparse.Namespace) -> Death:
-    at_s = given.duration / 2 if given.die_at is None else given.die_at
+def _death(given: argparse.Namespace, asking: Asking) -> Death:
+    at_s = asking.duration_s / 2 if given.die_at is None else given.die_at
+    if asking.traced and at_s > asking.duration_s:
+        raise InvalidRequest(
+            f"--die-at is {at_s:g} s, and the last request of the trace comes at {asking.duration_s:g} s",
+            param="die_at",
+        )
     return Death(at_s=at_s, node=0, detected_s=given.detect, restart_s=given.restart)
+
+
+def _what_dies(sized: Cluster, asking: Asking, goal: Goal, death: Death, show: Show) -> DeathAnswer:
+    """With requests until well after the node is back, where there can be more of them."""
+    longer = asking.lasting(death.back_s + _SETTLING * asking.duration_s)
+    return node_death(sized, longer.demand, msgspec.structs.replace(goal, window=longer.window), death, show)
 
 
 def _json(value: object) -> str:

@@ -6,11 +6,20 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
-from console.setting_values import duration_s
+from console.setting_fields import flag_of
+from console.setting_values import duration_s, span_s
+from console.settings import Settings
+from engine.cluster.wire import SILENCE_S
 from engine.simulation.questions import MOST_WORKERS
 
 ASKED = ("cards", "death", "front")
+LOADING = (
+    *("backend", "dtype", "weights", "max_model_len", "alpha_value", "compress_pos_emb", "num_experts", "lora"),
+    *("gpu_split", "gpu_reserve", "tensor_parallel", "cache_bits", "cache_8bit", "attention", "deterministic"),
+)
+"""Settings of a load that change what a step costs, as `ericllm` takes them."""
 _DESCRIPTION = (
     "Simulate a cluster from measured step costs, with the engine's own dispatcher and scheduler: how many cards it "
     "takes for so many users or requests a second within an SLO, what happens when a node dies at the peak, and where "
@@ -21,15 +30,20 @@ _DESCRIPTION = (
 
 
 def parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The flags; a wrong one ends the program with a line."""
+    """The flags, and as `named` the names of those that were given; a wrong one ends the program with a line."""
     parser.description = _DESCRIPTION
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="what is measured (default demo)")
     _add_costs(parser.add_argument_group("costs"))
+    _add_loading(parser.add_argument_group("the measured model, as 'ericllm' loads it"))
     _add_demand(parser.add_argument_group("demand"))
     _add_cluster(parser.add_argument_group("cluster"))
     _add_questions(parser.add_argument_group("questions"))
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the answers for programs")
-    return parser.parse_args(argv)
+    defaults = {action.dest: action.default for action in parser._actions if action.dest != "help"}
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    found = vars(parser.parse_args(argv))
+    return argparse.Namespace(**defaults | found, named=frozenset(found))
 
 
 def _add_costs(group: argparse._ArgumentGroup) -> None:
@@ -48,10 +62,21 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_loading(group: argparse._ArgumentGroup) -> None:
+    for name in LOADING:
+        field, flag = Settings.model_fields[name], flag_of(name)
+        about = (field.description or "").replace("%", "%%")
+        if field.annotation is bool:
+            group.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=about)
+        else:
+            named = "|".join(map(str, get_args(field.annotation)))
+            group.add_argument(f"--{name.replace('_', '-')}", metavar=flag.metavar or named, help=about)
+
+
 def _add_demand(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--users", type=_count, metavar="N", help="who send one request at a time (default 100)")
     group.add_argument(
-        "--think", type=_seconds, default=10.0, metavar="S", help="a user's mean pause before a request (default 10)"
+        "--think", type=_span, default=10.0, metavar="S", help="a user's mean pause before a request (default 10)"
     )
     group.add_argument("--rate", type=_positive, metavar="R", help="requests a second, in place of users")
     group.add_argument(
@@ -65,7 +90,12 @@ def _add_demand(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--shared", type=_not_negative, default=0.0, metavar="SHARE", help="of prompts with a prefix")
     group.add_argument("--shared-tokens", type=_count, default=1024, metavar="N", help="of a prefix (default 1024)")
     group.add_argument("--prefixes", type=_count, default=16, metavar="N", help="how many there are (default 16)")
-    group.add_argument("--duration", type=_seconds, default=120.0, metavar="S", help="simulated (default 120)")
+    group.add_argument(
+        "--duration",
+        type=_span,
+        metavar="S",
+        help="for how long requests come, as 90s, 10m or 2h (default 120; of a trace: all of it)",
+    )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default 0)")
 
 
@@ -74,11 +104,13 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--most-workers", type=_count, default=1024, metavar="N", help="to try (default 1024)")
     group.add_argument("--cards-per-worker", type=_count, default=1, metavar="N", help="devices of each (default 1)")
     group.add_argument("--workers-per-node", type=_count, default=1, metavar="N", help="that die together (default 1)")
-    group.add_argument("--max-prompts", type=_count, metavar="N", help="at once per worker (default 16)")
+    group.add_argument(
+        "--max-prompts", type=_count, metavar="N", help="at once per worker (default: as measured, or 16)"
+    )
     group.add_argument("--step-tokens", type=_count, metavar="N", help="of a step (default: as measured)")
     group.add_argument("--kv-tokens", type=_count, metavar="N", help="of a worker's KV pages (default: as measured)")
     group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (default 1024)")
-    group.add_argument("--timeout", type=_seconds, metavar="S", help="of a request (default 600; 0: none)")
+    group.add_argument("--timeout", type=_span, metavar="S", help="of a request (default 600; 0: none)")
     group.add_argument("--hop", type=_seconds, default=0.0, metavar="S", help="from the engine to a worker, one way")
     group.add_argument("--front-request", type=_seconds, metavar="S", help="front door's CPU per request")
     group.add_argument("--front-token", type=_seconds, metavar="S", help="front door's CPU per event of a stream")
@@ -92,9 +124,15 @@ def _add_questions(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ask", action="append", choices=ASKED, help="one of the questions; may be given again (default: all)"
     )
-    group.add_argument("--die-at", type=_seconds, metavar="S", help="a node dies then (default: half the duration)")
-    group.add_argument("--detect", type=_seconds, default=5.0, metavar="S", help="until that is known (default 5)")
-    group.add_argument("--restart", type=_seconds, default=60.0, metavar="S", help="until it is back (default 60)")
+    group.add_argument("--die-at", type=_span, metavar="S", help="a node dies then (default: half the duration)")
+    group.add_argument(
+        "--detect",
+        type=_span,
+        default=float(SILENCE_S),
+        metavar="S",
+        help=f"until that is known (default {SILENCE_S}, of a machine without power; 0 where its system says goodbye)",
+    )
+    group.add_argument("--restart", type=_span, default=60.0, metavar="S", help="until it is back (default 60)")
 
 
 def _count(text: str) -> int:
@@ -110,6 +148,13 @@ def _seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from error
     assert isinstance(found, float)
     return found
+
+
+def _span(text: str) -> float:
+    try:
+        return span_s(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _not_negative(text: str) -> float:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 
 import msgspec
 
 from console.bench.table import table
+from console.planning.misses import misses_text
 from engine.simulation.cluster import Cluster
 from engine.simulation.outcome import Summary
-from engine.simulation.questions import DeathAnswer, FrontAnswer, Goal, Trial, WorkersAnswer
+from engine.simulation.questions import DeathAnswer, FrontAnswer, Goal, WorkersAnswer
 from engine.simulation.step_costs import MeasuredModel
 
+_FEW = 100
+"""Requests: a share of fewer of them says little."""
+_MANY_LONGER = 0.05
 _HEADER = ("requests/s", "tok/s", "TTFT p50", "TTFT p95", "ITL p95", "E2E p95", "in SLO", "workers busy", "front busy")
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All answers; what was not asked is None. cluster: as it was simulated, with the workers that it takes."""
+    """All answers; None is what was not asked, and what needs as many workers as meet the goal where none do.
+
+    cluster: as it was simulated, with the workers that it takes.  speed: of its cards against the measured one.
+    longer_share: of requests, those of more tokens than were measured with.
+    """
 
     measured: MeasuredModel
     cluster: Cluster
+    speed: float = 1.0
+    longer_share: float = 0.0
     cards_per_worker: int
     demand: str
     goal: Goal
@@ -32,53 +42,125 @@ def plan_text(report: PlanReport) -> str:
     """The report for a person."""
     parts = [_heading(report)]
     if report.workers is not None:
-        parts.append(_workers_text(report.workers, report.cards_per_worker))
+        parts.append(_workers_text(report.workers, report))
     if report.death is not None:
-        parts.append(_death_text(report.death))
+        parts.append(_death_text(report.death, report))
     if report.front is not None:
         parts.append(_front_text(report.front))
     return "\n\n".join(parts)
 
 
 def _heading(report: PlanReport) -> str:
-    measured, goal = report.measured, report.goal
+    measured, goal, cluster = report.measured, report.goal, report.cluster
     bounds = [
         f"{name} {seconds * 1e3:g} ms"
         for name, seconds in (("TTFT", goal.slo.ttft_s), ("ITL", goal.slo.itl_s))
         if seconds is not None
     ]
     held = " and ".join(bounds) if bounds else "being answered at all"
-    return (
-        f"{measured.model} as measured on {measured.machine} ({measured.device}): the costs tell a step to "
-        f"{measured.fit.error_median:.1%} (median; 95% of steps to {measured.fit.error_p95:.0%}).\n"
-        f"Demand: {report.demand}. Goal: {goal.share:.0%} of requests within {held}."
-    )
+    faster = f" Cards here are {report.speed:g} times as fast." if report.speed != 1 else ""
+    lines = [
+        f"{measured.model} as measured on {measured.machine} ({_configuration(measured)}): the costs tell a step to "
+        f"{measured.fit.error_median:.1%} (median; 95% of steps to {measured.fit.error_p95:.0%}).{faster}",
+        f"A worker: {cluster.max_prompts} requests at once, {cluster.step_tokens} tokens a step, KV pages for "
+        f"{cluster.kv_tokens} tokens, {cluster.max_model_len} of context. Queue: {cluster.max_queue}.",
+        f"Demand: {report.demand}. Goal: {goal.share:.0%} of requests within {held}.",
+    ]
+    return "\n".join([*lines, *_notes(report)])
 
 
-def _workers_text(answer: WorkersAnswer, cards: int) -> str:
+def _configuration(measured: MeasuredModel) -> str:
+    """How the measured model was loaded, as far as the file says."""
+    threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}" if measured.device == "cpu" else ""
+    weights = f"{measured.weights} weights" if measured.weights not in ("", "auto") else ""
+    cache = f"{measured.cache_bits}-bit KV cache" if measured.cache_bits is not None else ""
+    found = (measured.device, threads, measured.backend, measured.dtype, weights, cache)
+    return ", ".join(each for each in found if each)
+
+
+def _notes(report: PlanReport) -> Iterator[str]:
+    """What is simulated beyond what was measured, and what little was counted."""
+    measured, cluster = report.measured, report.cluster
+    if not measured.max_prompts:
+        yield "Note: the file does not say how many answers at once were measured; measure again to know."
+    elif cluster.max_prompts > measured.max_prompts:
+        yield (
+            f"Note: {measured.max_prompts} answers at once were measured at most, so steps of up to "
+            f"{cluster.max_prompts} are extrapolated; measure with --max-prompts {cluster.max_prompts}."
+        )
+    if cluster.step_tokens > measured.step_tokens:
+        yield f"Note: steps of {measured.step_tokens} tokens were measured at most; larger ones are extrapolated."
+    if report.longer_share > _MANY_LONGER:
+        yield (
+            f"Note: contexts of {measured.context_tokens} tokens were measured at most, and {report.longer_share:.0%} "
+            "of requests get longer ones; their costs are extrapolated."
+        )
+    counted = min((summary.requests for summary in _counted(report)), default=_FEW)
+    if counted < _FEW:
+        yield f"Note: only {counted} requests count, a share of which says little; a longer --duration has more."
+
+
+def _counted(report: PlanReport) -> Iterator[Summary]:
+    if report.workers is not None:
+        yield from (trial.summary for trial in report.workers.trials if trial.demand == 1)
+    if report.death is not None:
+        yield report.death.calm
+
+
+def _workers_text(answer: WorkersAnswer, report: PlanReport) -> str:
     trials = [trial for trial in answer.trials if trial.demand == 1]
     if answer.workers is None:
-        sentence = f"{answer.most} workers, the most that were tried, do not meet the goal."
+        sentence = _none_text(answer, report)
     else:
         margin = ""
         if answer.margin is not None:
             least = "at least " if answer.margin >= 1 else ""
             margin = f"; they carry {least}{answer.margin:.0%} more demand within the goal"
-        sentence = f"It takes {_cards(answer.workers, cards)}{margin}."
-    return f"{sentence}\n\n{_trials(trials, 'workers', lambda trial: str(trial.workers))}"
+        sentence = f"It takes {_cards(answer.workers, report.cards_per_worker)}{margin}."
+    alone = ["one by one", "", "", *_row(answer.alone)[2:-2], "", ""]  # how much is done so, tells nothing
+    rows = [alone, *([str(each.workers), *_row(each.summary)] for each in trials)]
+    return f"{sentence}\n\n{table(['workers', *_HEADER], rows)}"
 
 
-def _death_text(answer: DeathAnswer) -> str:
-    died = answer.died
-    sentence = (
-        f"A node with {answer.lost_workers} of {answer.workers} workers dies after {answer.at_s:g} s: the worst TTFT "
-        f"is then {_time(answer.worst_ttft_s)} (the worst in the calm {_time(answer.calm.ttft_s.most)}), "
-        f"{answer.late} requests are late that would not be, {answer.not_answered} are not answered, "
-        f"{answer.resumed} go on elsewhere, up to {answer.most_queued} wait, and requests are late for "
-        f"{answer.recovered_s:.0f} s."
-    )
-    rows = [["no death", *_row(answer.calm)], ["a death", *_row(died)]]
-    return f"{sentence}\n\n{table(['', *_HEADER], rows)}"
+def _none_text(answer: WorkersAnswer, report: PlanReport) -> str:
+    """Why no number of workers meets the goal, and for what requests miss it."""
+    shown = answer.trials[-1].summary if answer.trials else answer.alone
+    said = {
+        "requests": "No number of workers meets the goal: requests miss it even where each has a worker to itself.",
+        "front": (
+            f"More workers do not meet the goal: the one front door is full, {shown.front_busy:.0%} busy and up to "
+            f"{_time(shown.front_behind_s)} behind with {answer.trials[-1].workers if answer.trials else 0} of them."
+        ),
+        "most": f"{answer.most} workers, the most that were tried, do not meet the goal.",
+    }[answer.why or "most"]
+    left = " Other questions are answered for a number of workers that --workers gives."
+    return f"{said} {misses_text(shown, report.cluster, report.goal.slo)}{left}"
+
+
+def _death_text(answer: DeathAnswer, report: PlanReport) -> str:
+    calm, slo = answer.calm, report.goal.slo
+    sentences = [
+        f"A node with {answer.lost_workers} of {answer.workers} workers dies after {answer.at_s:g} s and is back after "
+        f"{answer.back_s:g} s: the worst TTFT is then {_time(answer.worst_ttft_s)} (the worst in the calm "
+        f"{_time(calm.ttft_s.most)}), {answer.late} more requests are late than in the calm, {answer.not_answered} "
+        f"more are not answered, {answer.resumed} go on elsewhere, up to {answer.most_queued} wait, and "
+        f"{_recovered(answer)}."
+    ]
+    if answer.last_s < answer.back_s:
+        sentences.append(f"The last request comes after {answer.last_s:g} s, so the time after that is not seen.")
+    if report.workers is None and not report.goal.met(calm):
+        missed = misses_text(calm, report.cluster, slo)
+        sentences.append(f"Even in the calm the goal is not met. {missed}")
+    elif died_missed := misses_text(answer.died, report.cluster, slo):
+        sentences.append(f"With the death: {died_missed[0].lower()}{died_missed[1:]}")
+    rows = [["no death", *_row(calm)], ["a death", *_row(answer.died)]]
+    return f"{' '.join(sentences)}\n\n{table(['', *_HEADER], rows)}"
+
+
+def _recovered(answer: DeathAnswer) -> str:
+    if answer.recovered_s is None:
+        return f"requests are still late at the end, {answer.last_s - answer.at_s:.0f} s after it"
+    return f"requests are late for {answer.recovered_s:.0f} s"
 
 
 def _front_text(answer: FrontAnswer) -> str:
@@ -86,12 +168,8 @@ def _front_text(answer: FrontAnswer) -> str:
         f"The front door is full at {answer.requests_per_s:.3g} requests/s, {answer.demand:.3g} times this demand, "
         f"which takes about {answer.workers} workers: a request costs it {answer.request_s * 1e3:.2f} ms of CPU."
     )
-    shown = _trials(answer.trials, "demand", lambda trial: f"{trial.demand:.3g}x, {trial.workers} workers")
-    return f"{sentence}\n\n{shown}"
-
-
-def _trials(trials: Sequence[Trial], title: str, name: Callable[[Trial], str]) -> str:
-    return table([title, *_HEADER], [[name(trial), *_row(trial.summary)] for trial in trials])
+    rows = [[f"{trial.demand:.3g}x, {trial.workers} workers", *_row(trial.summary)] for trial in answer.trials]
+    return f"{sentence}\n\n{table(['demand', *_HEADER], rows)}"
 
 
 def _row(summary: Summary) -> list[str]:

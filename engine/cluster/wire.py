@@ -14,7 +14,7 @@ import time
 
 TOKEN_BYTES = 32
 _TOKEN_PATIENCE_S = 3.0
-_SILENCE_S = 10
+SILENCE_S = 10
 """A peer that acknowledges nothing for so long is gone."""
 
 
@@ -93,7 +93,7 @@ def _watch(sock: socket.socket) -> None:
         ("TCP_KEEPIDLE", 3),
         ("TCP_KEEPINTVL", 2),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", _SILENCE_S * 1000),
+        ("TCP_USER_TIMEOUT", SILENCE_S * 1000),
     ):
         if hasattr(socket, option):  # not every system has all of them
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -33,6 +33,11 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
     detected_s: float = 0.0
     restart_s: float = 60.0
 
+    @property
+    def back_s(self) -> float:
+        """When its workers are there again."""
+        return self.at_s + self.detected_s + self.restart_s
+
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """N workers of the same kind, numbered, so many to a node. The other names are those of EngineConfig.
@@ -85,6 +90,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
                     f"node {death.node} cannot die so: nodes are 0 to {self.nodes - 1}", param="deaths"
                 )
         return self
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that a worker takes: it needs room for one of its answer."""
+        return min(self.max_model_len, self.kv_tokens) - 1
 
     @property
     def nodes(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +15,8 @@ import msgspec
 from engine.errors import InvalidRequest
 from engine.simulation.lengths import Length
 
+_SHORTEST_S = 1e-3
+"""Between two requests of a user: whoever is refused at once does not ask again in the same moment."""
 _COLUMNS = ("at_s", "prompt_tokens", "output_tokens")
 
 
@@ -126,30 +129,65 @@ class ClosedDemand:
 
     def answered(self, ask: Ask, now: float) -> Ask | None:
         """Demand: the same user's next one, unless time is over."""
-        at_s = now + self._think()
+        at_s = max(now + self._think(), ask.at_s + _SHORTEST_S)
         return self._mix.ask(at_s, self._source, ask.client) if at_s < self._duration_s else None
 
     def _think(self) -> float:
         return self._source.expovariate(1 / self._think_s) if self._think_s else 0.0
 
 
-class TraceDemand:
-    """Requests as they came once. Those beyond duration_s are left out."""
+class SeriesDemand:
+    """Requests one after the other, each sent when the one before has ended: none waits for another."""
 
-    def __init__(self, asks: Sequence[Ask], *, duration_s: float = math.inf) -> None:
-        self._asks = [ask for ask in sorted(asks, key=lambda ask: ask.at_s) if ask.at_s < duration_s]
+    def __init__(self, asks: Iterable[Ask]) -> None:
+        self._asks = iter(asks)
+
+    def first(self) -> Iterator[Ask]:
+        """Demand: the first of them, at once."""
+        for ask in islice(self._asks, 1):
+            yield msgspec.structs.replace(ask, at_s=0.0)
+
+    def answered(self, ask: Ask, now: float) -> Ask | None:
+        """Demand: the next."""
+        following = next(self._asks, None)
+        return None if following is None else msgspec.structs.replace(following, at_s=now)
+
+
+class TraceDemand:
+    """Requests as they came once."""
+
+    def __init__(self, asks: Sequence[Ask]) -> None:
+        self._asks = sorted(asks, key=lambda ask: ask.at_s)
 
     @classmethod
-    def read(cls, path: Path, *, duration_s: float = math.inf) -> TraceDemand:
-        """A CSV file with the columns at_s, prompt_tokens and output_tokens. Raises InvalidRequest, naming the line."""
+    def read(cls, path: Path) -> TraceDemand:
+        """A CSV file with the columns at_s, prompt_tokens and output_tokens; at_s counts from any moment, and the first
+        request is put at 0. Raises InvalidRequest, naming the line."""
         try:
-            with path.open(newline="") as lines:
-                rows = csv.DictReader(lines)
+            with path.open(newline="", encoding="utf-8-sig") as lines:
+                rows = csv.DictReader(lines, strict=True, skipinitialspace=True)
                 if missing := [name for name in _COLUMNS if name not in (rows.fieldnames or ())]:
                     raise InvalidRequest(f"{path} lacks the column {missing[0]}", param="trace")
-                return cls([_traced(path, number, row) for number, row in enumerate(rows, 2)], duration_s=duration_s)
-        except (OSError, UnicodeDecodeError) as error:
+                asks = [_traced(path, rows.line_num, row) for row in rows]
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise InvalidRequest(f"{path} could not be read: {error}", param="trace") from error
+        if not asks:
+            raise InvalidRequest(f"{path} has no requests", param="trace")
+        began_s = min(ask.at_s for ask in asks)
+        return cls([msgspec.structs.replace(ask, at_s=ask.at_s - began_s) for ask in asks])
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._asks)
+
+    @property
+    def last_s(self) -> float:
+        """When the last one comes; 0 where there is none."""
+        return self._asks[-1].at_s if self._asks else 0.0
+
+    def before(self, duration_s: float) -> TraceDemand:
+        """Those of them that come before then."""
+        return TraceDemand([ask for ask in self._asks if ask.at_s < duration_s])
 
     def first(self) -> Iterator[Ask]:
         """Demand: all of them."""
@@ -165,6 +203,6 @@ def _traced(path: Path, number: int, row: dict[str, str]) -> Ask:
         at_s, prompt, output = float(row["at_s"]), int(row["prompt_tokens"]), int(row["output_tokens"])
     except (TypeError, ValueError):
         raise InvalidRequest(f"line {number} of {path} is no time and two numbers of tokens", param="trace") from None
-    if not (0 <= at_s < math.inf and prompt >= 1 and output >= 1):
+    if not (math.isfinite(at_s) and prompt >= 1 and output >= 1):
         raise InvalidRequest(f"line {number} of {path} has a time or a number of tokens out of range", param="trace")
     return Ask(at_s=at_s, prompt_tokens=prompt, output_tokens=output)

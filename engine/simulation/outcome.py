@@ -12,7 +12,11 @@ import msgspec
 
 from engine.simulation.demand import Ask
 
-Fate = Literal["answered", "refused", "timeout", "failed"]
+Fate = Literal["answered", "too long", "refused", "timeout", "failed"]
+"""How a request ends: too long has a prompt that no worker holds, refused is one that found the queue full, failed one
+whose workers died too often."""
+Miss = Literal["too long", "refused", "timeout", "failed", "first token", "other tokens"]
+"""Why a request does not count as served: its fate, or which half of the SLO its answer was too slow for."""
 
 _GAP_BASE = math.log(1.02)
 
@@ -55,11 +59,15 @@ class Served:
 
     def keeps(self, slo: Slo) -> bool:
         """Whether it was answered within the SLO."""
-        return (
-            self.fate == "answered"
-            and (slo.ttft_s is None or (self.ttft_s is not None and self.ttft_s <= slo.ttft_s))
-            and (slo.itl_s is None or (self.tpot_s or 0.0) <= slo.itl_s)
-        )
+        return self.misses(slo) is None
+
+    def misses(self, slo: Slo) -> Miss | None:
+        """Why it was not answered within the SLO, the first of several reasons; None where it was."""
+        if self.fate != "answered":
+            return self.fate or "failed"
+        if slo.ttft_s is not None and (self.ttft_s is None or self.ttft_s > slo.ttft_s):
+            return "first token"
+        return "other tokens" if slo.itl_s is not None and (self.tpot_s or 0.0) > slo.itl_s else None
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,9 +185,13 @@ class Outcome:
         asked = [each for each in self.served if since_s <= each.ask.at_s <= until_s]
         ended = [each for each in self.served if since_s <= each.ended_s <= until_s]
         answered = [each for each in asked if each.fate == "answered"]
-        kept = sum(each.keeps(slo) for each in asked) if slo is not None else len(answered)
+        misses = Counter(each.misses(slo or Slo()) for each in asked)
+        kept = misses.pop(None, 0)
+        last_s = max((each.ask.at_s for each in asked), default=since_s)
         return Summary(
             requests=len(asked),
+            offered_per_s=len(asked) / max(min(self.window.until_s, last_s) - since_s, 1.0),
+            misses={miss: count for miss, count in misses.most_common() if miss is not None},
             fates=dict(sorted(Counter(each.fate or "" for each in asked).items())),
             seconds=seconds,
             requests_per_s=sum(each.fate == "answered" for each in ended) / seconds,
@@ -188,7 +200,7 @@ class Outcome:
             tpot_s=Percentiles.of(each.tpot_s for each in asked if each.tpot_s is not None),
             itl_s=self.gaps.percentiles(),
             e2e_s=Percentiles.of(each.e2e_s for each in answered),
-            kept_share=kept / len(asked) if asked else 1.0,
+            kept_share=kept / len(asked) if asked else 0.0,
             goodput_per_s=kept / seconds,
             most_queued=max((each.queued for each in self.moments), default=0),
             preemptions=self.preemptions,
@@ -203,11 +215,15 @@ class Outcome:
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of a simulation. itl_s: of gaps between what clients got; tpot_s: of the requests' mean gaps.
 
-    kept_share: of the requests, those answered within the SLO, all that were answered where there is none.
+    offered_per_s: requests that came each second.
+    kept_share: of the requests, those answered within the SLO, all that were answered where there is none; 0 of none.
+    misses: why the others do not count, the most frequent reason first.
     utilisation, busiest, idlest: of workers, the share of the time that they were in steps.
     """
 
     requests: int
+    offered_per_s: float
+    misses: dict[Miss, int]
     fates: dict[str, int]
     seconds: float
     requests_per_s: float

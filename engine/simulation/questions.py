@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
 from engine.errors import InvalidRequest
 from engine.simulation.cluster import Cluster, Death
-from engine.simulation.demand import Demand
-from engine.simulation.outcome import Outcome, Served, Slo, Summary, Window
+from engine.simulation.demand import Demand, SeriesDemand
+from engine.simulation.outcome import Outcome, Slo, Summary, Window
+from engine.simulation.recovery import more_of, recovered_s
 from engine.simulation.simulation import simulate
 
 DemandOf = Callable[[float], Demand]
@@ -22,6 +24,15 @@ MOST_WORKERS = 100_000
 _MARGIN_STEPS = 4
 _MOST_MARGIN = 2.0
 _FRONT_LOADS = (0.5, 0.8, 0.95, 1.1)
+_ALONE = 300
+"""Requests that are looked at one by one, and up to twice as many."""
+_DEVIATIONS = 3.0
+_FULL = 0.99
+"""A front door that is busy for such a share of the time is full."""
+_MOST_GROWTH = 64
+
+Why = Literal["requests", "front", "most"]
+"""Why no number of workers meets a goal: requests miss it even alone, the front door is full, all were tried."""
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +53,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
     def met(self, summary: Summary) -> bool:
         """Whether it was."""
-        return summary.kept_share >= self.share
+        return summary.requests > 0 and summary.kept_share >= self.share
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +65,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkersAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """How many workers it takes; None where `most` are not enough.
+    """How many workers it takes; None where none are enough, or `most` are not.
 
+    why: what the matter is where none are.  alone: some requests of this demand one by one, which no cluster
+    does better.
     margin: how much more demand they carry within the goal, as a share: 0.12 is 12%, found to a sixteenth; 1.0 is twice
     the demand or more; None where that was not asked.  trials: all that were simulated, by workers and demand.
     """
@@ -64,17 +77,22 @@ class WorkersAnswer(msgspec.Struct, frozen=True, kw_only=True):
     most: int
     margin: float | None
     trials: tuple[Trial, ...]
+    why: Why | None = None
+    alone: Summary
 
 
 class DeathAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What the death of a node does: `calm` is the same without it.
 
-    lost_workers: of it.  resumed: requests that went on elsewhere.  late: requests beyond the SLO that kept it in the
-    calm.  not_answered: requests that were refused, timed out or failed, and were answered in the calm.
-    recovered_s: from the death until the last arrival of a late request; 0 where none was.
+    back_s: when its workers are there again.  last_s: when the last request comes.
+    lost_workers: of it.  resumed: requests that went on elsewhere.  late, not_answered: requests beyond the SLO, and
+    those that got no whole answer, more than in the calm.  recovered_s: from the death until requests fare as in the
+    calm again; 0 where all do, None where they do not by the end.
     """
 
     at_s: float
+    back_s: float
+    last_s: float
     workers: int
     lost_workers: int
     calm: Summary
@@ -84,7 +102,7 @@ class DeathAnswer(msgspec.Struct, frozen=True, kw_only=True):
     late: int
     not_answered: int
     most_queued: int
-    recovered_s: float
+    recovered_s: float | None
 
 
 class FrontAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,36 +123,84 @@ def workers_needed(
     cluster: Cluster, demand: DemandOf, goal: Goal, *, most: int, margin: bool = True, show: Show
 ) -> WorkersAnswer:
     """The fewest workers that meet the goal: doubled from an estimate until they do, then by bisection, as more
-    workers never serve worse. Raises InvalidRequest."""
+    workers never serve worse. The search ends early where more of them cannot help. Raises InvalidRequest."""
     trials: dict[tuple[int, float], Trial] = {}
+    show("simulating requests one by one")
+    alone = _alone(cluster, demand(1.0), goal)
+
+    def none(why: Why) -> WorkersAnswer:
+        return WorkersAnswer(workers=None, most=most, margin=None, trials=_sorted(trials), why=why, alone=alone)
 
     def met(workers: int, strength: float = 1.0) -> bool:
         key = workers, strength
         if key not in trials:
-            show(f"simulating {workers} workers")
+            show(f"simulating {_counting(workers)}{f' under {strength:g} times the demand' if strength != 1 else ''}")
             sized = msgspec.structs.replace(cluster, workers=workers)
-            summary = simulate(sized, demand(strength), goal.window).summary(goal.slo)
+            summary = _counted(simulate(sized, demand(strength), goal.window), goal)
             trials[key] = Trial(workers=workers, demand=strength, summary=summary)
         return goal.met(trials[key].summary)
 
+    if _surely_below(goal.share, alone):
+        return none("requests")
     enough, short = min(most, 1), 0
     while not met(enough):
         short = enough
+        if trials[enough, 1.0].summary.front_busy >= _FULL:
+            return none("front")
         if enough >= most:
-            return WorkersAnswer(workers=None, most=most, margin=None, trials=_sorted(trials))
+            return none("most")
         enough = min(most, max(2 * enough, _estimate(trials[enough, 1.0])))
     while enough - short > 1:
         middle = (enough + short) // 2
         enough, short = (middle, short) if met(middle) else (enough, middle)
     carried = _carried(lambda strength: met(enough, strength)) if margin else None
-    return WorkersAnswer(workers=enough, most=most, margin=carried, trials=_sorted(trials))
+    return WorkersAnswer(workers=enough, most=most, margin=carried, trials=_sorted(trials), alone=alone)
+
+
+def _counting(workers: int) -> str:
+    return f"{workers} worker{'s' if workers > 1 else ''}"
+
+
+def _alone(cluster: Cluster, demand: Demand, goal: Goal) -> Summary:
+    """How requests of a demand fare one by one, with every common prefix in the cache."""
+    asks = list(demand.first())
+    some = (
+        msgspec.structs.replace(ask, prompt_tokens=ask.prompt_tokens - ask.shared_tokens, group=-1, shared_tokens=0)
+        for ask in asks[:: max(1, len(asks) // _ALONE)]
+    )
+    one = msgspec.structs.replace(cluster, workers=1, deaths=())
+    return simulate(one, SeriesDemand(some)).summary(goal.slo)
+
+
+def _surely_below(share: float, found: Summary) -> bool:
+    """Whether requests of which these are a sample keep the SLO in less than such a share of cases (Wilson's bound)."""
+    if not found.requests:
+        return False
+    spread = _DEVIATIONS**2 / found.requests
+    kept = found.kept_share
+    most = kept + spread / 2 + _DEVIATIONS * math.sqrt(kept * (1 - kept) / found.requests + spread / found.requests / 4)
+    return most / (1 + spread) < share
+
+
+def _counted(outcome: Outcome, goal: Goal) -> Summary:
+    """The numbers of what is counted. Raises InvalidRequest where that is nothing."""
+    summary = outcome.summary(goal.slo)
+    if not summary.requests:
+        since_s, until_s = goal.window.since_s, goal.window.until_s
+        raise InvalidRequest(
+            f"no request comes between {since_s:g} and {until_s:g} s of the simulation, which alone count; "
+            "a longer duration has some",
+            param="duration",
+        )
+    return summary
 
 
 def _estimate(trial: Trial) -> int:
     """Workers that the demand takes if each answers as many requests per second as in a trial that was too small; a
     little less, as a search that begins too high costs more than one that begins too low."""
-    offered = trial.summary.requests / trial.summary.seconds
-    return math.floor(0.8 * trial.workers * max(offered, 1e-9) / max(trial.summary.requests_per_s, 1e-9))
+    summary = trial.summary
+    growth = 0.8 * summary.offered_per_s / max(summary.requests_per_s, 1e-9)
+    return math.floor(trial.workers * min(growth, _MOST_GROWTH))
 
 
 def _carried(met: Callable[[float], bool]) -> float:
@@ -154,32 +220,26 @@ def _sorted(trials: dict[tuple[int, float], Trial]) -> tuple[Trial, ...]:
 
 def node_death(cluster: Cluster, demand: DemandOf, goal: Goal, death: Death, show: Show) -> DeathAnswer:
     """Simulate the cluster with and without the death. Raises InvalidRequest."""
-    show(f"simulating {cluster.workers} workers in the calm")
+    show(f"simulating {_counting(cluster.workers)} in the calm")
     calm = simulate(msgspec.structs.replace(cluster, deaths=()), demand(1.0), goal.window)
     show(f"simulating the death of node {death.node}")
     died = simulate(msgspec.structs.replace(cluster, deaths=(death,)), demand(1.0), goal.window)
-    harmed = _harmed(calm, died, goal.slo)
     since = [each for each in died.served if each.ended_s >= death.at_s]
     return DeathAnswer(
         at_s=death.at_s,
+        back_s=death.back_s,
+        last_s=max(each.ask.at_s for each in died.served),
         workers=cluster.workers,
         lost_workers=len(cluster.of_node(death.node)),
-        calm=calm.summary(goal.slo),
-        died=died.summary(goal.slo),
+        calm=_counted(calm, goal),
+        died=_counted(died, goal),
         worst_ttft_s=max((each.ttft_s for each in since if each.ttft_s is not None), default=0.0),
         resumed=sum(each.lost > 0 and each.fate == "answered" for each in died.served),
-        late=sum(each.fate == "answered" for each in harmed),
-        not_answered=sum(each.fate != "answered" for each in harmed),
+        late=more_of(calm, died, lambda each: each.fate == "answered" and not each.keeps(goal.slo)),
+        not_answered=more_of(calm, died, lambda each: each.fate != "answered"),
         most_queued=max((each.queued for each in died.moments if each.at_s >= death.at_s), default=0),
-        recovered_s=max((each.ask.at_s - death.at_s for each in harmed), default=0.0),
+        recovered_s=recovered_s(calm, died, goal.slo, death.at_s),
     )
-
-
-def _harmed(calm: Outcome, died: Outcome, slo: Slo) -> list[Served]:
-    """Those beyond the SLO after the death beyond as many as are so in the calm: by request where both outcomes have
-    the same requests, as an open demand has."""
-    kept = {each.ask: each.keeps(slo) for each in calm.served}
-    return [each for each in died.served if not each.keeps(slo) and kept.get(each.ask, True)]
 
 
 def front_door_limit(cluster: Cluster, demand: DemandOf, goal: Goal, show: Show) -> FrontAnswer:
@@ -187,8 +247,8 @@ def front_door_limit(cluster: Cluster, demand: DemandOf, goal: Goal, show: Show)
     Raises InvalidRequest."""
     show("simulating the front door")
     today = simulate(cluster, demand(1.0), goal.window)
-    summary = today.summary()
-    offered = max(summary.requests, 1) / summary.seconds
+    summary = _counted(today, goal)
+    offered = summary.requests / summary.seconds
     request_s = today.front_busy / offered
     times = _strength_of_a_full_loop(request_s * offered, cluster.front.slot_s * cluster.workers * offered)
     trials = []

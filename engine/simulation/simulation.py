@@ -82,8 +82,8 @@ class _Simulation:
         served = Served(ask)
         self._outcome.served.append(served)
         cluster = self._cluster
-        if ask.prompt_tokens + 1 > min(cluster.max_model_len, cluster.kv_tokens) or self._full():
-            self._conclude(served, "refused", now)
+        if ask.prompt_tokens > cluster.longest_prompt or self._full():
+            self._conclude(served, "too long" if ask.prompt_tokens > cluster.longest_prompt else "refused", now)
             return
         served.admitted_s = now
         self._made += 1

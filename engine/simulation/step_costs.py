@@ -141,7 +141,11 @@ class StepFit(msgspec.Struct, frozen=True, kw_only=True):
 class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
     """Measured step costs of a model on some hardware: the file that `ericllm plan` reads.
 
-    kv_tokens: what a worker's KV pages held.  threads: CPU threads of the worker.  device, machine: for a person.
+    kv_tokens: what the KV pages of a worker would hold there where it serves.  threads: CPU threads of the worker.
+    device, machine: for a person.
+    max_prompts, context_tokens: the most answers at once and the longest context that were measured; 0 is not known, in
+    files from before they were kept, and so are "" and None in the others.
+    backend, dtype, weights, cache_bits: what computed, as ModelSpec has it.
     """
 
     model: str
@@ -153,6 +157,12 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     step_tokens: int
     fit: StepFit
+    max_prompts: int = 0
+    context_tokens: int = 0
+    backend: str = ""
+    dtype: str = ""
+    weights: str = ""
+    cache_bits: int | None = None
 
     @property
     def costs(self) -> StepCosts:

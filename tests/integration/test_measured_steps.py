@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from console.planning.measuring import MeasuredWorker
+from console.bench.plan import plan_for
+from console.planning.measuring import WITHOUT_GUESSES, MeasuredWorker, measure
 from console.planning.steps import Design
 from engine.errors import EngineError
 from engine.simulation.fit import fit_steps
@@ -24,6 +25,29 @@ async def test_a_worker_measures_the_design_and_costs_fit_its_steps() -> None:
     fit = fit_steps(samples)
     assert fit.costs.validate().seconds(samples[0].shape) > 0
     assert again and len(again) < len(samples)
+
+
+async def test_costs_say_of_which_configuration_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ERICLLM_NGRAM_DRAFT", "true")
+    measured = await measure(
+        "demo",
+        threads=1,
+        max_prompts=2,
+        step_tokens=128,
+        changes={"dtype": "float32", "max_model_len": "512", "cache_bits": "8"},
+        seconds=0.0,
+        show=lambda said: None,
+    )
+    assert (measured.backend, measured.dtype, measured.weights, measured.cache_bits) == ("torch", "float32", "auto", 8)
+    assert (measured.max_prompts, measured.step_tokens, measured.threads, measured.max_model_len) == (1, 128, 1, 512)
+    assert 96 <= measured.context_tokens < 512
+    assert measured.kv_tokens == 2 * 512
+
+
+def test_saved_settings_that_guess_tokens_are_left_out_of_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ERICLLM_NGRAM_DRAFT", "true")
+    assert plan_for("demo", threads=1, rounds=1).spec.ngram_draft
+    assert not plan_for("demo", threads=1, rounds=1, changes=WITHOUT_GUESSES).spec.ngram_draft
 
 
 async def test_a_model_that_is_not_there_is_told_in_a_sentence() -> None:

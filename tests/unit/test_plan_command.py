@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from console.cli import main
+from console.planning.flags import parse
+from console.planning.unused import questions
+from engine.cluster.wire import SILENCE_S
+from engine.errors import InvalidRequest
 from engine.simulation.cluster import Cluster, Death, FrontDoor
 from engine.simulation.demand import ClosedDemand, Mix, OpenDemand
 from engine.simulation.lengths import uniform
@@ -23,6 +29,10 @@ CLUSTER = Cluster(costs=COSTS, max_prompts=8, kv_tokens=8192, workers_per_node=2
 
 def demand(strength: float) -> OpenDemand:
     return OpenDemand(MIX, rate_per_s=30 * strength, duration_s=8, seed=1)
+
+
+def longer(strength: float) -> OpenDemand:
+    return OpenDemand(MIX, rate_per_s=30 * strength, duration_s=20, seed=1)
 
 
 def quiet(text: str) -> None:
@@ -42,6 +52,12 @@ def costs(tmp_path: Path) -> str:
         page_tokens=16,
         step_tokens=512,
         fit=fit,
+        max_prompts=16,
+        context_tokens=1536,
+        backend="torch",
+        dtype="bfloat16",
+        weights="int8",
+        cache_bits=8,
     )
     measured.write(tmp_path / "costs.json")
     return str(tmp_path / "costs.json")
@@ -59,16 +75,65 @@ def test_the_answer_is_the_fewest_workers_that_meet_the_goal() -> None:
 
 def test_too_few_workers_to_try_is_told_as_such() -> None:
     answer = workers_needed(CLUSTER, demand, GOAL, most=1, margin=True, show=quiet)
-    assert answer.workers is None and answer.margin is None
+    assert (answer.workers, answer.margin, answer.why) == (None, None, "most")
+
+
+def test_the_search_ends_where_requests_miss_the_goal_even_alone() -> None:
+    hurried = msgspec.structs.replace(GOAL, slo=Slo(ttft_s=0.01))
+    answer = workers_needed(CLUSTER, demand, hurried, most=1024, show=quiet)
+    assert (answer.workers, answer.why, answer.trials) == (None, "requests", ())
+    assert set(answer.alone.misses) == {"first token"}
+    small = msgspec.structs.replace(CLUSTER, max_model_len=64)
+    assert set(workers_needed(small, demand, GOAL, most=1024, show=quiet).alone.misses) == {"too long"}
+
+
+def test_the_search_ends_where_the_front_door_is_full() -> None:
+    slow = msgspec.structs.replace(CLUSTER, front=FrontDoor(request_s=0.1))
+    answer = workers_needed(slow, demand, GOAL, most=1024, show=quiet)
+    assert (answer.workers, answer.why) == (None, "front")
+    assert max(trial.workers for trial in answer.trials) < 64
+
+
+def test_requests_with_a_common_prefix_are_alone_with_it_in_the_cache() -> None:
+    mix = Mix(prompt=uniform(50, 60), output=uniform(20, 60), shared=1.0, groups=400, shared_tokens=3000)
+    shared = OpenDemand(mix, rate_per_s=30, duration_s=8)
+    answer = workers_needed(CLUSTER, lambda strength: shared, GOAL, most=1, show=quiet)
+    assert answer.alone.kept_share == 1 and answer.why == "most"
+
+
+def test_a_simulation_in_which_nothing_counts_answers_nothing() -> None:
+    late = msgspec.structs.replace(GOAL, window=Window(since_s=20.0, until_s=30.0))
+    with pytest.raises(InvalidRequest, match="no request comes between 20 and 30 s"):
+        workers_needed(CLUSTER, demand, late, most=4, show=quiet)
+    with pytest.raises(InvalidRequest, match="no request comes between 20 and 30 s"):
+        node_death(msgspec.structs.replace(CLUSTER, workers=2), demand, late, Death(at_s=4.0), quiet)
 
 
 def test_a_death_is_compared_with_the_same_hour_without_it() -> None:
-    cluster = Cluster(costs=COSTS, workers=4, workers_per_node=2, max_prompts=8, kv_tokens=8192)
-    answer = node_death(cluster, demand, GOAL, Death(at_s=4.0, restart_s=2.0, detected_s=0.5), quiet)
-    assert (answer.workers, answer.lost_workers, answer.not_answered) == (4, 2, 0)
+    cluster = Cluster(costs=COSTS, workers=5, workers_per_node=2, max_prompts=8, kv_tokens=8192)
+    answer = node_death(cluster, longer, GOAL, Death(at_s=4.0, restart_s=2.0, detected_s=0.5), quiet)
+    assert (answer.workers, answer.lost_workers, answer.not_answered) == (5, 2, 0)
     assert answer.resumed > 0 and answer.late > 0
     assert answer.worst_ttft_s > answer.calm.ttft_s.most
-    assert 0 < answer.recovered_s < 8
+    assert answer.recovered_s is not None and 0 < answer.recovered_s < 8
+    assert (answer.back_s, answer.last_s) == (6.5, pytest.approx(20, abs=0.2))
+
+
+def test_requests_that_are_late_to_the_end_are_told_as_such() -> None:
+    cluster = Cluster(costs=COSTS, workers=4, workers_per_node=2, max_prompts=8, kv_tokens=8192)
+    answer = node_death(cluster, longer, GOAL, Death(at_s=4.0, restart_s=60.0), quiet)
+    assert answer.recovered_s is None and answer.late > 10
+
+
+def test_users_who_are_late_in_the_calm_too_are_not_counted_against_the_death() -> None:
+    def users(strength: float) -> ClosedDemand:
+        return ClosedDemand(MIX, users=40, think_s=0.2, duration_s=8, seed=2)
+
+    crowded = Cluster(costs=COSTS, workers=2, max_prompts=8, kv_tokens=8192)
+    hopeless = msgspec.structs.replace(GOAL, slo=Slo(ttft_s=0.01))
+    answer = node_death(crowded, users, hopeless, Death(at_s=4.0, detected_s=0.2, restart_s=1.0), quiet)
+    assert answer.calm.kept_share < 0.05
+    assert answer.late == 0 and answer.recovered_s == 0
 
 
 def test_the_front_door_is_full_where_the_answer_says() -> None:
@@ -88,11 +153,78 @@ def test_users_that_come_within_a_ramp_are_all_there_after_it() -> None:
 
 
 def test_the_command_answers_three_questions(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--users", "40", "--think", "1", "--slo-ttft", "400ms", "--slo_itl=60ms", "--duration", "8"]
+    flags = ["--users", "40", "--think", "1", "--slo-ttft", "400ms", "--slo_itl=60ms", "--duration", "16"]
     assert main(["plan", "--costs", costs, *flags, "--output", "40", "--prompt", "100", "--front-request", "20ms"]) == 0
     said = capsys.readouterr().out
-    for sentence in ("It takes ", "A node with 1 of ", "The front door is full at ", "TTFT 400 ms and ITL 60 ms"):
+    for sentence in (
+        "It takes ",
+        "A node with 1 of ",
+        "The front door is full at ",
+        "TTFT 400 ms and ITL 60 ms",
+        "(cuda:0, torch, bfloat16, int8 weights, 8-bit KV cache)",
+        "A worker: 16 requests at once, 512 tokens a step, KV pages for 16384 tokens, 4096 of context. Queue: 1024.",
+    ):
         assert sentence in said
+    assert "Note:" not in said
+
+
+def test_what_was_not_measured_is_told(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--rate", "3", "--duration", "10", "--prompt", "1600", "--max-prompts", "64", "--step-tokens", "1024"]
+    assert main(["plan", "--costs", costs, *flags, "--ask", "cards"]) == 0
+    said = capsys.readouterr().out
+    for note in (
+        "16 answers at once were measured at most, so steps of up to 64 are extrapolated",
+        "steps of 512 tokens were measured at most",
+        "contexts of 1536 tokens were measured at most, and 100% of requests",
+        "requests count, a share of which says little",
+    ):
+        assert note in said
+
+
+def test_costs_from_before_their_configuration_was_kept_are_read(
+    costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = json.loads(Path(costs).read_text())
+    for name in ("max_prompts", "context_tokens", "backend", "dtype", "weights", "cache_bits"):
+        del kept[name]
+    (tmp_path / "old.json").write_text(json.dumps(kept))
+    assert main(["plan", "--costs", str(tmp_path / "old.json"), "--rate", "20", "--ask", "cards"]) == 0
+    said = capsys.readouterr().out
+    assert "does not say how many answers at once were measured" in said and "16 requests at once" in said
+
+
+def test_the_death_question_goes_on_until_well_after_the_restart(
+    costs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--rate", "20", "--duration", "10", "--output", "20", "--workers", "2", "--ask", "death"]
+    assert main(["plan", "--costs", costs, *flags, "--detect", "1", "--restart", "9", "--slo-ttft", "1", "--json"]) == 0
+    death = json.loads(capsys.readouterr().out)["death"]
+    assert (death["at_s"], death["back_s"]) == (5, 15)
+    assert death["last_s"] == pytest.approx(20, abs=0.5)
+
+
+def test_a_death_is_known_when_a_connection_is_given_up(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--rate", "20", "--duration", "10", "--output", "20", "--workers", "2", "--ask", "death", "--restart", "1"]
+    assert main(["plan", "--costs", costs, *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["death"]["back_s"] == 5 + SILENCE_S + 1
+
+
+def test_a_goal_that_cannot_be_met_says_why(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--costs", costs, "--rate", "5", "--prompt", "5000"]) == 0
+    said = capsys.readouterr().out
+    assert "requests miss it even where each has a worker to itself" in said
+    assert "have a prompt of more than the 4095 tokens that the context can take" in said
+    assert main(["plan", "--costs", costs, "--rate", "200", "--front-request", "20ms", "--slo-ttft", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "the one front door is full" in said and "wait longer than 1000 ms for the first token" in said
+
+
+def test_workers_that_are_too_few_say_what_becomes_of_requests(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--rate", "60", "--duration", "20", "--workers", "1", "--max-queue", "5", "--timeout", "3"]
+    assert main(["plan", "--costs", costs, *flags, "--ask", "death"]) == 0
+    said = capsys.readouterr().out
+    assert "Even in the calm the goal is not met." in said
+    assert "find the queue full (--max-queue 5)" in said and "not done within --timeout 3 s" in said
 
 
 def test_json_has_what_was_asked_and_nothing_else(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,9 +237,24 @@ def test_json_has_what_was_asked_and_nothing_else(costs: str, capsys: pytest.Cap
 
 def test_a_trace_is_served_as_it_came(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.csv"
-    trace.write_text("at_s,prompt_tokens,output_tokens\n" + "".join(f"{at / 10},50,10\n" for at in range(50)))
-    assert main(["plan", "--costs", costs, "--trace", str(trace), "--duration", "8", "--ask", "cards"]) == 0
-    assert "It takes 1 worker (1 card)." in capsys.readouterr().out
+    trace.write_text("at_s,prompt_tokens,output_tokens\n" + "".join(f"{900 + at},50,10\n" for at in range(200)))
+    assert main(["plan", "--costs", costs, "--trace", str(trace), "--ask", "cards", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [trial["summary"]["requests"] for trial in report["workers"]["trials"]] == [200]
+    assert main(["plan", "--costs", costs, "--trace", str(trace), "--duration", "2m"]) == 0
+    said = capsys.readouterr().out
+    assert "It takes 1 worker (1 card)." in said
+    assert "120 of its 200 requests: --duration leaves out the others, until 199 s" in said
+    assert "The last request comes after 119 s, so the time after that is not seen." in said
+
+
+def test_a_trace_shorter_than_the_warm_up_of_other_demands_counts(
+    costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("at_s,prompt_tokens,output_tokens\n" + "1732000000,50,400\n" * 100)
+    assert main(["plan", "--costs", costs, "--trace", str(trace), "--ask", "cards", "--slo-ttft", "300ms"]) == 0
+    assert "It takes 1 worker" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -120,6 +267,23 @@ def test_a_trace_is_served_as_it_came(costs: str, tmp_path: Path, capsys: pytest
         (["--trace", "/nowhere.csv"], "/nowhere.csv could not be read"),
         (["--slo-ttft", "0"], "slo_ttft is 0"),
         (["--kv-tokens", "3"], "kv_tokens is 3"),
+        (["--duration", "0"], "--duration is 0 s"),
+        (["--rate", "0.001"], "none comes between 30 and 120 s"),
+        (["--users", "1", "--think", "100h"], "no request comes between 30 and 120 s"),
+        (["a model"], "MODEL would change nothing: the costs in "),
+        (["--threads", "2"], "--threads would change nothing: the costs in "),
+        (["--dtype", "float32"], "--dtype would change nothing: the costs in "),
+        (["--trace", "day.csv", "--prompt", "9"], "--prompt would change nothing: --trace says"),
+        (["--trace", "day.csv", "--seed", "9"], "--seed would change nothing: --trace says"),
+        (["--trace", "day.csv", "--think", "9"], "--think would change nothing: --trace says"),
+        (["--trace", "day.csv", "--ask", "front"], "--ask front makes the demand stronger"),
+        (["--rate", "9", "--think", "9"], "--think would change nothing: --rate"),
+        (["--users", "9", "--burstiness", "2"], "--burstiness would change nothing: users"),
+        (["--shared-tokens", "9"], "--shared-tokens would change nothing: no prompt"),
+        (["--workers", "9", "--ask", "cards"], "--workers says how many there are"),
+        (["--workers", "9", "--most-workers", "10"], "--most-workers would change nothing"),
+        (["--ask", "cards", "--restart", "2m"], "--restart would change nothing: no node dies"),
+        (["--validate", "1", "--users", "9"], "--costs would change nothing: --validate"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(
@@ -130,7 +294,27 @@ def test_what_cannot_be_is_one_sentence(
     assert said in complaint[-1]
 
 
-@pytest.mark.parametrize("flags", [["--users", "0"], ["--rate", "-1"], ["--slo-itl", "soon"], ["--ask", "why"]])
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        ([], ("cards", "death", "front")),
+        (["--workers", "3"], ("death", "front")),
+        (["--trace", "day.csv"], ("cards", "death")),
+        (["--workers", "3", "--trace", "day.csv"], ("death",)),
+        (["--ask", "front"], ("front",)),
+    ],
+)
+def test_what_can_be_answered_is_where_nothing_is_asked(flags: list[str], asked: tuple[str, ...]) -> None:
+    assert tuple(questions(parse(flags, argparse.ArgumentParser()))) == asked
+
+
+def test_a_default_that_is_given_all_the_same_is_given() -> None:
+    given = parse(["--detect", "10", "demo"], argparse.ArgumentParser())
+    assert given.named == {"detect", "model"}
+    assert (given.detect, given.share, given.ask) == (10, 0.95, None)
+
+
+@pytest.mark.parametrize("flags", [["--users", "0"], ["--rate", "-1"], ["--slo-itl", "5m"], ["--ask", "why"]])
 def test_a_wrong_flag_ends_the_program_with_a_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", *flags])

@@ -9,6 +9,7 @@ import pytest
 
 from console.config_file import sample
 from console.setting_fields import fields
+from console.setting_values import span_s
 from console.settings import Settings
 from console.sources import load_settings
 from engine.errors import InvalidRequest
@@ -146,6 +147,11 @@ def test_cache_8bit_means_eight_cache_bits(config: Path) -> None:
 @pytest.mark.parametrize("text", ["500ms", "500 ms", "0.5s", ".5s", "0.5"])
 def test_a_duration_is_milliseconds_or_seconds(config: Path, text: str) -> None:
     assert load_settings({"slo_ttft": text}, env={}, file=config).slo_ttft == 0.5
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("1500ms", 1.5), ("10m", 600), ("1.5h", 5400)])
+def test_what_may_take_hours_is_read_in_minutes_and_hours_too(text: str, seconds: float) -> None:
+    assert span_s(text) == seconds
 
 
 def test_a_duration_in_the_file_may_be_a_number_of_seconds(config: Path) -> None:

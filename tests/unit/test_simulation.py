@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
 from engine.simulation.cluster import Cluster, Death, FrontDoor
-from engine.simulation.demand import Ask, ClosedDemand, Mix, OpenDemand, TraceDemand
+from engine.simulation.demand import Ask, ClosedDemand, Mix, OpenDemand, SeriesDemand, TraceDemand
 from engine.simulation.lengths import Length, fixed, uniform
 from engine.simulation.outcome import Gaps, Outcome, Percentiles, Slo
 from engine.simulation.simulation import simulate
@@ -145,7 +145,7 @@ def test_a_full_queue_refuses_and_a_time_out_ends() -> None:
 
 def test_a_prompt_that_no_worker_can_hold_is_refused() -> None:
     outcome = simulate(CLUSTER, TraceDemand([Ask(at_s=0.0, prompt_tokens=1024, output_tokens=4)]))
-    assert outcome.summary().fates == {"refused": 1}
+    assert outcome.summary().fates == {"too long": 1}
 
 
 def test_users_send_one_request_at_a_time() -> None:
@@ -216,6 +216,47 @@ def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
     trace.write_text("at_s,tokens\n1,2\n")
     with pytest.raises(InvalidRequest, match="lacks the column prompt_tokens"):
         TraceDemand.read(trace)
+    trace.write_text('at_s,prompt_tokens,output_tokens\n1,2,"3\n')
+    with pytest.raises(InvalidRequest, match="could not be read: unexpected end of data"):
+        TraceDemand.read(trace)
+    trace.write_text("at_s,prompt_tokens,output_tokens\n")
+    with pytest.raises(InvalidRequest, match="has no requests"):
+        TraceDemand.read(trace)
+
+
+def test_a_trace_may_be_of_a_spreadsheet_and_count_from_any_moment(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("\ufeffat_s, prompt_tokens, output_tokens\n1732000003.5, 20, 4\n1732000001, 10, 3\n")
+    asks = list(TraceDemand.read(trace).first())
+    assert [(ask.at_s, ask.prompt_tokens) for ask in asks] == [(0.0, 10), (2.5, 20)]
+
+
+def test_a_trace_is_cut_where_that_is_asked() -> None:
+    trace = TraceDemand([Ask(at_s=at, prompt_tokens=5, output_tokens=5) for at in (0.0, 2.0, 7.0)])
+    assert (len(trace), trace.last_s) == (3, 7.0)
+    assert (len(trace.before(7.0)), trace.before(7.0).last_s) == (2, 2.0)
+
+
+def test_requests_in_a_series_never_wait_for_each_other() -> None:
+    asks = [Ask(at_s=1.0, prompt_tokens=100, output_tokens=10) for _ in range(5)]
+    outcome = simulate(CLUSTER, SeriesDemand(asks))
+    assert len(outcome.served) == 5
+    assert all(before.ended_s <= after.ask.at_s for before, after in itertools.pairwise(outcome.served))
+
+
+def test_a_user_who_is_refused_at_once_does_not_ask_again_in_the_same_moment() -> None:
+    small = msgspec.structs.replace(CLUSTER, max_model_len=64, front=FrontDoor(request_s=0.0))
+    users = ClosedDemand(Mix(prompt=fixed(100), output=fixed(1)), users=1, think_s=0.0, duration_s=0.1)
+    assert len(simulate(small, users).served) <= 100
+
+
+def test_why_requests_miss_is_counted_by_the_first_reason() -> None:
+    long = [Ask(at_s=0.0, prompt_tokens=2000, output_tokens=4)]
+    outcome = simulate(CLUSTER, TraceDemand([*long, *(Ask(at_s=0.1, prompt_tokens=50, output_tokens=9),) * 3]))
+    assert outcome.summary(Slo(ttft_s=1e-6, itl_s=1e-6)).misses == {"first token": 3, "too long": 1}
+    assert outcome.summary(Slo(itl_s=1e-6)).misses == {"other tokens": 3, "too long": 1}
+    assert outcome.summary().misses == {"too long": 1}
+    assert Outcome().summary().kept_share == 0
 
 
 @pytest.mark.parametrize("text", ["", "many", "0", "9-3", "5~", "5~-1", "nan~1", "5~0", "5~11", "trace"])

@@ -1,0 +1,37 @@
+"""The process of a worker whose steps are measured.
+
+Run as a program, with a MeterOrder as JSON, it loads the model, says what it is, and then answers each line, the
+seconds that it may take, with the steps that it measured, as JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from console.bench.child import say
+from console.bench.plan import plan_for
+from console.planning.measuring import MeterOrder
+from console.planning.steps import Loaded, StepMeter, loaded
+from engine.errors import EngineError
+
+
+def _main(text: str) -> int:
+    order = msgspec.json.decode(text, type=MeterOrder)
+    try:
+        plan = plan_for(order.model, threads=order.threads, rounds=1, changes=order.changes)
+        replica = loaded(plan, order.design)
+        meter, model = StepMeter(replica, order.design, seed=0), replica.model
+        here = Loaded(device=model.devices[0], dtype=model.dtype, max_model_len=model.max_model_len)
+        say(msgspec.json.encode(here))
+        for line in sys.stdin:
+            say(msgspec.json.encode(meter.measure(float(line))))
+    except EngineError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1]))
