@@ -320,3 +320,11 @@ def test_a_wrong_flag_ends_the_program_with_a_line(flags: list[str], capsys: pyt
         main(["plan", *flags])
     assert ended.value.code == 2
     assert "ericllm plan --help" in capsys.readouterr().err
+
+
+def test_the_costs_of_the_documented_sample_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = Path(__file__).parents[2] / "docs/planning-7b.json"
+    assert (
+        main(["plan", "--costs", str(kept), "--users", "20", "--think", "1", "--duration", "8", "--ask", "cards"]) == 0
+    )
+    assert "a 7B model as measured on no card (made up, torch, bfloat16, 16-bit KV cache)" in capsys.readouterr().out
