@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -135,10 +136,10 @@ async def test_lengths_of_a_trace_are_asked_for(tmp_path: Path, place: str) -> N
         await found.finished()
         assert found.report().state == "done"
         if server is not None:
-            assert kind.bodies[-1]["prompt"] == "what is it all about?"
+            assert re.fullmatch(r"\[[0-9a-f]{8}\] what is it all about\?", kind.bodies[-1]["prompt"])
         result = await found.result(1)
         asked = result.rows[0].median("total_input_tokens")
-        assert asked == 2 * len("what is it all about?") if place == "engine" else asked
+        assert asked == 2 * len("[12345678] what is it all about?") if place == "engine" else asked
 
 
 @pytest.mark.parametrize(
