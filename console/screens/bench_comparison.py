@@ -36,6 +36,7 @@ class BenchComparisonScreen(ModalScreen[None]):
     AUTO_FOCUS = "Table"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("d", "only", "Differences", id="bench.only", tooltip="Show only what is not the same, then all again"),
+        Binding("a", "all", "All numbers", id="bench.all", tooltip="Show all numbers, then those of the table again"),
         Binding(
             "escape,v,q",
             "dismiss",
@@ -50,6 +51,7 @@ class BenchComparisonScreen(ModalScreen[None]):
         super().__init__()
         self._found = found
         self._only = False
+        self._all = False
         self._columns = (
             Column("row", 16, grow=30),
             Column("number", 18, grow=20),
@@ -76,8 +78,13 @@ class BenchComparisonScreen(ModalScreen[None]):
         self._only = not self._only
         self._show()
 
+    def action_all(self) -> None:
+        """Those too that a table does not show."""
+        self._all = not self._all
+        self._show()
+
     def _show(self) -> None:
-        shown = {each.name: each for each in self._found.columns if each.shown}
+        shown = {each.name: each for each in self._found.columns if self._all or each.shown}
         changes = [
             change
             for change in self._found.changes

@@ -131,6 +131,27 @@ async def test_the_marked_result_is_compared_with_the_selected_one_the_older_fir
         await until(pilot, lambda: "≈ same" not in screen_text(app))
 
 
+async def test_a_compares_the_numbers_too_that_a_table_leaves_out() -> None:
+    app = app_with()
+    results = link_of(app).benches.results
+    for number in (1, 3):
+        rows = tuple(
+            msgspec.structs.replace(row, values={**row.values, "p90_itl_ms": [7.0, 7.5, 8.0]})
+            for row in results[number].rows
+        )
+        results[number] = msgspec.structs.replace(results[number], rows=rows)
+    async with app.run_test(size=(140, 50)) as pilot:
+        await opened(pilot)
+        await shown(pilot, "mean response (s)")
+        await pilot.press("down", "space", "end", "v")
+        await shown(pilot, "before (1) after (3)")
+        assert "ITL p90" not in screen_text(app)
+        await pilot.press("a")
+        await shown(pilot, "ITL p90 (ms) 7.5 ±7%")
+        await pilot.press("a")
+        await until(pilot, lambda: "ITL p90" not in screen_text(app))
+
+
 def test_a_comparison_without_a_spread_says_first_that_there_is_no_verdict() -> None:
     found = compare(bench_scenes.grid(), bench_scenes.grid())
     assert differences_of(found).plain.startswith("One repeat has no spread to judge a difference by")
