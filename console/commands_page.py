@@ -115,7 +115,7 @@ def _table(title: str, actions: Sequence[argparse.Action], parser: argparse.Argu
     told = [action for action in actions if _is_told(action, takes_settings(parser))]
     if told:
         yield from ("", *((title, "") if title else ()), "| | |", "|---|---|")
-        yield from (f"| {_names(action)} | {_cell(_said(action, parser))} |" for action in told)
+        yield from (f"| {_cell(_names(action))} | {_cell(_said(action, parser))} |" for action in told)
 
 
 def _is_told(action: argparse.Action, settings: bool) -> bool:
