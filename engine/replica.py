@@ -239,7 +239,7 @@ class Replica:
                 self.progress = progress
                 self._owner.replica_changed(self)
             case protocol.Loaded(model=model, load_s=load_s):
-                self._vitals.ready(now)
+                self._vitals.ready(now, model.step_s)
                 self.model, self.load_s, self.progress = model, load_s, None
                 self._set_state("ready")
             case protocol.Taken(request_id=request_id):

@@ -43,10 +43,13 @@ class Vitals:
         if progress.phase == "warm_up" and self._warm_up_at is None:
             self._warm_up_at = now
 
-    def ready(self, now: float) -> None:
-        """The model is loaded; the warm-up was a step of the largest size."""
+    def ready(self, now: float, step_s: float = 0.0) -> None:
+        """The model is loaded. step_s: what a step of the largest size takes; where that is not told, the warm-up was
+        one."""
         self.ready_at = self.step_at = now
-        if self._warm_up_at is not None:
+        if step_s or self._warm_up_at is None:
+            self.slowest_step_s = step_s
+        else:
             self.slowest_step_s = now - self._warm_up_at
 
     def hung_s(self, now: float, activity: Activity, hang_s: float) -> float | None:

@@ -148,7 +148,9 @@ class Load:
         self._number += 1
         return GenerateRequest(
             prompt_ids=self._draw.choices(self._ids, k=prompt_tokens),
-            params=SamplingParams(temperature=0.0, max_tokens=math.ceil(share * output_tokens), ignore_eos=True, seed=0),
+            params=SamplingParams(
+                temperature=0.0, max_tokens=math.ceil(share * output_tokens), ignore_eos=True, seed=0
+            ),
             source=SOURCE,
             client=SOURCE,
             priority=BEHIND_OTHERS,

@@ -116,6 +116,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     shared_bytes: how much of weights_bytes all workers of this machine have once, in one mapping.
     active_parameters: those that one token is computed with, fewer than all in a mixture of experts; 0 is all.
     hidden_size: numbers in a vector of a request to embed; 0 where the backend embeds nothing.
+    step_s: what a step of the largest size takes, in seconds, as the warm-up showed; 0 where it was not timed.
     """
 
     backend: str
@@ -137,6 +138,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     shared_bytes: int = 0
     active_parameters: int = 0
     hidden_size: int = 0
+    step_s: float = 0.0
 
 
 class SequenceStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

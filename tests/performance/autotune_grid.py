@@ -3,8 +3,8 @@
     python -m tests.performance.autotune_grid grid FILE             # measures every setting, and keeps that in FILE
     python -m tests.performance.autotune_grid runs FILE --runs 10   # searches, judges, writes FILE-runs.json
 
-About four minutes, and thirteen; exit status 0 where nine of ten runs, or as large a share, found a setting within 5% of
-the best. What the runs found is measured again, beside what led the grid, by turns within the same minutes: the grid's
+About four minutes, and ten; exit status 0 where nine of ten runs, or as large a share, found a setting within 5% of the
+best. What the runs found is measured again, beside what led the grid, by turns within the same minutes: the grid's
 own numbers are of another time, and the largest of many noisy ones is too large. The best is the fastest of the grid's
 `LEADING` that keeps the SLO then, too; a setting is judged by the median of its rounds against the best's. A grid that
 was cut off goes on where it was.

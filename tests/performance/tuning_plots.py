@@ -1,6 +1,6 @@
 """What each knob does to which number, measured and drawn: the plots of docs/tuning.md.
 
-    python -m tests.performance.tuning_plots                       # every knob, 3 repeats: about nine minutes
+    python -m tests.performance.tuning_plots                       # every knob, 3 repeats: about four minutes
     python -m tests.performance.tuning_plots --only step_tokens --repeats 5 --out /tmp/plots
     python -m tests.performance.tuning_plots --quick --out /tmp/plots       # whether it works; its numbers are none
 
@@ -70,7 +70,7 @@ def sweeps() -> dict[str, Sweep]:
     return {
         "places": Sweep(
             Grid(workers=(1, 2), max_prompts=(2, 4, 8, 16, 32), requests=48, output_tokens=fixed(48)),
-            {"throughput": "output_throughput", "gaps": "median_itl_ms", "first-tokens": "median_ttft_ms"},
+            {"throughput": "output_throughput", "gaps": "median_tpot_ms", "first-tokens": "median_ttft_ms"},
         ),
         "step_tokens": Sweep(
             Long(streams=PLACES, stream_tokens=256),
@@ -80,14 +80,14 @@ def sweeps() -> dict[str, Sweep]:
         ),
         "threads": Sweep(
             Users(users=(1, PLACES), requests=6, output_tokens=fixed(48)),
-            {"threads-gaps": "median_itl_ms"},
+            {"threads-gaps": "median_tpot_ms"},
             turns=tuple(_set("threads", value) for value in (1, 2, 3, 4)),
             keys=(_key("users", "users"), _key("threads", "threads")),
             kept=("users",),
         ),
         "cache_bits": Sweep(
             Users(users=(4 * PLACES,), requests=1, output_tokens=fixed(48)),
-            {"cache-bits-throughput": "output_throughput", "cache-bits-gaps": "median_itl_ms"},
+            {"cache-bits-throughput": "output_throughput", "cache-bits-gaps": "median_tpot_ms"},
             turns=tuple(_cache(same, bits) for same in ("memory", "places") for bits in (4, 8, 16)),
             keys=(_key("same", "the same"), _key("cache_bits", "bits of a KV cache element")),
         ),

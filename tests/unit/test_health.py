@@ -81,3 +81,11 @@ def test_the_warm_up_counts_as_a_step() -> None:
         vitals.progressed(LoadProgress(phase="warm_up", done=done, total=1, unit="steps"), now)
     vitals.ready(53.0)
     assert vitals.slowest_step_s == 43.0
+
+
+def test_what_a_load_says_of_its_largest_step_counts_before_the_warm_up() -> None:
+    vitals = Vitals(AwakeClock(0.0))
+    vitals.begin(0.0)
+    vitals.progressed(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"), 10.0)
+    vitals.ready(12.0, step_s=15.0)
+    assert vitals.slowest_step_s == 15.0

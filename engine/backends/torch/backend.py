@@ -66,7 +66,7 @@ class TorchBackend:
         report: Callable[[LoadProgress], None],
         cancelled: Callable[[], bool],
     ) -> LoadedModel:
-        """Load weights, allocate KV pages (see `kv_size`), and run one step of the largest size."""
+        """Load weights, allocate KV pages (see `kv_size`), and run a step (see `warm_up`)."""
         self.unload()
         self._runner = runner = self._runner_type.load(spec.path, spec, report=report, cancelled=cancelled)
         try:
@@ -76,8 +76,7 @@ class TorchBackend:
             pool = self._allocate(runner, spec, max_prompts, page_tokens, report)
             _raise_if(cancelled)
             report(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"))
-            for each in self._runners():
-                warm_up(each, pool, max_prompts, step_tokens)
+            step_s = sum(warm_up(each, pool, max_prompts, step_tokens) for each in self._runners())
             report(LoadProgress(phase="warm_up", done=1, total=1, unit="steps"))
             _raise_if(cancelled)
         except BaseException:
@@ -92,7 +91,7 @@ class TorchBackend:
         )
         self._pipeline = Pipeline(runner, self._scheduler, self._jobs)
         self._speculation = Speculation(lookup=spec.ngram_draft, draft=self._draft, most=spec.draft_tokens)
-        return described(runner, pool, self._kv_bytes, self._draft)
+        return described(runner, pool, self._kv_bytes, self._draft, step_s=step_s)
 
     def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
         """Take a request. Raises ContextLengthExceeded or InvalidRequest, naming the field. It keeps its adapter, even

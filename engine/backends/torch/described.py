@@ -8,7 +8,9 @@ from engine.backends.torch.pages import PagePool
 from engine.backends.torch.runner import ModelRunner
 
 
-def described(runner: ModelRunner, pool: PagePool, kv_bytes: int, draft: DraftModel | None = None) -> LoadedModel:
+def described(
+    runner: ModelRunner, pool: PagePool, kv_bytes: int, draft: DraftModel | None = None, *, step_s: float
+) -> LoadedModel:
     """A model whose KV pages are allocated, and take so many bytes. The bytes are those of its draft model too."""
     return LoadedModel(
         backend="torch",
@@ -30,4 +32,5 @@ def described(runner: ModelRunner, pool: PagePool, kv_bytes: int, draft: DraftMo
         shares=runner.shares,
         adapters_per_request=True,
         hidden_size=runner.config.hidden_size,
+        step_s=step_s,
     )

@@ -44,7 +44,7 @@ from engine.backends.torch.prompts import FinalStates, Tell
 from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.shared_weights import weight_store
 from engine.backends.torch.step_memory import StepSizes, step_bytes, told_at_once
-from engine.backends.torch.step_plan import StepPlanner
+from engine.backends.torch.step_plan import StepPlan, StepPlanner
 from engine.backends.torch.step_upload import PlainStaging, uploaded
 from engine.backends.torch.text_alone import text_alone
 from engine.backends.torch.weights import WeightReader, locate
@@ -155,6 +155,11 @@ class ModelRunner:
     def devices(self) -> tuple[str, ...]:
         """The devices in the order of the layers, as in ModelSpec.device: "cpu", "cuda:N" or "sim:N"."""
         return tuple(memory.name for memory in self._layout.memories)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it computes on the CPU alone, in memory that is not accounted for as that of other devices."""
+        return all(each.device.type == "cpu" and not each.simulated for each in self._layout.memories)
 
     @property
     def first_memory(self) -> DeviceMemory:
@@ -284,10 +289,7 @@ class ModelRunner:
             plan = uploaded(plan, self._staging)
         if drawn is not None:
             fill_unread(plan.ids, drawn)
-        self._most_sampled = max(self._most_sampled, len(plan.sampled_rows))
-        most_told = told_at_once(self._most_sampled)
-        sizes = plan.sizes(self._kv.page_tokens, copies_runs=self._heads.coded, most_told=most_told)
-        self._begin_step(replace(sizes, fused=self._decoder.fused and not plan.adapted))
+        most_told = self._count(plan, self._kv.page_tokens, fused=self._decoder.fused)
         try:
             few = not plan.told and len(plan.sampled_rows) < len(plan.ids)
             hidden = self._decoder.hidden(plan, self._kv, plan.sampled_rows if few else None)
@@ -326,6 +328,23 @@ class ModelRunner:
         attention = NativeAttention(library, [each.heads for each in turned_heads(self._decoder)], kv.layers)
         self._decoder = replace(self._decoder, stack=stacked(self._decoder, library, attention))
         return attention
+
+    def foresee(self, chunks: Sequence[ChunkInput]) -> None:
+        """Count what a step of `chunks` takes among the working memory, and compute nothing. Raises StepOutOfMemory as
+        `forward` does."""
+        if self._decoder is None or self._kv is None or self._planner is None:
+            raise RuntimeError("a step can be foreseen for a loaded model with its KV pages allocated")
+        self._count(self._planner.plan(chunks), self._kv.page_tokens, fused=self._decoder.fused)
+        if self._mirror is not None:
+            self._mirror.forget()
+
+    def _count(self, plan: StepPlan, page_tokens: int, *, fused: bool) -> int:
+        """Note what a step needs; how many of its states can be told of at once."""
+        self._most_sampled = max(self._most_sampled, len(plan.sampled_rows))
+        most_told = told_at_once(self._most_sampled)
+        sizes = plan.sizes(page_tokens, copies_runs=self._heads.coded, most_told=most_told)
+        self._begin_step(replace(sizes, fused=fused and not plan.adapted))
+        return most_told
 
     def _begin_step(self, sizes: StepSizes) -> None:
         kept_bytes = self._mirror.size_bytes if self._mirror is not None else 0
