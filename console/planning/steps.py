@@ -1,23 +1,16 @@
-"""Measures steps of a backend, in the process of a worker of its own.
-
-Run as a program it loads the model, and then answers each line, the seconds that it may take, with the steps that it
-measured, as JSON.
-"""
+"""Measures steps of a backend, as the loop of a worker does them. See console.planning.meter for the process."""
 
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from console.bench.child import say
-from console.bench.plan import Plan, plan_for
+from console.bench.plan import Plan
 from engine.backends.base import BackendRequest, SequenceStats
-from engine.config import EngineConfig, SamplingParams
-from engine.errors import EngineError
+from engine.config import SamplingParams
 from engine.simulation.step_costs import StepSample, StepShape
 from engine.worker.factory import create_backend
 from engine.worker.loading import Replica, load_replica
@@ -155,32 +148,3 @@ def loaded(plan: Plan, design: Design) -> Replica:
         threads=plan.threads,
     )
     return load_replica(load, create_backend, report=lambda progress: None, cancelled=lambda: False)
-
-
-def _main(model: str, threads: int, max_prompts: int, step_tokens: int, longest_tokens: int) -> int:
-    try:
-        plan = plan_for(model, threads=threads, rounds=1)
-        design = Design(
-            max_prompts=max_prompts,
-            step_tokens=step_tokens,
-            page_tokens=EngineConfig().page_tokens,
-            longest_tokens=longest_tokens,
-        )
-        replica = loaded(plan, design)
-        meter = StepMeter(replica, design, seed=0)
-        model_ = replica.model
-        say(
-            msgspec.json.encode(
-                Loaded(device=model_.devices[0], dtype=model_.dtype, max_model_len=model_.max_model_len)
-            )
-        )
-        for line in sys.stdin:
-            say(msgspec.json.encode(meter.measure(float(line))))
-    except EngineError as error:
-        sys.stderr.write(f"{error.message}\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1], *map(int, sys.argv[2:])))
