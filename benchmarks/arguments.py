@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import platformdirs
@@ -18,6 +19,8 @@ from benchmarks.rows import Row, chosen
 from engine.models.synthetic import SHAPES as KNOWN_SHAPES
 
 QUICK_CLIENTS = (1, 8)
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +40,13 @@ def asked(arguments: Sequence[str], flags: Sequence[str]) -> Asked:
     parser = _parser()
     given = parser.parse_args(arguments)
     rows = _rows(parser, given.which, given.only, flags)
-    clients, shapes = tuple(dict.fromkeys(given.clients)), tuple(dict.fromkeys(given.shapes))
-    plan = Plan(rows=rows, shapes=shapes, clients=clients, rounds=given.rounds)
-    if given.quick:
-        plan = Plan(rows=rows, shapes=shapes[:1], clients=QUICK_CLIENTS, rounds=1)
+    quick = given.quick
+    plan = Plan(
+        rows=rows,
+        shapes=_each(given.shapes, SHAPES[:1] if quick else SHAPES),
+        clients=_each(given.clients, QUICK_CLIENTS if quick else CLIENTS),
+        rounds=given.rounds or (1 if quick else ROUNDS),
+    )
     if not any(row.runs_with(plan.clients) for row in rows):
         parser.error(
             f"{', '.join(row.key for row in rows)} is not measured with {', '.join(map(str, plan.clients))} clients"
@@ -48,8 +54,14 @@ def asked(arguments: Sequence[str], flags: Sequence[str]) -> Asked:
     cache: Path = given.cache.expanduser().resolve()
     if cache.exists() and not cache.is_dir():
         parser.error(f"--cache is no folder: {cache}")
+    if given.kept and (quick or given.only or given.shapes or given.clients or given.rounds):
+        parser.error("--from measures nothing: leave out --only, --shapes, --clients, --rounds and --quick")
     kept = _kept(parser, given.kept) if given.kept else None
     return Asked(which=tuple(given.which), plan=plan, goals=given.goals, write=given.write, cache=cache, kept=kept)
+
+
+def _each(told: Sequence[_T] | None, by_default: Sequence[_T]) -> tuple[_T, ...]:
+    return tuple(dict.fromkeys(told or by_default))
 
 
 def _rows(
@@ -83,10 +95,14 @@ def _parser() -> argparse.ArgumentParser:
         "which", nargs="+", choices=TITLES, help=f"{GOALS}: the rows that goals speak of; {PEERS}: all there are"
     )
     parser.add_argument("--only", nargs="+", metavar="ROW", help="keys of rows, as in benchmarks/rows.py")
-    parser.add_argument("--shapes", nargs="+", choices=KNOWN_SHAPES, metavar="SHAPE", default=list(SHAPES))
-    parser.add_argument("--clients", nargs="+", type=_at_least_one, metavar="N", default=list(CLIENTS))
-    parser.add_argument("--rounds", type=_at_least_one, metavar="N", default=ROUNDS)
-    parser.add_argument("--quick", action="store_true", help="the first shape, 1 and 8 clients, one round")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=KNOWN_SHAPES, metavar="SHAPE", help=f"{' '.join(SHAPES)} if not told"
+    )
+    parser.add_argument(
+        "--clients", nargs="+", type=_at_least_one, metavar="N", help=f"{' '.join(map(str, CLIENTS))} if not told"
+    )
+    parser.add_argument("--rounds", type=_at_least_one, metavar="N", help=f"{ROUNDS} if not told")
+    parser.add_argument("--quick", action="store_true", help="the first shape, 1 and 8 clients, one round, if not told")
     parser.add_argument("--no-goals", dest="goals", action="store_false", help="leave out prefill, prefix and load")
     parser.add_argument(
         "--write",

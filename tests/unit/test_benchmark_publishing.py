@@ -163,6 +163,7 @@ def test_results_that_were_kept_are_published_without_measuring(measure: Measure
         (["--from", "/nowhere/kept.json"], "/nowhere/kept.json cannot be read: No such file or directory"),
         (["--from", __file__], "holds no results: "),
         (["--cache", __file__], "--cache is no folder: "),
+        (["--from", "kept.json", "--quick"], "--from measures nothing: "),
     ],
 )
 def test_what_makes_no_sense_is_told_in_one_sentence(
@@ -181,5 +182,10 @@ def test_what_a_complete_run_has_is_what_is_measured_by_default() -> None:
     rounds = dict.fromkeys(all_turns(given.plan), given.plan.rounds)
     assert lacking(rounds, given.plan.shapes, given.plan.rows) == ""
     assert lacking(rounds, ["135m"], given.plan.rows) == "prefill, prefix and load of 0.5b"
-    quick = asked(["bench-peers", "--quick"], MACHINE.flags)
-    assert (quick.plan.shapes, quick.plan.clients, quick.plan.rounds) == (("135m",), (1, 8), 1)
+
+
+def test_a_quick_run_is_one_round_of_the_first_shape_unless_told() -> None:
+    plan = asked(["bench-peers", "--quick"], MACHINE.flags).plan
+    assert (plan.shapes, plan.clients, plan.rounds) == (("135m",), (1, 8), 1)
+    plan = asked(["bench-peers", "--quick", "--rounds", "2", "--clients", "32", "32"], MACHINE.flags).plan
+    assert (plan.shapes, plan.clients, plan.rounds) == (("135m",), (32,), 2)
