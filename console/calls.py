@@ -22,7 +22,7 @@ from console.links.insight import InsightLink
 from console.links.models import LoadSettings, ModelsLink
 from console.links.requests import RequestsLink
 from console.links.settings import SettingsLink
-from console.links.tuning import TuningLink, TuningReport
+from console.links.tuning import TuningLink, TuningReport, refuse_trace_from_elsewhere
 from engine.config import SamplingParams
 
 ENGINE = "engine"
@@ -160,7 +160,7 @@ _TABLE = (
     _call("settings.path", "watch", blank=lambda **_: ""),
     _call("settings.save", "admin", name="setting"),
     _call("tuning.report", "watch", blank=lambda **_: TuningReport()),
-    _call("tuning.start", "admin"),
+    _call("tuning.start", "admin", check=refuse_trace_from_elsewhere),
     _call("tuning.cancel", "admin"),
     _call("tuning.use_best", "admin"),
     _call("benches.report", "watch", blank=lambda **_: BenchReport()),

@@ -60,29 +60,38 @@ class _Kept(msgspec.Struct, kw_only=True):
 
 
 class TunedFile:
-    """The file in `folder`; None keeps nothing. Blocking. Read for each call, as several consoles may share it."""
+    """The file in `folder`; None keeps nothing. Blocking. Read for each call, as several consoles may share it.
+
+    Of a model on some hardware it has the one that is applied, and what was found since.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self.file = folder / TUNED_FILE if folder is not None else None
 
     def of(self, model: str, hardware: str) -> Tuned | None:
-        """What was found for a model on such hardware."""
-        return next((each for each in self._read() if (each.model, each.hardware) == (model, hardware)), None)
+        """What was found last for a model on such hardware."""
+        return next(iter(reversed(self._of(model, hardware))), None)
+
+    def applied(self, model: str, hardware: str) -> Tuned | None:
+        """What is to be used for a model on such hardware."""
+        return next((each for each in self._of(model, hardware) if each.applied), None)
 
     def knows(self, model: str) -> bool:
         """Whether anything was found for a model that is to be used, on whatever hardware."""
         return any(each.model == model and each.applied for each in self._read())
 
     def keep(self, found: Tuned) -> None:
-        """In place of what was found for it before; what cannot be written is only logged."""
-        kept = [each for each in self._read() if (each.model, each.hardware) != (found.model, found.hardware)]
+        """In place of what was found for it before; what is applied stays until something else is. Raises OSError."""
         if self.file is None:
             return
-        try:
-            content = msgspec.json.encode(_Kept(entries=[*kept, found][-MAX_ENTRIES:]))
-            replace_file(self.file, msgspec.json.format(content, indent=2))
-        except OSError as error:
-            _log.warning("%s cannot be written: %s", self.file, error)
+        outdated = [each for each in self._of(found.model, found.hardware) if found.applied or not each.applied]
+        kept = [each for each in self._read() if each not in outdated]
+        content = msgspec.json.encode(_Kept(entries=[*kept, found][-MAX_ENTRIES:]))
+        replace_file(self.file, msgspec.json.format(content, indent=2))
+
+    def _of(self, model: str, hardware: str) -> Sequence[Tuned]:
+        """In the order in which they were found."""
+        return [each for each in self._read() if (each.model, each.hardware) == (model, hardware)]
 
     def _read(self) -> Sequence[Tuned]:
         if self.file is None:
@@ -103,8 +112,8 @@ def tuned_for(settings: Settings, model: str, folder: Path | None) -> Mapping[st
     if not kept.knows(key):
         return {}
     devices = new_probe(parse_devices(settings.devices) if settings.devices else ()).read()
-    found = kept.of(key, hardware_of(devices))
-    return found.settings if found is not None and found.applied else {}
+    found = kept.applied(key, hardware_of(devices))
+    return found.settings if found is not None else {}
 
 
 def with_tuned(sources: Sources, settings: Settings, folder: Path | None, model: str = "") -> Sources:

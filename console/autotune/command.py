@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,10 @@ import msgspec
 
 from console.autotune.knobs import KNOBS, Wishes
 from console.autotune.live import Live
-from console.autotune.mix import Mix, asked_mix, mix_of_trace
+from console.autotune.mix import Mix, asked_mix
 from console.autotune.space import LEAST_CACHE_BITS, KnobName
-from console.autotune.table import heading_of, table_of
-from console.bench.prompts import TokenIds
+from console.autotune.table import heading_of, remarks_of, table_of
+from console.autotune.tuning import traced_mix
 from console.bench.trace import Exchange, read_trace
 from console.links.tuning import MAX_MINUTES, TuneOrder, TuningReport
 from console.logs import logging_to
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def autotune(settings: Settings, given: argparse.Namespace) -> int:
-    """Run it; returns 0, or 1 where no setting keeps the SLO. Raises EngineError."""
+    """Run it; returns 0, or 1 where it ended early or no setting keeps the SLO. Raises EngineError."""
     order = TuneOrder(
         minutes=given.minutes,
         slo_ttft_s=settings.slo_ttft,
@@ -91,11 +92,16 @@ def autotune(settings: Settings, given: argparse.Namespace) -> int:
         asyncio.run(tune(settings, order, mix or trace, Live(sys.stderr), reports))
     finally:
         if reports and reports[-1].tried:
-            sys.stdout.write(f"{as_json(reports[-1]) if given.as_json else as_text(reports[-1])}\n")
+            sys.stdout.write(f"{as_json(reports[-1]) if given.as_json else as_text(reports[-1], _columns())}\n")
     last = reports[-1]
     if not last.tried:
         sys.stderr.write(f"{last.said}\n")
-    return 0 if last.state == "done" and last.best is not None and last.best.verdict != "broken" else 1
+    return 0 if last.state == "done" and last.best is not None and last.best.keeps and not _missed(last, order) else 1
+
+
+def _missed(report: TuningReport, order: TuneOrder) -> bool:
+    """Whether it was to be applied, and is not."""
+    return order.apply and not report.applied
 
 
 async def tune(
@@ -128,8 +134,7 @@ async def _traced(runtime: Runtime, trace: Sequence[Exchange], seed: int) -> Mix
     if not trace:
         return None
     serving = await runtime.engine.serving()
-    material = TokenIds.of(serving.tokenizer, serving.model.vocab_size)
-    return await asyncio.to_thread(mix_of_trace, trace, material, serving.model.max_model_len, seed)
+    return await traced_mix(trace, serving, seed)
 
 
 async def _watch(runtime: Runtime, watcher: Watcher) -> None:
@@ -138,9 +143,17 @@ async def _watch(runtime: Runtime, watcher: Watcher) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
-def as_text(report: TuningReport) -> str:
-    """What was found, for a person."""
-    return "\n".join((heading_of(report), "", table_of(report), "", report.said))
+def _columns() -> int | None:
+    """Of the terminal that is written to; None where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def as_text(report: TuningReport, columns: int | None = None) -> str:
+    """What was found, for a person with a terminal of so many columns, or with room for all."""
+    found = [heading_of(report), "", table_of(report, columns=columns), ""]
+    if remarks := remarks_of(report):
+        found += [*remarks, ""]
+    return "\n".join((*found, report.said))
 
 
 def as_json(report: TuningReport) -> str:

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable
 from typing import TextIO
 
-from console.autotune.table import heading_of, progress_of, table_of
+from console.autotune.table import heading_of, progress_of, remarks_of, table_of
 from console.links.tuning import TuningReport
 
-_BESIDE = 8
+_BESIDE = 10
 """Lines that are no rows of the table."""
 
 
@@ -23,6 +23,7 @@ class Live:
         self._redraws = stream.isatty()
         self._drawn = 0
         self._told = -1
+        self._notes = 0
 
     def say(self, text: str) -> None:
         """What is done before anything can be tried."""
@@ -31,14 +32,15 @@ class Live:
     def show(self, report: TuningReport) -> None:
         """How it stands."""
         if self._redraws:
-            _, lines = self._size()
+            columns, lines = self._size()
             block = [*heading_of(report).splitlines(), "", progress_of(report)]
+            block += remarks_of(report)[-1:]
             if report.tried:
-                block += ["", *table_of(report, max(3, lines - _BESIDE)).splitlines()]
+                block += ["", *table_of(report, max(3, lines - _BESIDE), columns).splitlines()]
             self._draw(block)
-        elif report.windows != self._told:
-            self._told = report.windows
-            self._draw([progress_of(report)])
+        elif report.windows != self._told or len(report.notes) != self._notes:
+            self._draw([*report.notes[self._notes :], progress_of(report)])
+            self._told, self._notes = report.windows, len(report.notes)
 
     def end(self) -> None:
         """Leave nothing of it on the terminal."""

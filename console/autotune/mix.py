@@ -46,10 +46,10 @@ def usual_mix(seed: int) -> Mix:
 
 def asked_mix(prompt: str | None, output: str | None, seed: int) -> Mix | None:
     """Lengths as they are written for a bench: "128", "64-256", "normal:128:32"; None where neither is given, and what
-    is left out is as usual. Raises InvalidRequest."""
+    is left out is as usual. Raises InvalidRequest, its param "prompt" or "output"."""
     if prompt is None and output is None:
         return None
-    prompts, outputs = _parsed(prompt, _USUAL_PROMPT), _parsed(output, _USUAL_OUTPUT)
+    prompts, outputs = _parsed(prompt, _USUAL_PROMPT, "prompt"), _parsed(output, _USUAL_OUTPUT, "output")
     draw = random.Random(seed)
     pairs = [(prompts.draw(draw), outputs.draw(draw)) for _ in range(DRAWN)]
     return Mix(said=f"prompts of {prompts} tokens, answers of {outputs}", lengths=tuple(pairs))
@@ -83,8 +83,8 @@ def _drawn(lengths: Lengths, draw: random.Random) -> list[int]:
     ]
 
 
-def _parsed(text: str | None, usual: Length) -> Length:
-    found = usual if text is None else Length.parse(text, traced=True)
+def _parsed(text: str | None, usual: Length, param: str) -> Length:
+    found = usual if text is None else Length.parse(text, param, traced=True)
     if found.kind == "trace":
-        raise InvalidRequest("lengths of a trace are taken with --trace FILE", param="length")
+        raise InvalidRequest("lengths of a trace are taken with --trace FILE", param=param)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -11,6 +12,7 @@ from console.autotune.estimates import UNKNOWN, Interval, Noise, quantile_of, ra
 from console.autotune.space import Setting
 
 Verdict = Literal["kept", "broken", "unsure"]
+_BRIEFEST_S = 0.1
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,9 +39,16 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One window of a setting under load."""
+    """One window of a setting under load. failed: why nothing was answered in it, "" where something was."""
 
     slices: tuple[Slice, ...]
+    failed: str = ""
+
+    @classmethod
+    def of_failure(cls, reason: str, seconds: float) -> Sample:
+        """A window that gave nothing: two empty slices, so that its rate is known to be none."""
+        half = Slice(seconds=max(seconds, _BRIEFEST_S) / 2, tokens=0)
+        return cls(slices=(half, half), failed=reason)
 
     @property
     def seconds(self) -> float:
@@ -53,10 +62,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of a setting. tokens_per_s: output.  kept: whether it keeps the SLO.
+    """All that is known of a setting. tokens_per_s: output.  verdict: whether it keeps the SLO.
 
-    excess: the worse of the two latencies, of what the SLO allows: up to 1 it is kept.
-    goodput_per_s: requests that kept it.
+    excess: the worse of the two latencies, of what the SLO allows: up to 1 it is kept, infinite where a window failed.
+    goodput_per_s: requests that kept it.  failed: why a window of it gave nothing.
     """
 
     setting: Setting
@@ -68,6 +77,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     goodput_per_s: float
     verdict: Verdict
     excess: float
+    failed: str = ""
 
     @property
     def keeps(self) -> bool:
@@ -88,6 +98,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         itl = quantile_of([each.itl_s for each in slices], slo.share)
         asked = [(ttft, slo.ttft_s), (itl, slo.itl_s)]
         limits = [(found, limit) for found, limit in asked if limit is not None]
+        excess = max((found.value / limit for found, limit in limits if found is not None), default=0.0)
+        failed = next((sample.failed for sample in samples if sample.failed), "")
         return cls(
             setting=setting,
             windows=len(samples),
@@ -96,8 +108,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             ttft_s=ttft,
             itl_s=itl,
             goodput_per_s=sum(each.kept for each in slices) / seconds,
-            verdict=_verdict(limits),
-            excess=max((found.value / limit for found, limit in limits if found is not None), default=0.0),
+            verdict="broken" if failed else _verdict(limits),
+            excess=inf if failed else excess,
+            failed=failed,
         )
 
 
@@ -109,14 +122,26 @@ def _verdict(limits: Iterable[tuple[Interval | None, float]]) -> Verdict:
     return "broken" if "broken" in found else "unsure" if "unsure" in found else "kept"
 
 
-def pareto(records: Iterable[Record]) -> list[Record]:
-    """Those that none beats in both throughput and ITL, the fastest first."""
+def pareto(records: Iterable[Record], slo: Slo) -> list[Record]:
+    """Those that none beats in throughput and in the latencies that the SLO is about, both where it asks for none; the
+    fastest first. What failed is none of them."""
+    answered = sorted(
+        (record for record in records if not record.failed),
+        key=lambda each: (-each.tokens_per_s.value, _latencies(each, slo)),
+    )
     front: list[Record] = []
-    for record in sorted(records, key=lambda each: (-each.tokens_per_s.value, _latency(each))):
-        if not front or _latency(record) < _latency(front[-1]):
+    for record in answered:
+        own = _latencies(record, slo)
+        if not any(_no_longer(_latencies(faster, slo), own) for faster in front):
             front.append(record)
     return front
 
 
-def _latency(record: Record) -> float:
-    return record.itl_s.value if record.itl_s is not None else float("inf")
+def _latencies(record: Record, slo: Slo) -> list[float]:
+    both = ((record.ttft_s, slo.ttft_s), (record.itl_s, slo.itl_s))
+    asked = [found for found, limit in both if limit is not None] or [found for found, _ in both]
+    return [found.value if found is not None else inf for found in asked]
+
+
+def _no_longer(these: Iterable[float], those: Iterable[float]) -> bool:
+    return all(this <= that for this, that in zip(these, those, strict=True))

@@ -203,6 +203,7 @@ async def test_why_an_order_failed_is_told_as_an_event_to_who_wants_events(tmp_p
         ("engine.attach", {"name": "a", "path": "/etc"}, "lies in none of the folders"),
         ("benches.start", {"order": {"bench": "users", "server": {"url": "http://x"}}}, "by way of another machine"),
         ("benches.start", {"order": {"bench": "serve", "settings": {"trace": "/etc/passwd"}}}, "a trace is a file of"),
+        ("tuning.start", {"order": {"trace": "/etc/passwd"}}, "a trace is a file of"),
     ],
 )
 async def test_what_cannot_be_called_is_one_sentence(tmp_path: Path, path: str, body: object, said: str) -> None:

@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 
 from console.autotune.record import Sample
 from console.autotune.space import Setting
-from engine.errors import InsufficientMemory, WorkerFailed
+from engine.errors import InsufficientMemory, InvalidRequest, WorkerFailed
 from tests.fakes.simulated_tuning import Device, Noise
 
 
 class SimulatedRig:
-    """used: the settings it was put to.  now_s: what all of that took.  fails_at: the window that nothing answers in.
+    """used: the settings it was put to.  now_s: what all of that took.
 
+    fails: what is raised in a window, by its number from 1.  refuses, silent: settings that cannot be gone to, and that
+    answer nothing.  answers_within_s: no window that is shorter sees an answer.
     held: while it is set, windows wait for `go`.
     """
 
-    def __init__(self, device: Device, seed: int = 1, fails_at: int = 0) -> None:
+    def __init__(
+        self,
+        device: Device,
+        seed: int = 1,
+        *,
+        fails: Mapping[int, Exception] | None = None,
+        refuses: Callable[[Setting], bool] = lambda _: False,
+        silent: Callable[[Setting], bool] = lambda _: False,
+        answers_within_s: float = 0.0,
+    ) -> None:
         self.device = device
         self.used: list[Setting] = []
+        self.measured: list[Setting] = []
         self.now_s = 0.0
         self.at = device.start
         self.loaded = False
-        self.fails_at = fails_at
-        self.windows = 0
         self.held = False
         self.go = asyncio.Event()
+        self.refuses = refuses
+        self._fails = fails or {}
+        self._silent = silent
+        self._answers_within_s = answers_within_s
         self._noise = Noise(seed)
+
+    @property
+    def windows(self) -> int:
+        """How many began."""
+        return len(self.measured)
 
     def clock(self) -> float:
         return self.now_s
@@ -34,19 +54,23 @@ class SimulatedRig:
     async def use(self, setting: Setting) -> None:
         if not self.device.fits(setting):
             raise InsufficientMemory("it does not fit: 2.1 GiB are lacking")
+        if self.refuses(setting):
+            raise InvalidRequest("heads of 80 elements can be kept in 16 bits alone", param="cache_bits")
         self.now_s += self.device.space.turn_s(self.at, setting)
         self.at = setting
         self.used.append(setting)
 
     async def measure(self, seconds: float, settle_s: float) -> Sample:
         self.loaded = True
-        self.windows += 1
+        self.measured.append(self.at)
         await asyncio.sleep(0)
         if self.held:
             await self.go.wait()
-        if self.windows == self.fails_at:
-            raise WorkerFailed("no request was answered within the window")
         self.now_s += seconds + settle_s
+        if self.windows in self._fails:
+            raise self._fails[self.windows]
+        if self._silent(self.at) or seconds < self._answers_within_s:
+            raise WorkerFailed("no request was answered within the window")
         return self._noise.window(self.device, self.at, seconds)
 
     async def rest(self) -> None:

@@ -11,17 +11,18 @@ import pytest
 from console.autotune.load import FEWEST_FIRST_TOKENS, SOURCE, Load, Meter
 from console.autotune.mix import Mix
 from console.autotune.record import Slo
-from console.autotune.rig import LiveRig, setting_of
+from console.autotune.rig import LiveRig, Turned, setting_of
 from console.autotune.space import Setting
 from console.links.tuning import TuneOrder
 from console.runtime import Runtime
 from console.settings import Settings
 from console.tuned import TunedFile, hardware_of
 from engine.engine import Engine
-from engine.errors import EngineBusy, InvalidRequest, WorkerFailed
+from engine.errors import EngineBusy, InsufficientMemory, InvalidRequest, NoModelLoaded, WorkerFailed
 from engine.models.resolve import resolve_local
 from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.engines import Backends, ask, read, serving, until
+from tests.fakes.several import named, room_for, states
 
 SHORT = Mix(said="", lengths=((8, 6), (4, 5)))
 WINDOW_S, SETTLE_S = 0.04, 0.01
@@ -85,6 +86,64 @@ async def test_a_users_request_outlives_the_change_of_cache_bits(tmp_path: Path)
         assert (await engine.serving()).spec.cache_bits == 8
 
 
+# -- what others do, and loads that fail --------------------------------------------------------------------------
+
+
+def no_memory() -> FakeBackend:
+    return FakeBackend(load_error=InsufficientMemory("CUDA out of memory"))
+
+
+async def test_after_a_load_that_failed_on_a_full_device_the_model_is_loaded_again(tmp_path: Path) -> None:
+    async with room_for(1, Backends(FakeBackend(), no_memory())) as engine:
+        await engine.load(named(tmp_path, "a"))
+        rig, before = await rig_of(engine), await at(engine)
+        with pytest.raises(InsufficientMemory, match="out of memory"):
+            await rig.use(msgspec.structs.replace(before, cache_bits=8))
+        assert states(engine) == {"a": "failed"}
+        await rig.use(before)
+        assert (states(engine), await at(engine)) == ({"a": "ready"}, before)
+
+
+async def test_beside_another_model_it_is_loaded_again_too_and_the_other_one_stays(tmp_path: Path) -> None:
+    async with room_for(2, Backends(FakeBackend(), FakeBackend(), no_memory())) as engine:
+        await engine.load(named(tmp_path, "a"))
+        await engine.load(named(tmp_path, "b"), beside=True)
+        now = await engine.serving("b")
+        before = setting_of(now.spec, now.config)
+        rig = LiveRig(engine, "b", Load(engine, "b", SHORT, Slo(), range(65, 90)), before)
+        with pytest.raises(InsufficientMemory, match="out of memory"):
+            await rig.use(msgspec.structs.replace(before, cache_bits=8))
+        assert states(engine) == {"a": "ready"}
+        await rig.use(before)
+        assert states(engine) == {"a": "ready", "b": "ready"}
+        now = await engine.serving("b")
+        assert setting_of(now.spec, now.config) == before
+
+
+async def test_a_model_that_somebody_unloaded_is_left_unloaded(tmp_path: Path) -> None:
+    async with serving(tmp_path) as engine:
+        rig, before = await rig_of(engine), await at(engine)
+        await rig.use(before)
+        await engine.unload()
+        with pytest.raises(NoModelLoaded):
+            await rig.use(before)
+        assert states(engine) == {}
+
+
+async def test_a_window_in_which_somebody_turned_a_knob_is_noticed_and_the_setting_put_back(tmp_path: Path) -> None:
+    async with serving(tmp_path) as engine:
+        rig, before = await rig_of(engine), await at(engine)
+        await rig.use(before)
+        measuring = asyncio.ensure_future(rig.measure(0.5, SETTLE_S))
+        await until(lambda: engine.snapshot().running)
+        await engine.reconfigure(max_prompts=before.max_prompts + 3)
+        with pytest.raises(Turned, match=f"somebody turned prompts to {before.max_prompts + 3}"):
+            await measuring
+        await rig.use(before)
+        assert await at(engine) == before
+        await rig.rest()
+
+
 async def test_where_nothing_is_answered_the_reason_is_told(tmp_path: Path) -> None:
     async with serving(tmp_path, Backends(then=lambda: FakeBackend(fail_at_steps=range(1, 10_000)))) as engine:
         rig = await rig_of(engine)
@@ -135,14 +194,39 @@ async def test_the_demo_is_tuned_put_back_kept_and_used_when_it_is_asked_for(tmp
         assert kept.settings == {"max_prompts": report.best.setting.max_prompts}
         await runtime.tuning.use_best()
         assert (await at(runtime.engine)).max_prompts == report.best.setting.max_prompts
-        kept = TunedFile(tmp_path).of(key, hardware)
-        assert kept is not None and kept.applied
+        kept = TunedFile(tmp_path).applied(key, hardware)
+        assert kept is not None and kept.settings == {"max_prompts": report.best.setting.max_prompts}
     finally:
         await runtime.close(drain_s=0)
 
 
 @pytest.mark.slow
-async def test_cancelled_everything_is_as_it_was_and_nothing_is_kept(tmp_path: Path) -> None:
+async def test_a_best_that_breaks_the_slo_is_never_put_to_use_and_a_file_that_cannot_be_written_is_told(
+    tmp_path: Path,
+) -> None:
+    state_dir = tmp_path / "state"
+    runtime = Runtime(Settings(api=False, worker_host="thread"), state_dir=state_dir)
+    await runtime.start()
+    try:
+        await runtime.load("demo")
+        before = await at(runtime.engine)
+        order = TuneOrder(minutes=0.15, slo_itl_s=1e-9, knobs=("max_prompts",), apply=True, prompt="16", output="8")
+        await runtime.tuning.start(order)
+        (state_dir / "tuned.json").mkdir(parents=True)
+        await runtime.tuning.finished()
+        report = runtime.tuning.report()
+        assert (report.state, report.applied, await at(runtime.engine)) == ("done", False, before)
+        assert report.mix == "prompts of 16 tokens, answers of 8"
+        assert "breaks what is asked of latency least" in report.said and "So it is not applied" in report.said
+        assert "What was found is not kept" in report.said and "tuned.json cannot be written" in report.said
+        with pytest.raises(InvalidRequest, match="breaks what is asked of latency"):
+            await runtime.tuning.use_best()
+    finally:
+        await runtime.close(drain_s=0)
+
+
+@pytest.mark.slow
+async def test_cancelled_before_a_window_everything_is_as_it_was_and_nothing_is_kept(tmp_path: Path) -> None:
     runtime = Runtime(Settings(api=False, worker_host="thread"), state_dir=tmp_path)
     await runtime.start()
     try:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,10 +15,14 @@ import pytest
 from console.autotune.command import as_json, as_text, tune
 from console.autotune.live import Live
 from console.autotune.mix import Mix
-from console.autotune.table import shortened, table_of
+from console.autotune.record import Verdict
+from console.autotune.space import Setting
+from console.autotune.table import Outcome, remarks_of, sentences, shortened, table_of
 from console.cli import main
-from console.links.tuning import TuneOrder, TuningReport
+from console.links.tuning import Failed, TuneOrder, TuningReport
 from console.settings import Settings
+from console.tuned import TunedFile
+from engine.models.resolve import resolve_local
 from tests.fakes import tune_scenes
 
 DONE = tune_scenes.found("done")
@@ -51,6 +56,73 @@ def test_the_table_has_the_knobs_that_were_turned_and_marks_the_best_and_the_fro
     assert [line.split()[0] for line in lines[4:12]].count("best") == 1
     assert [line.split()[0] for line in lines[4:12]].count("front") == 5
     assert lines[-1].startswith("1,420 tok/s; it keeps")
+
+
+def test_it_says_where_rates_and_latencies_lie_as_far_as_there_is_room() -> None:
+    wide, narrow = table_of(DONE), table_of(DONE, columns=120)
+    best = next(line for line in wide.splitlines() if line.startswith("best"))
+    assert "1,377 to 1,463" in best and "342 to 418 ms" in best and "44.2 to 47.8 ms" in best
+    assert (wide.splitlines()[0].count("95% within"), narrow.splitlines()[0].count("95% within")) == (3, 1)
+    assert max(map(len, narrow.splitlines())) < 120
+
+
+def test_settings_that_failed_are_told_with_their_reasons_and_so_are_windows_that_do_not_count() -> None:
+    small, large = Setting(max_prompts=4), Setting(max_prompts=8)
+    failed = [Failed(setting=each, reason="no request was answered") for each in (small, large)]
+    failed += [Failed(setting=small, reason=f"short by {size} GiB") for size in range(6)]
+    report = msgspec.structs.replace(
+        DONE, failed=tuple(failed), notes=("somebody turned workers to 3: that window does not count",)
+    )
+    lines = remarks_of(report)
+    assert lines[0].startswith("somebody turned workers to 3")
+    assert lines[1].endswith("prompts 4, step tokens 512, cache bits 16 and 1 more setting: no request was answered")
+    assert lines[-1] == "2 more reasons why settings could not be measured"
+    assert lines[1] in as_text(report)
+
+
+BEST = next(each for each in DONE.tried if each.best)
+
+
+@pytest.mark.parametrize(
+    ("said", "how"),
+    [
+        ("1,420 tok/s; it keeps what is asked of latency. The engine is as it was before.", {}),
+        ("1,420 tok/s. The engine is as it was before.", {"asked": False}),
+        (
+            "1,420 tok/s; it keeps what is asked of latency. It is in use, and will be from now on.",
+            {"apply": True, "applied": True},
+        ),
+        (
+            "1,420 tok/s; it keeps what is asked of latency. It is in use, but not from the next start on: no room.",
+            {"apply": True, "applied": True, "unkept": "no room"},
+        ),
+        (
+            "1,420 tok/s; it keeps what is asked of latency. The engine is as it was before. What was found is not "
+            "kept: no room.",
+            {"unkept": "no room"},
+        ),
+        (
+            "1,420 tok/s; it keeps what is asked of latency. The engine could not be put there: w0 died. The engine "
+            "could not be put back to where it was: w1 died.",
+            {"apply": True, "unapplied": "w0 died", "not_put_back": "w1 died."},
+        ),
+        (
+            "Cancelled. The best by then gives 1,420 tok/s; it keeps what is asked of latency. The engine is as it was "
+            "before.",
+            {"early": "cancelled"},
+        ),
+        ("Cancelled. The engine is as it was before.", {"early": "cancelled", "best": None}),
+    ],
+)
+def test_what_came_of_it_is_told_in_sentences(said: str, how: dict[str, Any]) -> None:
+    assert sentences(Outcome(**{"best": BEST, "asked": True, **how})) == said
+
+
+@pytest.mark.parametrize(("verdict", "does"), [("broken", "breaks"), ("unsure", "seems to break")])
+def test_a_best_that_breaks_the_slo_is_told_and_that_it_is_not_applied(verdict: Verdict, does: str) -> None:
+    best = msgspec.structs.replace(BEST, verdict=verdict, keeps=False)
+    said = sentences(Outcome(best=best, asked=True, apply=True))
+    assert f"it {does} what is asked of latency least, and every setting that was tried breaks it. So it is not" in said
 
 
 def test_of_a_long_table_the_best_and_the_front_are_kept() -> None:
@@ -128,4 +200,8 @@ async def test_interrupted_it_still_tells_what_was_found(tmp_path: Path, monkeyp
     with pytest.raises(asyncio.CancelledError):
         await running
     assert (reports[0].state, len(reports[0].tried) >= 1) == ("cancelled", True)
-    assert "Cancelled; the engine is as it was." in as_text(reports[0])
+    said = reports[0].said
+    assert said.startswith("Cancelled. The best by then gives ") and "The engine is as it was before." in said
+    assert said in as_text(reports[0])
+    assert not TunedFile(tmp_path).knows(str(resolve_local("demo", ())))
+    assert '"applied": false' in (tmp_path / "tuned.json").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 from console.autotune.knobs import Wishes, space_of
 from console.autotune.mix import DRAWN, asked_mix, mix_of_history, mix_of_trace, usual_mix
 from console.autotune.rig import setting_of
-from console.autotune.space import Setting
+from console.autotune.space import KnobName, Setting
 from console.bench.prompts import Words
 from console.bench.trace import Exchange
 from engine.backends.base import LoadedModel
@@ -145,9 +146,47 @@ def test_only_knobs_that_are_wished_for_are_turned() -> None:
     assert set(knobs_of(loaded(), wishes=Wishes(knobs=("max_prompts",)))) == {"max_prompts"}
 
 
+@pytest.mark.parametrize(
+    ("knob", "model", "cores", "said"),
+    [
+        ("threads", loaded(), 2, "threads cannot be turned here: 2 cores are too few to be shared out"),
+        ("threads", loaded(device="cuda:0"), 16, "threads cannot be turned here: the model computes on a GPU"),
+        ("step_tokens", loaded("exllamav2", "cuda:0"), 16, "step_tokens cannot be turned here: exllamav2 cuts prompts"),
+        ("workers", loaded(), 1, "workers cannot be turned here: it has one value"),
+    ],
+)
+def test_a_knob_that_was_asked_for_and_cannot_be_turned_is_refused_by_its_name(
+    knob: KnobName, model: LoadedModel, cores: int, said: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        knobs_of(model, cores=cores, wishes=Wishes(knobs=("max_prompts", knob)))
+
+
+def test_guesses_beside_a_draft_model_are_refused_by_name() -> None:
+    spec = msgspec.structs.replace(demo(), draft_model=Path("/models/draft"))
+    with pytest.raises(InvalidRequest, match="demo has a draft model, which guesses already"):
+        knobs_of(loaded("exllamav2", "cuda:0"), spec=spec, wishes=Wishes(knobs=("draft_tokens",)))
+
+
 def test_where_nothing_can_be_turned_one_sentence_says_so() -> None:
+    spec = msgspec.structs.replace(demo(), draft_model=Path("/models/draft"))
+    wishes = Wishes(most_prompts=1, least_cache_bits=16)
+    start = Setting(max_prompts=1)
     with pytest.raises(InvalidRequest, match="nothing to be turned"):
-        knobs_of(loaded("exllamav2", "cuda:0"), wishes=Wishes(knobs=("threads",)))
+        space_of(loaded("exllamav2"), spec, start, cores=1, load_s=None, wishes=wishes)
+
+
+def test_fewer_bits_are_tried_where_the_library_can_keep_such_heads_alone(tmp_path: Path) -> None:
+    for head_dim, bits in ((96, (8, 16)), (80, None)):
+        sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim, "num_hidden_layers": 2}
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": ["OrionForCausalLM"], **sizes}))
+        spec = ModelSpec(path=tmp_path, name="m")
+        assert knobs_of(loaded("exllamav2", "cuda:0"), spec=spec).get("cache_bits") == bits
+
+
+def test_cores_are_shared_out_evenly_where_threads_are_not_to_be_turned() -> None:
+    wishes = Wishes(knobs=("workers",))
+    assert space_of(loaded(), demo(), Setting(), cores=6, load_s=None, wishes=wishes).start.threads == 0
 
 
 def test_the_setting_in_use_is_read_off_the_model_and_its_knobs() -> None:

@@ -53,6 +53,30 @@ def test_what_was_found_is_kept_by_model_and_hardware(tmp_path: Path) -> None:
     assert kept.of("b", "h") is None
 
 
+def test_what_is_applied_stays_in_use_beside_what_is_found_after_it(tmp_path: Path) -> None:
+    kept = TunedFile(tmp_path)
+    kept.keep(found("a", settings={"num_workers": 3}))
+    for workers in (4, 5):
+        kept.keep(found("a", applied=False, settings={"num_workers": workers}))
+    assert kept.of("a", "h") == found("a", applied=False, settings={"num_workers": 5})
+    assert kept.applied("a", "h") == found("a", settings={"num_workers": 3})
+    kept.keep(found("a", settings={"num_workers": 6}))
+    assert kept.of("a", "h") == kept.applied("a", "h") == found("a", settings={"num_workers": 6})
+    assert kept.file is not None and kept.file.read_text().count('"model"') == 1
+
+
+def test_a_run_that_applies_nothing_leaves_what_is_in_use_in_use(tmp_path: Path) -> None:
+    of_demo(tmp_path)
+    of_demo(tmp_path, applied=False, settings={"num_workers": 4})
+    assert tuned_for(Settings(), "demo", tmp_path) == SETTINGS
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "folder").write_text("a file")
+    with pytest.raises(OSError, match="folder"):
+        TunedFile(tmp_path / "folder").keep(found("a"))
+
+
 def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path: Path) -> None:
     kept = TunedFile(tmp_path)
     assert kept.file is not None
