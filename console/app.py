@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding
@@ -30,6 +30,9 @@ from console.widgets import text
 from console.widgets.glyphs import key_name, wants_ascii
 from engine.errors import EngineError
 from engine.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from console.autotune.draft import TuneDraft
 
 REFRESH_HZ = 4
 PALETTE_GONE_S = 0.1
@@ -271,6 +274,26 @@ class EricApp(StyledApp, inherit_bindings=False):
         if not isinstance(self.screen, BenchesScreen):
             self.push_screen(BenchesScreen(self.link, model=self.viewed_model, form=form))
 
+    def action_autotune(self) -> None:
+        """Find the best settings of the model in view: what it is to go by first, then the Tune screen."""
+        from console.screens.tune_form import TuneFormScreen
+
+        def go(begun: bool | None) -> None:
+            if begun:
+                self.action_open("tune")
+
+        if self.link.tuning.report().under_way:
+            self.action_open("tune")
+        elif not isinstance(self.screen, TuneFormScreen):
+            self.push_screen(TuneFormScreen(self.link, model=self.viewed_model, draft=self._tune_draft), go)
+
+    @cached_property
+    def _tune_draft(self) -> TuneDraft:
+        """What was asked of autotune last."""
+        from console.autotune.draft import TuneDraft
+
+        return TuneDraft()
+
     async def action_quit(self) -> None:
         """Quit; ask first when that would cut answers off."""
         from console.screens.confirm import ConfirmScreen
@@ -292,6 +315,8 @@ class EricApp(StyledApp, inherit_bindings=False):
         yield SystemCommand("Benchmarks", "What was measured here, to be plotted and compared", self.action_benches)
         for name, measures in {} if self.standing.read_only else MEASURES.items():
             yield SystemCommand(f"Bench {name}", measures, partial(self.action_benches, name))
+        if not self.standing.read_only:
+            yield SystemCommand("Autotune", "Find the best settings of the model by trying them", self.action_autotune)
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
         yield SystemCommand("Screenshot", "Save a picture of this screen (SVG) where you are", self._picture)
 

@@ -14,9 +14,8 @@ from console import in_view
 from console.effects import Effect
 from console.knobs import knob_words, next_idle_unload
 from console.link import ApiStatus
-from console.links.tuning import TuneOrder, TuningReport
+from console.links.tuning import TuningReport
 from console.screens.base import ConsoleScreen
-from console.screens.confirm import ConfirmScreen
 from console.tried import SeenSettings, Setting
 from console.widgets import text
 from console.widgets.bench_progress import brief
@@ -182,24 +181,14 @@ class TuneScreen(ConsoleScreen):
     # -- autotune -----------------------------------------------------------------------------------------------------
 
     def action_find(self) -> None:
-        """Begin after a question, or stop what goes on."""
+        """Ask with what to begin, or stop what goes on."""
         if self._report.under_way:
             self.perform(self.link.tuning.cancel(), done="The engine is as it was before")
             return
         if self.model is None:
             self.notify("There is no model yet. Press 2 to load one.", severity="warning")
             return
-        order = TuneOrder(model=self.console.viewed_model)
-        self.console.push_screen(
-            ConfirmScreen(
-                "Find the best settings?",
-                f"For up to {order.minutes:g} minutes settings are tried under load: requests of ours, behind those of "
-                "others. What is asked of latency is set in Settings (slo_ttft, slo_itl). All is put back in the end.",
-                yes="Try settings",
-                no="Leave it",
-            ),
-            lambda yes: self.perform(self.link.tuning.start(order)) if yes else None,
-        )
+        self.console.action_autotune()
 
     def action_use_best(self) -> None:
         """Turn the knobs to it, and start with it from now on."""

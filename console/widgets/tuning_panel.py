@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from console.autotune.space import KnobName, Setting
-from console.autotune.table import HEADINGS
+from console.autotune.table import HEADINGS, remarks_of
 from console.links.tuning import Tried, TuningReport
 from console.widgets import text
 from console.widgets.glyphs import fitted
@@ -28,7 +28,7 @@ _SHORT: dict[KnobName, str] = {"step_tokens": "step", "cache_bits": "bits"}
 
 
 class TuningPanel(Vertical):
-    """Two lines of how it goes, and the table."""
+    """Two lines of how it goes, a third of what else happened, and the table."""
 
     def compose(self) -> ComposeResult:
         """Head, then rows."""
@@ -37,7 +37,8 @@ class TuningPanel(Vertical):
 
     def show(self, report: TuningReport) -> None:
         """How it stands."""
-        head = fitted(self.app, Content("\n").join((_state(report), _asked(report))))
+        lines = [_state(report), _asked(report), *_remark(report)]
+        head = fitted(self.app, Content("\n").join(lines))
         self.query_one("#tuning-head", Static).update(head)
         table = self.query_one(Table)
         table.show([_row(each, report) for each in report.tried], empty=NOTHING_YET, columns=_columns(report))
@@ -77,6 +78,15 @@ def _asked(report: TuningReport) -> Content:
     return Content.styled("  ".join((*(limits or ["no SLO is set"]), f"·  {report.mix}")), "$muted")
 
 
+def _remark(report: TuningReport) -> list[Content]:
+    """The last of what else there is to say, and how much more there is."""
+    remarks = remarks_of(report)
+    if not remarks:
+        return []
+    more = f"  (and {len(remarks) - 1} more)" if len(remarks) > 1 else ""
+    return [Content.assemble((f"◇ {remarks[-1]}", "$warning"), (more, "$muted"))]
+
+
 def _columns(report: TuningReport) -> tuple[Column, ...]:
     percentile = f"p{report.percentile:g}"
     return (
@@ -84,7 +94,9 @@ def _columns(report: TuningReport) -> tuple[Column, ...]:
         Column("tok/s", 7, "right"),
         Column("±", 6, "right", drop=3),
         Column(f"TTFT {percentile}", 9, "right"),
+        Column("±", 6, "right", drop=5),
         Column(f"ITL {percentile}", 9, "right"),
+        Column("±", 6, "right", drop=4),
         Column("good/s", 7, "right", drop=2),
         *(Column(_SHORT.get(knob, HEADINGS[knob]), 7, "right") for knob in report.knobs),
         Column("SLO", 9),
@@ -102,10 +114,16 @@ def _row(each: Tried, report: TuningReport) -> Row:
         cell(f"{each.tokens_per_s:,.0f}", strong),
         cell(half, "$muted"),
         cell(text.seconds(each.ttft_s), strong),
+        cell(text.seconds(_half(each.ttft_low_s, each.ttft_high_s)), "$muted"),
         cell(text.seconds(each.itl_s), strong),
+        cell(text.seconds(_half(each.itl_low_s, each.itl_high_s)), "$muted"),
         cell(f"{each.goodput_per_s:.1f}", "$muted"),
         *(cell(str(each.setting.value(knob)), strong) for knob in report.knobs),
         cell(words, style),
         cell(str(each.windows), "$muted"),
     )
     return Row(str(each.setting), cells)
+
+
+def _half(low: float | None, high: float | None) -> float | None:
+    return (high - low) / 2 if low is not None and high is not None else None

@@ -9,14 +9,18 @@ import pytest
 from textual.pilot import Pilot
 
 from console.app import EricApp
-from console.links.tuning import TuneOrder, TuningReport
-from console.screens.confirm import ConfirmScreen
+from console.autotune.space import Setting
+from console.links.tuning import Failed, TuneOrder, TuningReport
+from console.screens.tune_form import TuneFormScreen
 from console.widgets.scatter import Point, place
 from console.widgets.tuning_panel import points_of
 from engine.errors import EngineBusy
 from tests.fakes import tune_scenes
+from tests.fakes.elsewhere import FakeRemote
 from tests.fakes.link import FakeLink
 from tests.ui.seen import screen_text, until
+
+SIZES = [(80, 24), (120, 40), (160, 50)]
 
 
 def _app(report: TuningReport | None = None, **how: Any) -> EricApp:
@@ -34,7 +38,7 @@ async def _shown(pilot: Pilot[None], words: str) -> None:
     await until(pilot, lambda: words in " ".join(screen_text(pilot.app).split()))
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (160, 50)])
+@pytest.mark.parametrize("size", SIZES)
 async def test_what_is_tried_and_found_is_seen_at_every_size(size: tuple[int, int]) -> None:
     app = _app(tune_scenes.found())
     async with app.run_test(size=size) as pilot:
@@ -59,19 +63,75 @@ async def test_a_run_that_begins_is_shown_in_place_of_the_changes_and_v_shows_th
         await _shown(pilot, "● best")
 
 
-async def test_f_asks_before_it_begins() -> None:
+async def _formed(pilot: Pilot[None]) -> None:
+    """The form, from the Tune screen."""
+    await _shown(pilot, "What each change did")
+    await pilot.press("f")
+    await until(pilot, lambda: isinstance(pilot.app.screen, TuneFormScreen))
+    await _shown(pilot, "minutes 10")
+
+
+async def test_f_asks_with_what_before_it_begins() -> None:
     app = _app()
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
-        await _shown(pilot, "What each change did")
-        await pilot.press("f")
-        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
-        await pilot.press("n")
-        await until(pilot, lambda: not isinstance(app.screen, ConfirmScreen))
+        await _formed(pilot)
+        await _shown(pilot, "guesses load the model anew each time")
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(app.screen, TuneFormScreen))
         assert _link(app).names() == []
-        await pilot.press("f")
-        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
-        await pilot.press("y")
+        await _formed(pilot)
+        await pilot.press("enter")
         await until(pilot, lambda: _link(app).commands == [("tune", {"order": TuneOrder()})])
+        await until(pilot, lambda: not isinstance(app.screen, TuneFormScreen))
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_knobs_and_settings_are_chosen_and_stay_as_they_were(size: tuple[int, int]) -> None:
+    app = _app()
+    async with app.run_test(size=size) as pilot:
+        await _formed(pilot)
+        await pilot.press("down", "space", "down", "down", "down", "space")
+        await pilot.press("tab", *"5", "tab", *"400ms", "tab", "tab", "tab", *"8")
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(app.screen, TuneFormScreen))
+        await pilot.press("f")
+        await _shown(pilot, "TTFT at most 400ms")
+        await pilot.press("tab", "enter")
+        order = TuneOrder(minutes=5, slo_ttft_s=0.4, users=8, kept=("max_prompts", "cache_bits"))
+        await until(pilot, lambda: _link(app).commands == [("tune", {"order": order})])
+
+
+async def test_a_bad_setting_is_told_at_its_field() -> None:
+    app = _app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await _formed(pilot)
+        await pilot.press("tab", "tab", *"soon", "enter")
+        await _shown(pilot, "✖ Soon is no time; one looks like 500ms or 0.5s")
+        assert app.focused is not None and app.focused.has_class("-wrong")
+        assert _link(app).names() == []
+
+
+async def test_elsewhere_no_trace_is_asked_for() -> None:
+    link = FakeRemote("gpu:8000", tune_scenes.tuned())
+    app = EricApp(link, start="tune")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _formed(pilot)
+        await _shown(pilot, "for a console on that machine.")
+        assert "ShareGPT" not in screen_text(app)
+
+
+async def test_the_palette_has_it_on_every_screen_and_goes_to_the_tune_screen_once_it_began() -> None:
+    link = FakeLink(tune_scenes.tuned())
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        found = {command.title: command for command in app.get_system_commands(app.screen)}
+        found["Autotune"].callback()
+        await until(pilot, lambda: isinstance(app.screen, TuneFormScreen))
+        await _shown(pilot, "minutes 10")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.current_mode == "tune" and not isinstance(app.screen, TuneFormScreen))
+        assert link.names() == ["tune"]
 
 
 async def test_f_stops_what_goes_on() -> None:
@@ -96,15 +156,25 @@ async def test_w_uses_what_was_found_and_only_once_it_was() -> None:
         await until(pilot, lambda: _link(app).names() == ["use_best"])
 
 
-async def test_a_refusal_is_said() -> None:
+async def test_a_refusal_is_said_and_the_form_stays() -> None:
     app = _app()
     _link(app).failures["tune"] = EngineBusy("settings are being tried already; cancel that first")
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
-        await _shown(pilot, "What each change did")
-        await pilot.press("f")
-        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
-        await pilot.press("y")
-        await _shown(pilot, "settings are being tried already")
+        await _formed(pilot)
+        await pilot.press("enter")
+        await _shown(pilot, "✖ Settings are being tried already; cancel that first")
+        assert isinstance(app.screen, TuneFormScreen)
+
+
+async def test_settings_that_failed_and_what_else_happened_are_told_above_the_table() -> None:
+    report = msgspec.structs.replace(
+        tune_scenes.found(),
+        notes=("somebody turned workers to 3: that window does not count, and it is put back",),
+        failed=(Failed(setting=Setting(cache_bits=8), reason="no request was answered within the window"),),
+    )
+    app = _app(report)
+    async with app.run_test(size=(160, 50)) as pilot:
+        await _shown(pilot, "cache bits 8: no request was answered within the window (and 1 more)")
 
 
 def test_the_plot_has_the_best_the_front_and_the_others() -> None:
@@ -147,3 +217,14 @@ def test_what_was_found_looks_right_on_a_small_terminal_in_the_light_theme(snap_
 
     app = _app(tune_scenes.found("done"), theme="ericllm-light")
     assert snap_compare(app, terminal_size=(80, 24), run_before=done)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=["small", "wide"])
+def test_what_it_is_asked_with_looks_right(snap_compare: Any, size: tuple[int, int]) -> None:
+    async def formed(pilot: Pilot[None]) -> None:
+        await _formed(pilot)
+        await pilot.press("down", "down", "down", "space")
+        await _shown(pilot, "stays" if size[0] > 80 else "○ threads")
+        await pilot.pause()
+
+    assert snap_compare(_app(), terminal_size=size, run_before=formed)

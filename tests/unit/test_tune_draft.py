@@ -1,0 +1,73 @@
+"""What is typed and chosen in the form of autotune becomes an order, or is refused where it was typed."""
+
+from __future__ import annotations
+
+import pytest
+
+from console.autotune.draft import FORM, KNOBS, TuneDraft
+from console.links.tuning import TuneOrder
+from engine.errors import InvalidRequest
+
+
+def draft(**typed: str) -> TuneDraft:
+    found = TuneDraft()
+    for field in FORM.fields:
+        if field.name in typed:
+            found.typed.type(FORM, field, typed[field.name])
+    return found
+
+
+def test_untouched_it_is_the_usual_order() -> None:
+    assert draft().order("m") == TuneOrder(model="m")
+
+
+def test_all_of_it_is_in_the_order() -> None:
+    found = draft(
+        minutes="2.5",
+        slo_ttft_s="500ms",
+        slo_itl_s="0.05",
+        percentile="99",
+        users=" 8 ",
+        prompt="64-256",
+        output="normal:64:16",
+    )
+    found.switch("threads")
+    found.switch("cache_bits")
+    assert found.order("") == TuneOrder(
+        minutes=2.5,
+        slo_ttft_s=0.5,
+        slo_itl_s=0.05,
+        percentile=99,
+        users=8,
+        prompt="64-256",
+        output="normal:64:16",
+        kept=("threads", "cache_bits"),
+    )
+    found.switch("threads")
+    assert found.order("").kept == ("cache_bits",)
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "said"),
+    [
+        ("minutes", "", "nothing is no number from 0.05 to 1440"),
+        ("minutes", "soon", "soon is no number from 0.05 to 1440"),
+        ("percentile", "100", "100 is no number from 1 to 99.9"),
+        ("users", "0", "0 is no number from 1 to 10000"),
+        ("users", "1.5", "1.5 is no whole number"),
+        ("slo_ttft_s", "0", "0 is no time; one looks like 500ms or 0.5s"),
+        ("slo_itl_s", "-5ms", "-5ms is no time"),
+    ],
+)
+def test_what_cannot_be_ordered_is_refused_where_it_was_typed(name: str, typed: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said) as refused:
+        draft(**{name: typed}).order("")
+    assert refused.value.details["param"] == name
+
+
+def test_with_no_knob_left_there_is_nothing_to_begin() -> None:
+    found = draft()
+    for knob in KNOBS:
+        found.switch(knob)
+    with pytest.raises(InvalidRequest, match="no knob is left to be turned"):
+        found.order("")
