@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +18,7 @@ from console.autotune.tuning import Tuning
 from console.bench.benches import Benches
 from console.doctor import diagnose
 from console.estimate import estimate_for
+from console.finding import Find, Finding
 from console.link import ApiStatus, EngineLink
 from console.links.models import Fetching
 from console.loading import ModelChoice, backend_for, engine_config, find_model
@@ -29,7 +30,6 @@ from console.serving import api_settings
 from console.settings import Settings
 from console.sources import Sources, changed
 from console.tuned import settings_for
-from engine.backends.base import LoadProgress
 from engine.config import AdapterSpec, ModelSpec
 from engine.devices import parse_devices
 from engine.doctor.report import Report
@@ -78,7 +78,7 @@ class Runtime:
         self.benches = Benches(self.engine, state_dir, lambda: self.tuning.report().under_way)
         self._api_error: ErrorInfo | None = None
         self._link: EngineLink | None = None
-        self._finding: _Finding | None = None
+        self._finding: Finding | None = None
 
     @classmethod
     async def open(
@@ -125,13 +125,13 @@ class Runtime:
         spec = msgspec.structs.replace(spec, name=called or own)
         await self._load(spec, settings, tuned.union(changes or ()), beside)
 
-    async def _find(self, name: str, find: Callable[[Callable[[LoadProgress], None], Callable[[], bool]], T]) -> T:
+    async def _find(self, name: str, find: Find[T]) -> T:
         """What `find` finds for a name, downloaded where it must be (in a thread); one at a time."""
         if self._finding is not None:
             raise EngineBusy(f"{self._finding.name} is being fetched; cancel that first", model=self._finding.name)
-        self._finding = finding = _Finding(name)
+        self._finding = finding = Finding(name)
         try:
-            found = await asyncio.to_thread(find, finding.report, finding.cancelled.is_set)
+            found = await finding.by(find)
         finally:
             self._finding = None
         if finding.cancelled.is_set():
@@ -263,15 +263,3 @@ class Runtime:
         await self.engine.close(drain_s=max(0.0, until - clock()), patience_s=patience_s)
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.close)
-
-
-class _Finding:
-    """A model being looked for and downloaded, watched from two threads."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.cancelled = threading.Event()
-        self.progress: LoadProgress | None = None
-
-    def report(self, progress: LoadProgress) -> None:
-        self.progress = progress

@@ -11,13 +11,14 @@ from engine.backends.base import LoadPhase, LoadProgress
 _BAR_CELLS = 12
 _PHASES: tuple[tuple[LoadPhase, str], ...] = (
     ("download", "Download"),
+    ("make", "Make weights"),
     ("inspect", "Inspect"),
     ("kernels", "Compile kernels"),
     ("weights", "Read weights"),
     ("kv_cache", "Allocate KV pages"),
     ("warm_up", "Warm up"),
 )
-_RARE = {"download", "kernels"}
+_RARE = {"download", "make", "kernels"}
 
 
 def phase_lines(progress: LoadProgress | None, pace: Pace | None = None) -> list[Content]:

@@ -9,6 +9,7 @@ from engine.backends.base import LoadProgress
 _KIB = 1024
 _PHASES = {
     "download": "downloading",
+    "make": "making",
     "inspect": "inspecting",
     "kernels": "compiling kernels",
     "weights": "weights",

@@ -36,14 +36,15 @@ def resolve(
     name: "demo"; a folder (also ~/...); a name as `discover` lists it; a hub id org/name[@revision]; "synthetic:SHAPE",
     which is made where it is not there (engine.models.synthetic).
     A hub id that is in the hub cache is taken from there; a branch or tag after @ asks the hub for its newest state.
-    report: bytes over all files, phase "download".  Both callbacks are called in the calling thread.
+    report: bytes over all files, phase "download", or of all weights, phase "make".  Both callbacks are called in the
+    calling thread.
     Raises ModelNotFound with what there is, LoadCancelled, or ModelLoadFailed where a download cannot be done.
     """
     path = resolve_local(name, folders)
     if path is not None:
         return path
     if is_synthetic(name):
-        return _made(name)
+        return _made(name, report, cancelled)
     if not is_hub_id(name):
         raise _not_found(name, folders)
     from engine.models.hub import download
@@ -107,16 +108,18 @@ def _synthetic_folder(name: str) -> Path:
     return Path(platformdirs.user_cache_dir("ericllm")) / "synthetic" / shape
 
 
-def _made(name: str) -> Path:
+def _made(name: str, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> Path:
     from engine.models.synthetic import make_synthetic
     from engine.models.unfinished import making_in
 
     folder = _synthetic_folder(name)
     try:
         with making_in(folder.parent):
-            return make_synthetic(name.removeprefix(_SYNTHETIC), folder)
-    except OSError as error:
+            return make_synthetic(name.removeprefix(_SYNTHETIC), folder, report=report, cancelled=cancelled)
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         raise ModelLoadFailed(f"{name} cannot be made in {folder}: {error.strerror or error}", model=name) from error
 
 

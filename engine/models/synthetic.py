@@ -7,6 +7,7 @@ is a token with text, so that answers cost as much to detokenize and to send as 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from types import MappingProxyType
 import torch
 from safetensors.torch import save_file
 
-from engine.errors import InvalidRequest
+from engine.backends.base import LoadProgress
+from engine.errors import InvalidRequest, LoadCancelled
 from engine.models.synthetic_exl2 import HEAD_BITS, LEAST_BITS, MOST_BITS, declaration, random_linear, stored_linear
 from engine.models.synthetic_tokenizer import EOS_TOKEN_IDS, PAD_TOKEN_ID, write_tokenizer
 
@@ -26,6 +28,8 @@ _Draw = Callable[[str, tuple[int, ...]], dict[str, torch.Tensor]]
 _PACKED = re.compile(r"(.+)-(\d+(?:\.\d+)?)bpw")
 _SHARD_BYTES = 2 << 30
 _BF16_BYTES = 2
+ITEM_BYTES = MappingProxyType({"BF16": 2, "F16": 2, "I16": 2, "I32": 4})
+"""Of one number of a dtype, by its name in safetensors."""
 
 
 def _llama(
@@ -69,11 +73,20 @@ SHAPES = MappingProxyType(
 """Name of a shape -> the keys of config.json that make it; `make_synthetic` takes these names."""
 
 
-def make_synthetic(shape: str, folder: Path, *, seed: int = 0) -> Path:
+def make_synthetic(
+    shape: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    report: Callable[[LoadProgress], None] = lambda progress: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Path:
     """Write a model of `shape` to `folder` (made if missing) and return it: in bfloat16, or "7b-4.0bpw" in EXL2.
 
     A folder that holds that shape and seed already is left as it is. Memory: one shard (2 GiB) at a time.
-    Raises InvalidRequest where the name is none of SHAPES, OSError where the disk refuses.
+    report: bytes of weights made, phase "make".  cancelled: asked before each weight.
+    Raises InvalidRequest where the name is none of SHAPES, OSError where the disk refuses, LoadCancelled; what is there
+    by then is the caller's to remove.
     """
     config = synthetic_config(shape, seed=seed)
     text = json.dumps(config, indent=2)
@@ -85,7 +98,7 @@ def make_synthetic(shape: str, folder: Path, *, seed: int = 0) -> Path:
     for stale in (*folder.glob("model*.safetensors*"), *folder.glob(".tmp*")):  # safetensors writes to .tmp* first
         stale.unlink()
     draw = _drawing(_parts(shape)[1], torch.Generator().manual_seed(seed))
-    _write_weights(folder, tensor_shapes(config), draw)
+    _write_weights(folder, tensor_shapes(config), _Watched(shape, draw, report, cancelled))
     write_tokenizer(folder, vocab_size=_number(config, "vocab_size"))
     endings = {"eos_token_id": list(EOS_TOKEN_IDS), "pad_token_id": PAD_TOKEN_ID}
     (folder / "generation_config.json").write_text(json.dumps(endings, indent=2), encoding="utf-8")
@@ -179,7 +192,7 @@ def _write_weights(folder: Path, shapes: TensorShapes, draw: _Draw) -> None:
     total = 0
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: tensor for key, shape in shard.items() for name, tensor in draw(key, shape).items()}
+        tensors = {name: tensor for key, size in shard.items() for name, tensor in draw(key, size).items()}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -211,6 +224,26 @@ def _drawing(bits: float | None, generator: torch.Generator) -> _Draw:
         return {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
 
     return draw
+
+
+class _Watched:
+    """Makes stored tensors and tells how far it is after each weight; raises LoadCancelled where no more is wanted."""
+
+    def __init__(
+        self, shape: str, draw: _Draw, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]
+    ) -> None:
+        self._shape, self._draw, self._report, self._cancelled = shape, draw, report, cancelled
+        self._done = 0
+        self._total = sum(math.prod(size) * ITEM_BYTES[dtype] for dtype, size in stored_shapes(shape).values())
+
+    def __call__(self, name: str, size: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        """The stored tensors of a weight."""
+        if self._cancelled():
+            raise LoadCancelled(f"making a model of the shape {self._shape} was cancelled", model=self._shape)
+        made = self._draw(name, size)
+        self._done += sum(tensor.nbytes for tensor in made.values())
+        self._report(LoadProgress(phase="make", done=self._done, total=self._total))
+        return made
 
 
 def _bits_of(name: str, bits: float) -> float:

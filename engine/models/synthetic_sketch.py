@@ -6,10 +6,8 @@ import json
 import math
 from pathlib import Path
 
-from engine.models.synthetic import stored_shapes, synthetic_config
+from engine.models.synthetic import ITEM_BYTES, stored_shapes, synthetic_config
 from engine.models.synthetic_tokenizer import write_tokenizer
-
-_ITEM_BYTES = {"BF16": 2, "F16": 2, "I16": 2, "I32": 4}
 
 
 def sketch_synthetic(shape: str, folder: Path) -> Path:
@@ -21,7 +19,7 @@ def sketch_synthetic(shape: str, folder: Path) -> Path:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, size) in stored_shapes(shape).items():
-        start, end = end, end + math.prod(size) * _ITEM_BYTES[dtype]
+        start, end = end, end + math.prod(size) * ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": size, "data_offsets": (start, end)}
     encoded = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import InvalidRequest, ModelLoadFailed, ModelNotFound
+from engine.backends.base import LoadProgress
+from engine.errors import InvalidRequest, LoadCancelled, ModelLoadFailed, ModelNotFound
 from engine.models.resolve import is_hub_id, resolve, resolve_local
 from engine.models.unfinished import making_in
 from tests.fakes.model_folders import write_model
@@ -37,7 +38,7 @@ def test_an_installation_without_demo_says_so() -> None:
 
 def test_a_synthetic_model_is_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
-    monkeypatch.setattr("engine.models.synthetic.make_synthetic", lambda shape, folder: write_model(folder))
+    monkeypatch.setattr("engine.models.synthetic.make_synthetic", lambda shape, folder, **watch: write_model(folder))
     assert resolve_local("synthetic:135m", []) is None
     folder = resolve("synthetic:135m", [])
     assert folder.is_relative_to(tmp_path / "own") and folder.name == "135m"
@@ -52,7 +53,7 @@ def test_a_synthetic_model_of_no_known_shape_is_refused_with_those_there_are() -
 def test_a_synthetic_model_that_does_not_fit_the_disk_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(shape: str, folder: Path) -> Path:
+    def full(shape: str, folder: Path, **watch: object) -> Path:
         folder.mkdir(parents=True)
         raise OSError(28, "No space left on device")
 
@@ -61,6 +62,15 @@ def test_a_synthetic_model_that_does_not_fit_the_disk_leaves_nothing(
     with pytest.raises(ModelLoadFailed, match=r"synthetic:7b cannot be made in .*: No space left"):
         resolve("synthetic:7b", [])
     assert not (tmp_path / "own" / "ericllm" / "synthetic" / "7b").exists()
+
+
+def test_a_synthetic_model_that_is_given_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    told: list[LoadProgress] = []
+    with pytest.raises(LoadCancelled, match="shape 135m was cancelled"):
+        resolve("synthetic:135m", [], report=told.append, cancelled=lambda: bool(told))
+    assert [(each.phase, 0 < each.done < each.total) for each in told] == [("make", True)]
+    assert not (tmp_path / "own" / "ericllm" / "synthetic" / "135m").exists()
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from engine.backends.base import LoadProgress
 from engine.errors import InvalidRequest
 from engine.models import synthetic
 from engine.models.files import read_json_object
@@ -97,6 +98,14 @@ def test_a_folder_is_made_once_and_again_for_another_seed(small: str, tmp_path: 
     synthetic.make_synthetic(small, tmp_path, seed=1)
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(weights(tmp_path)[name], first[name])
+
+
+def test_the_bytes_made_are_told_to_the_last(small: str, tmp_path: Path) -> None:
+    told: list[LoadProgress] = []
+    folder = synthetic.make_synthetic("small-4.0bpw", tmp_path, report=told.append)
+    stored = sum(tensor.nbytes for tensor in weights(folder).values())
+    assert (told[-1].done, told[-1].total, told[-1].phase) == (stored, stored, "make")
+    assert [each.done for each in told] == sorted({each.done for each in told})
 
 
 def test_every_id_is_a_token_with_text_and_text_comes_back(small: str, tmp_path: Path) -> None:
