@@ -6,16 +6,15 @@ Nothing heavy is imported before it is known to be needed, so that --help answer
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from console.config_file import sample
-from console.setting_fields import fields
-from console.settings import APP_NAME, TUNED_FILE, Flag, Settings, config_path, state_dir
+from console.setting_arguments import add_settings, flag_name, no_such_flag
+from console.settings import APP_NAME, TUNED_FILE, Settings, config_path, state_dir
 from console.sources import Sources, load_settings
 from engine.errors import EngineError, InvalidRequest
 
@@ -187,9 +186,7 @@ def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, An
     """The flags given; anything else ends the program with one line."""
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        names = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1)
-        parser.error(f"there is no {unknown[0]}{f'; did you mean {near[0]}?' if near else ''}")
+        parser.error(no_such_flag(unknown[0], map(flag_name, Settings.model_fields)))
     return vars(given)
 
 
@@ -221,27 +218,7 @@ def _add_settings(parser: argparse.ArgumentParser, description: str) -> None:
     parser.epilog = _EPILOG
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100)
     parser.add_argument("--version", action="version", version=f"{APP_NAME} {_version()}")
-    groups: dict[str, Any] = {}
-    for name, field, flag in fields():
-        group = groups.setdefault(flag.group, None) or parser.add_argument_group(flag.group)
-        groups[flag.group] = group
-        group.add_argument(f"--{name.replace('_', '-')}", dest=name, **_argument(name, field.annotation, flag))
-
-
-def _argument(name: str, annotation: Any, flag: Flag) -> dict[str, Any]:
-    field = Settings.model_fields[name]
-    default = "" if field.default in (None, (), "") or annotation is bool else f" (default {field.default})"
-    only = f" [{' and '.join(flag.backends)} backend only]" if flag.backends else ""
-    argument: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.description}{default}{only}"}
-    if annotation is bool:
-        negatable = field.default is True
-        return argument | {"action": argparse.BooleanOptionalAction if negatable else "store_true"}
-    if get_origin(annotation) is Literal:
-        values = get_args(annotation)
-        return argument | {"choices": values, "type": type(values[0])}
-    if name == "models_dir":
-        argument["action"] = "append"
-    return argument | {"metavar": flag.metavar}
+    add_settings(parser, Settings.model_fields)
 
 
 def _version() -> str:

@@ -7,117 +7,154 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import TextIO
 
 import msgspec
 
-from console.bench.csv_file import csv_text
-from console.bench.dialects import DIALECTS
+from console.bench.command_line import Asked, asked_for
 from console.bench.engine_target import EngineTarget
-from console.bench.flags import add_flags, plan_of
-from console.bench.history import BenchHistory
 from console.bench.http_target import HttpTarget
-from console.bench.kinds import PLANS, Plan
+from console.bench.keeping import refuse_unwritable, remember, write_files
+from console.bench.kinds import PLANS
 from console.bench.kinds.base import plan_fits, refuse_server
 from console.bench.news import BenchProgress
 from console.bench.own_engine import engine_target, known_context
-from console.bench.progress import Progress
-from console.bench.result import BenchResult, write_result
+from console.bench.progress import Progress, Showing
+from console.bench.result import BenchResult
 from console.bench.run import run_bench
-from console.bench.svg import plot
 from console.bench.target import Target
 from console.bench.text import progress_text, result_text, row_text
 from console.bench.trace import read_trace
-from console.cli import sources_of
+from console.finding import Finding
 from console.settings import APP_NAME, Settings, state_dir
-from engine.errors import EngineError, InvalidRequest
-from engine.files import replace_file
+from console.sources import Sources
+from console.tuned import with_tuned
 from engine.models.files import home_expanded
 from engine.models.resolve import resolve
 from engine.pauses import collect_rarely
 from engine.text.tokenizer import Tokenizer
 
 _SHOWN_EVERY_S = 0.2
+FAILED = 1
 INTERRUPTED = 130
 _ENDINGS = (signal.SIGINT, signal.SIGTERM)
 
 
 def measure(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Run the bench that argv names first; returns 0, or 130 where ctrl+c ended it. Raises EngineError."""
-    plan_type = PLANS[argv[0]]
-    given, flags = _parse(argv[1:], parser, plan_type)
-    plan = plan_of(plan_type, vars(given), quick=given.quick)
-    settings = sources_of([*flags, *(("--model", given.model) if given.model else ())]).settings()
-    _refuse_early(plan, settings, given.url)
+    """Run the bench that argv names first; returns 0, 1 where a file could not be written, or 130 where ctrl+c ended
+    it. Raises EngineError."""
+    asked = asked_for(argv[1:], parser, PLANS[argv[0]])
+    sources = _with_tuned(asked)
+    settings = sources.settings()
+    _refuse_early(asked, settings)
     progress = Progress(sys.stderr)
     try:
-        result = asyncio.run(_measured(plan, settings, given, progress))
+        result = asyncio.run(_measured(asked, settings, sources.tuned, progress))
+    except asyncio.CancelledError:
+        progress.end()
+        sys.stderr.write(f"{APP_NAME}: ended before anything was measured\n")
+        return INTERRUPTED
     finally:
         progress.end()
-    sys.stdout.write(f"{result_text(result, everything=given.everything)}\n")
-    if given.json is not None:
-        write_result(given.json, result)
-    for file, text in ((given.csv, csv_text), (given.svg, plot)):
-        if file is not None:
-            _write(file, text(result))
-    if given.history and result.rows:
-        _remember(result)
+    said = [remember(result)] if asked.history and result.rows else []  # first: whatever fails after it, it is kept
+    failed = write_files(result, asked.files)
+    sys.stderr.write("".join(f"{line}\n" for line in (*said, *(f"{APP_NAME}: {why}" for why in failed))))
+    sys.stdout.write(f"{result_text(result, everything=asked.everything)}\n")
+    if failed:
+        return FAILED
     return 0 if result.complete else INTERRUPTED
 
 
-def _refuse_early(plan: Plan, settings: Settings, url: str) -> None:
-    """Raise EngineError for what cannot be measured, as far as that is known before a model is loaded, which may take
-    minutes, or a server is asked."""
-    plan.check()
-    if trace := getattr(plan, "trace", ""):
+def _with_tuned(asked: Asked) -> Sources:
+    """The settings with what autotune found for the model here, as `ericllm` uses it; a server has its own."""
+    return asked.sources if asked.url else with_tuned(asked.sources, asked.sources.settings(), state_dir())
+
+
+def _refuse_early(asked: Asked, settings: Settings) -> None:
+    """Raise EngineError for what cannot be measured or kept, as far as that is known before a model is loaded, which
+    may take minutes, or a server is asked."""
+    asked.plan.check()
+    if trace := getattr(asked.plan, "trace", ""):
         read_trace(home_expanded(trace))
-    if url:
-        refuse_server(plan)
+    refuse_unwritable(asked.files)
+    if asked.url:
+        refuse_server(asked.plan)
     else:
-        plan_fits(plan, known_context(settings))
+        plan_fits(asked.plan, known_context(settings))
 
 
-async def _measured(plan: Plan, settings: Settings, given: argparse.Namespace, progress: Progress) -> BenchResult:
-    async with _target(settings, given, progress.show) as target:
-        collect_rarely()
-        cancelled = asyncio.Event()
+async def _measured(asked: Asked, settings: Settings, tuned: Mapping[str, object], progress: Progress) -> BenchResult:
+    stop = _Stop()
+    with stop.heard():
+        async with _target(asked, settings, progress.show) as target:
+            stop.opening = False
+            collect_rarely()
+            shown = _Shown(progress, sys.stderr)
+            result = await run_bench(asked.plan, target, shown.show, stop.is_asked, samples=asked.samples)
+            return _noted(result, target, tuned)
+
+
+class _Stop:
+    """Ctrl+C, or a kind kill: while a target is opened, the end of that; later, of what is measured."""
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._asked = False
+        self.opening = True
+
+    def is_asked(self) -> bool:
+        """Whether one came."""
+        return self._asked
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """While this is open."""
         loop = asyncio.get_running_loop()
         for ending in _ENDINGS:
-            loop.add_signal_handler(ending, cancelled.set)
+            loop.add_signal_handler(ending, self._hear)
         try:
-            shown = _Shown(progress, sys.stderr)
-            result = await run_bench(plan, target, shown.show, cancelled.is_set, samples=given.samples)
-            return _noted(result, target)
+            yield
         finally:
             for ending in _ENDINGS:
                 loop.remove_signal_handler(ending)
 
+    def _hear(self) -> None:
+        self._asked = True
+        if self.opening and self._task is not None:
+            self._task.cancel()
 
-def _noted(result: BenchResult, target: Target) -> BenchResult:
+
+def _noted(result: BenchResult, target: Target, tuned: Mapping[str, object]) -> BenchResult:
     """With what must be known of the engine that was opened for it."""
-    note = target.note if isinstance(target, EngineTarget) else ""
-    return msgspec.structs.replace(result, notes=(note, *result.notes)) if note else result
+    notes, settings = list(result.notes), dict(result.settings)
+    if tuned:
+        used = ", ".join(f"{name} {value}" for name, value in tuned.items())
+        notes.insert(0, f"Settings that autotune found for this model here were used: {used}.")
+        settings["tuned"] = list(tuned)
+    if isinstance(target, EngineTarget) and target.note:
+        notes.insert(0, target.note)
+    return msgspec.structs.replace(result, notes=tuple(notes), settings=settings)
 
 
 @asynccontextmanager
-async def _target(settings: Settings, given: argparse.Namespace, show: Callable[[str], None]) -> AsyncIterator[Target]:
+async def _target(asked: Asked, settings: Settings, show: Showing) -> AsyncIterator[Target]:
     """The server at --url, else an engine with the model."""
-    if not given.url:
+    if not asked.url:
         async with engine_target(settings, show) as engine:
             yield engine
         return
     tokenizer = None
-    if given.tokenizer:
-        tokenizer = await asyncio.to_thread(
-            lambda: Tokenizer.from_folder(resolve(given.tokenizer, settings.models_dir))
-        )
+    if asked.tokenizer:
+        find = partial(resolve, asked.tokenizer, settings.models_dir)
+        folder = await Finding(asked.tokenizer).by(lambda report, cancelled: find(report=report, cancelled=cancelled))
+        tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
     async with HttpTarget(
-        given.url, dialect=given.dialect, model=given.model, key=given.key, tokenizer=tokenizer
+        asked.url, dialect=asked.dialect, model=asked.model, key=asked.key, tokenizer=tokenizer
     ) as server:
-        show(f"asking {given.url}")
+        show(f"asking {asked.url}")
         yield server
 
 
@@ -140,67 +177,3 @@ class _Shown:
         if doing != self._said or (self._stream.isatty() and now_s - self._at_s >= _SHOWN_EVERY_S):
             self._at_s, self._said = now_s, doing
             self._progress.show(progress_text(news))
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        replace_file(file, text.encode())
-    except OSError as error:
-        raise InvalidRequest(f"{file} cannot be written: {error.strerror or error}", param=file.suffix) from error
-
-
-def _remember(result: BenchResult) -> None:
-    """Keep it in the history; where that cannot be, the numbers are there all the same."""
-    try:
-        number = BenchHistory(state_dir()).add(result)
-    except EngineError as error:
-        sys.stderr.write(f"{APP_NAME}: {error.message}\n")
-    else:
-        sys.stderr.write(f"kept as number {number} ('{APP_NAME} bench history')\n")
-
-
-def _parse(
-    argv: Sequence[str], parser: argparse.ArgumentParser, plan: type[Plan]
-) -> tuple[argparse.Namespace, list[str]]:
-    """The bench's own flags, and those that are for loading the model."""
-    parser.prog += f" {plan.name}"
-    parser.description = f"Measure {plan.about}."
-    parser.epilog = "Every flag of 'ericllm' for loading a model can be given too, --dtype and --num-workers say."
-    parser.add_argument(
-        "model_name",
-        metavar="MODEL",
-        nargs="?",
-        default="",
-        help="a folder, a hub id, demo, synthetic:7b, synthetic:7b-4.0bpw",
-    )
-    parser.add_argument("--model", default="", help="the same; with --url the name that the server knows it by")
-    parser.add_argument("--url", default="", help="measure this server in place of an engine in this process")
-    parser.add_argument("--dialect", default="openai", choices=DIALECTS, help="how --url is asked (default openai)")
-    parser.add_argument("--key", default="", help="API key for --url")
-    parser.add_argument(
-        "--tokenizer",
-        default="",
-        metavar="MODEL",
-        help="with --url: a model here with its vocabulary, for exact prompts",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result for programs, every repeat of it")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each row and repeat")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the first number of the table")
-    parser.add_argument("--samples", action="store_true", help="the result has every request too")
-    parser.add_argument(
-        "--all", action="store_true", dest="everything", help="print all numbers: every mean, deviation and percentile"
-    )
-    parser.add_argument("--quick", action="store_true", help="a short look: fewer rows and requests, shorter answers")
-    parser.add_argument(
-        "--history", action=argparse.BooleanOptionalAction, default=True, help="remember the result (default)"
-    )
-    add_flags(parser.add_argument_group("what is measured"), plan)
-    given, flags = parser.parse_known_args(argv)
-    if given.model and given.model_name and given.model != given.model_name:
-        parser.error(f"the model is given twice: {given.model_name} and {given.model}")
-    given.model = given.model or given.model_name
-    if not given.url and (given.key or given.tokenizer or given.dialect != "openai"):
-        parser.error("--dialect, --key and --tokenizer are about a server; give its --url")
-    if given.url and flags:
-        parser.error(f"{flags[0]} is about loading a model here, and --url measures a server")
-    return given, flags

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from console.bench.engine_target import EngineTarget
 from console.bench.engines import all_ready
+from console.bench.load_text import load_text
+from console.bench.progress import Show, Showing
 from console.logs import logging_to
 from console.runtime import Runtime
 from console.settings import Settings
@@ -23,12 +25,13 @@ from engine.models.resolve import is_synthetic, resolve_local
 from engine.snapshot import DeviceReading
 
 MAX_QUEUE = 1_000_000
+_LOOK_S = 0.2
 
 
 @asynccontextmanager
-async def engine_target(settings: Settings, show: Callable[[str], None]) -> AsyncIterator[EngineTarget]:
+async def engine_target(settings: Settings, show: Showing) -> AsyncIterator[EngineTarget]:
     """An engine with the model of the settings, loaded as they say, without API; a synthetic model is made for it, and
-    removed afterwards if it was. Raises EngineError."""
+    removed afterwards if it was, also where this is cancelled meanwhile. Raises EngineError."""
     name = settings.model
     made = is_synthetic(name) and resolve_local(name, ()) is None
     quiet = changed(settings, {"api": False, "timeout": 0, "max_queue": MAX_QUEUE})
@@ -41,9 +44,9 @@ async def engine_target(settings: Settings, show: Callable[[str], None]) -> Asyn
         stack.push_async_callback(runtime.close, drain_s=0)
         await runtime.start()
         note = "" if _has_gpu(await runtime.engine.devices()) else await compile_kernels(show)
-        show(f"{_making(name)} and loading {name}" if made else f"loading {name}")
-        await runtime.load(name)
-        await all_ready(runtime.engine, runtime.engine.config.num_workers)
+        async with _watched(runtime, name, show):
+            await runtime.load(name)
+            await all_ready(runtime.engine, runtime.engine.config.num_workers)
 
         async def reload(changes: Mapping[str, object]) -> None:
             await runtime.load(name, changes=changes)
@@ -51,7 +54,24 @@ async def engine_target(settings: Settings, show: Callable[[str], None]) -> Asyn
         yield EngineTarget(runtime.engine, reload, note=note)
 
 
-async def compile_kernels(show: Callable[[str], None]) -> str:
+@asynccontextmanager
+async def _watched(runtime: Runtime, name: str, show: Showing) -> AsyncIterator[None]:
+    """While a model is loaded, with how far it is."""
+
+    async def watch() -> None:
+        while True:
+            show(*load_text(name, (runtime.finding() or runtime.engine.status).progress))
+            await asyncio.sleep(_LOOK_S)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def compile_kernels(show: Show) -> str:
     """Have the native kernels compiled before a load, which waits for the compiler only so long and then computes
     without them. Returns what a reader of the numbers must know where they cannot be had, else ""."""
     isa, folder = instruction_set_here(), cache_folder()
@@ -79,10 +99,6 @@ def known_context(settings: Settings) -> int | None:
         return None
     found = inspect(folder)
     return None if found.problem else found.context_tokens or None
-
-
-def _making(name: str) -> str:
-    return "making (in EXL2: a tenth of a second per million weights)" if name.endswith("bpw") else "making"
 
 
 def _remove(name: str) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TextIO
+from typing import Protocol, TextIO
 
 Show = Callable[[str], None]
 """Says what is being measured now."""
+
+
+class Showing(Protocol):
+    """Says what is done now. detail: how far that is, for a line that is redrawn."""
+
+    def __call__(self, text: str, detail: str = "") -> None: ...
 
 
 class Progress:
@@ -16,12 +22,17 @@ class Progress:
         self._stream = stream
         self._redraws = stream.isatty()
         self._width = 0
+        self._said = ""
 
-    def show(self, text: str) -> None:
-        """Say this in place of what was said before."""
-        self._stream.write(f"\r{text:{self._width}}" if self._redraws else f"{text}\n")
+    def show(self, text: str, detail: str = "") -> None:
+        """Say this in place of what was said before; where lines stay, only what is new, and without the detail."""
+        if self._redraws:
+            text = f"{text}, {detail}" if detail else text
+            self._stream.write(f"\r{text:{self._width}}")
+        elif text != self._said:
+            self._stream.write(f"{text}\n")
         self._stream.flush()
-        self._width = len(text)
+        self._width, self._said = len(text), text
 
     def end(self) -> None:
         """Leave nothing of it on the terminal."""
