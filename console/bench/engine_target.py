@@ -136,9 +136,14 @@ class EngineTarget:
 
     async def guess(self, tokens: int) -> None:
         """EngineHere: where it guesses so already, nothing is done."""
-        if self._status.spec is not None and tokens == self.guessing:  # None where the load before was refused
+        spec = self._status.spec  # None where the load before was refused
+        if spec is not None and tokens == self.guessing:
             return
-        await self._load({"ngram_draft": True, "draft_tokens": tokens} if tokens else {"ngram_draft": False})
+        if tokens:
+            await self._load({"ngram_draft": True, "draft_tokens": tokens})
+        else:  # a number of tokens is for a draft model then, or for nobody
+            drafts = spec is not None and spec.draft_model is not None
+            await self._load({"ngram_draft": False} | ({} if drafts else {"draft_tokens": None}))
 
     async def load_s(self) -> float:
         """EngineHere: until every worker is ready."""

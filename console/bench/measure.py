@@ -101,7 +101,7 @@ class Crowd:
             for item in own:
                 await self._ask(item, began_s, records)
 
-        await self._unless_cancelled(_together([client(own) for own in clients]))
+        await unless_cancelled(_together([client(own) for own in clients]), self._cancelled)
         return Run(tuple(records), time.perf_counter() - began_s).or_failed()
 
     async def opened(self, items: Sequence[Item], max_concurrent: int | None = None) -> Run:
@@ -117,7 +117,7 @@ class Crowd:
             async with places:
                 await self._ask(item, began_s, records)
 
-        await self._unless_cancelled(_together([client(item) for item in items]))
+        await unless_cancelled(_together([client(item) for item in items]), self._cancelled)
         return Run(tuple(records), time.perf_counter() - began_s).or_failed()
 
     async def beside(
@@ -158,7 +158,7 @@ class Crowd:
                     task.cancel()
                 await asyncio.gather(clients, watching, return_exceptions=True)
 
-        await self._unless_cancelled(both())
+        await unless_cancelled(both(), self._cancelled)
         return records, late_one
 
     async def _ask(self, item: Item, began_s: float, records: list[Record]) -> None:
@@ -167,18 +167,19 @@ class Crowd:
         records.append(record)
         self._done(record)
 
-    async def _unless_cancelled(self, work: Awaitable[_T]) -> _T:
-        task = asyncio.ensure_future(work)
-        try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=_POLL_S)
-                if self._cancelled():
-                    raise BenchCancelled
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        return task.result()
+
+async def unless_cancelled(work: Awaitable[_T], cancelled: Callable[[], bool]) -> _T:
+    """What it gives; where it is cancelled meanwhile, it is given up first. Raises BenchCancelled then."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=_POLL_S)
+            if cancelled():
+                raise BenchCancelled
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    return task.result()
 
 
 async def ask(target: Target, record: Record, began_s: float) -> None:

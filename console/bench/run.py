@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from typing import TypeVar
 
 import msgspec
 
 from console.bench.kinds.base import Lab, Part, Plan, SkipPart, refuse_server
 from console.bench.machine import these_versions, this_machine
-from console.bench.measure import BenchCancelled, Record
+from console.bench.measure import BenchCancelled, Record, unless_cancelled
 from console.bench.news import BenchProgress
 from console.bench.result import BenchResult, Row, Sample, TargetInfo, merged
 from console.bench.target import EngineHere, Target
 from engine.errors import EngineError
 
 Report = Callable[[BenchProgress], None]
+_T = TypeVar("_T")
 _REASONS = 3
 """The most that are told of why requests failed."""
 
@@ -41,8 +43,8 @@ async def run_bench(
     try:
         await running.go()
     finally:
-        if here is not None and before is not None and here.knobs != before:
-            await here.turn(workers=before[0], max_prompts=before[1])
+        if here is not None and before is not None:
+            await running.turn_back(here, before)
     return running.result()
 
 
@@ -77,8 +79,8 @@ class _Running:
         lab = Lab(self._target, self._plan.seed, note=self._note, done=self._ended, cancelled=self._cancelled)
         try:
             self._tell()
-            await self._plan.prepare(lab)
-            await self._plan.warm(lab)
+            await self._unless_cancelled(self._plan.prepare(lab))
+            await self._unless_cancelled(self._plan.warm(lab))
             self._begin_to_count()
             for repeat in range(self._plan.repeats):
                 for number, part in enumerate(self._parts):
@@ -93,13 +95,27 @@ class _Running:
             self._complete = False
             self._note(f"It ended early: {error.message}")
 
+    async def turn_back(self, here: EngineHere, knobs: tuple[int, int]) -> None:
+        """Set the knobs as they were; who is cancelled does not wait until it is so, nor is a result lost for it."""
+        try:
+            if here.knobs != knobs:
+                await self._unless_cancelled(here.turn(workers=knobs[0], max_prompts=knobs[1]))
+        except BenchCancelled:
+            pass  # they are set by then: what takes its time is to wait for workers
+        except EngineError as error:
+            self._note(f"The knobs were not turned back: {error.message}")
+
+    async def _unless_cancelled(self, work: Awaitable[_T]) -> _T:
+        """Whatever it waits for: workers that drain, loads, answers."""
+        return await unless_cancelled(work, self._cancelled)
+
     async def _measure(self, part: Part, lab: Lab) -> None:
         self._doing = part.said
         self._records.clear()
         self._tell()
         lab.begin(self._repeat, self._at)
         try:
-            values = await self._plan.measure(part, lab)
+            values = await self._unless_cancelled(self._plan.measure(part, lab))
         except SkipPart as reason:
             self._skipped.add(self._at)
             self._note(str(reason))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Sequence
+from typing import Literal
 
 from console.bench.prompts import Prompt
 from console.bench.result import TargetInfo
-from console.bench.target import Chunk, TargetFailed
+from console.bench.target import Chunk, Counters, TargetFailed
 from console.bench.workload import Item
+from engine.errors import EngineError
 
 
 class PlainIds:
@@ -72,3 +74,40 @@ class FakeTarget:
         finally:
             self._now -= 1
             self.closed.append(item)
+
+
+class TurnedTarget(FakeTarget):
+    """EngineHere: knobs that can be turned. stuck: from then on, workers that never get ready; set by the test.
+
+    turned: what was asked for, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.knobs = (1, 16)
+        self.turned: list[tuple[int, int]] = []
+        self.stuck: EngineError | Literal[True] | None = None
+
+    async def turn(self, *, workers: int, max_prompts: int) -> None:
+        """EngineHere."""
+        self.knobs = workers, max_prompts
+        self.turned.append(self.knobs)
+        if isinstance(self.stuck, EngineError):
+            raise self.stuck
+        if self.stuck:
+            await asyncio.Event().wait()
+
+    def counters(self) -> Counters:
+        """EngineHere."""
+        return Counters()
+
+    async def guess(self, tokens: int) -> None:
+        """EngineHere."""
+
+    async def load_s(self) -> float:
+        """EngineHere."""
+        return 0.0
+
+    def weight_files(self) -> list[str]:
+        """EngineHere."""
+        return []

@@ -25,7 +25,7 @@ from console.bench.target import TargetFailed
 from console.bench.text import figure, progress_text, result_text, row_text, span
 from engine.errors import InvalidRequest
 from engine.simulation.lengths import TRACE, Length, fixed
-from tests.fakes.bench_target import FakeTarget
+from tests.fakes.bench_target import FakeTarget, TurnedTarget
 from tests.unit.test_bench_measure import item
 
 SMALL = fixed(4)
@@ -101,6 +101,32 @@ async def test_a_bench_cancelled_before_anything_is_measured_has_no_rows() -> No
     text = result_text(result)
     assert text.endswith("It ended early: nothing was measured.")
     assert "these are the numbers" not in text and "0 repeats" not in text
+
+
+GRID = Grid(workers=(1, 2), max_prompts=(4,), concurrent=2, requests=2, prompt_tokens=SMALL, output_tokens=SMALL)
+
+
+async def test_a_bench_that_waits_for_workers_is_cancelled_and_its_knobs_are_turned_back() -> None:
+    target = TurnedTarget()
+
+    def stop_at_the_second() -> bool:
+        target.stuck = True if len(target.turned) == 1 else target.stuck
+        return len(target.turned) > 1
+
+    result = await run_bench(GRID, target, cancelled=stop_at_the_second)
+    assert (result.complete, len(result.rows)) == (False, 1)
+    assert target.turned == [(1, 4), (2, 4), (1, 16)]
+
+
+async def test_a_result_is_not_lost_where_the_knobs_cannot_be_turned_back() -> None:
+    target = TurnedTarget()
+
+    def told(news: BenchProgress) -> None:
+        target.stuck = TargetFailed("worker w2 did not get ready") if len(news.rows) == 2 else None
+
+    result = await run_bench(GRID, target, told)
+    assert (result.complete, len(result.rows)) == (True, 2)
+    assert result.notes == ("The knobs were not turned back: worker w2 did not get ready",)
 
 
 async def test_a_target_that_fails_later_leaves_what_was_measured() -> None:
