@@ -17,6 +17,8 @@ from engine.errors import EngineError, InvalidRequest
 FILE = "benches.sqlite"
 VERSION = 1
 _LOCK_TIMEOUT_S = 5.0
+_MOST = 2**63 - 1
+"""What SQLite takes for a number."""
 _TABLE = """
 CREATE TABLE IF NOT EXISTS result (
     id INTEGER PRIMARY KEY,
@@ -78,11 +80,11 @@ class BenchHistory:
         where = " AND ".join(f"{field} = ?" for field, value in (("name", name), ("model", model)) if value)
         values = [value for value in (name, model) if value]
         query = f"{_HEADS}{' WHERE ' + where if where else ''} ORDER BY id DESC LIMIT ?"
-        return [_kept(row) for row in self._read(query, *values, limit or -1)]
+        return [_kept(row) for row in self._read(query, *values, min(limit, _MOST) or -1)]
 
     def result(self, number: int) -> BenchResult:
         """The result of that number. Raises InvalidRequest where there is none."""
-        rows = self._read("SELECT content FROM result WHERE id = ?", number)
+        rows = self._read("SELECT content FROM result WHERE id = ?", number) if abs(number) <= _MOST else []
         if not rows:
             raise InvalidRequest(f"the history has no result {number}; 'ericllm bench history' lists them", param="id")
         return decoded(zlib.decompress(rows[0][0]), f"result {number} of the history")

@@ -232,6 +232,16 @@ def test_the_history_keeps_results_whole_and_lists_the_newest_first(tmp_path: Pa
         history.result(numbers[0])
 
 
+@pytest.mark.parametrize("number", [0, -1, 2**63, -(2**63) - 1, 99999999999999999999])
+def test_a_number_that_the_history_does_not_have_is_one_sentence_however_large(tmp_path: Path, number: int) -> None:
+    history = BenchHistory(tmp_path)
+    history.add(made({1: [1.0]}))
+    for look_up in (history.result, history.remove):
+        with pytest.raises(InvalidRequest, match=f"no result {number}"):
+            look_up(number)
+    assert len(history.results(limit=10**30)) == 1
+
+
 def test_a_history_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"no database" * 200)
     with pytest.raises(BenchHistoryError, match="cannot be read"):
