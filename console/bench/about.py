@@ -19,10 +19,14 @@ MEASURES: Mapping[str, str] = {
 ASKED: Mapping[str, str] = {
     "openai": "/v1/completions (vLLM, others)",
     "chat": "/v1/chat/completions",
+    "anthropic": "/v1/messages (Anthropic)",
     "tgi": "/generate_stream (TGI)",
     "llamacpp": "/completion (llama.cpp)",
     "tabby": "/v1/completions (TabbyAPI)",
     "ollama": "/api/generate (Ollama)",
+    "ollama-chat": "/api/chat (Ollama)",
+    "kobold": "/api/extra/generate/stream (KoboldCpp)",
+    "textgen": "/api/v1/stream (textgen webui)",
     "generate": "/generate (EricLLM)",
 }
 """What of a server is asked, by the names of the dialects, in the order of the command line."""

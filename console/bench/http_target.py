@@ -8,13 +8,14 @@ import random
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from types import TracebackType
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from console.bench.dialects import DIALECTS, Dialect
-from console.bench.dialects.base import first_model
+from console.bench.dialects.base import UNREADABLE, first_model
 from console.bench.prompts import Material, TokenIds, Words
 from console.bench.result import Setting, TargetInfo
 from console.bench.target import Chunk, TargetFailed
@@ -27,6 +28,8 @@ _LINE_BYTES = 1 << 23
 _SHOWN = 300
 _GREETING_TOKENS = 4
 _PATIENCE_S = 15.0
+_FAREWELL_S = 1.0
+"""What a server has to answer the end of a websocket."""
 
 
 class HttpTarget:
@@ -40,7 +43,7 @@ class HttpTarget:
         self._dialect = _dialect(dialect)
         self._model = model
         self._named = bool(model)
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = self._dialect.headers(key)
         self._tokenizer = tokenizer
         self._plain = False
         self._answered = False
@@ -99,12 +102,13 @@ class HttpTarget:
     async def send(self, item: Item) -> AsyncGenerator[Chunk, None]:
         """Target: leave the iterator to close the connection, which ends the request in every server."""
         try:
-            async for chunk in self._send(item):
-                yield chunk
+            async with aclosing(self._send(item)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         except (aiohttp.ClientError, TimeoutError) as error:
             raise TargetFailed(f"{self._url} cannot be asked: {reason(error)}", param="url") from error
-        except ValueError as error:
-            raise TargetFailed(f"{self._url}{self._dialect.path}: {error}", param="dialect") from error
+        except UNREADABLE as error:
+            raise TargetFailed(f"{self._where} answered what cannot be read: {error}", param="dialect") from error
 
     async def greet(self) -> None:
         """Ask for one token, to find out whether it answers at all: one that takes its time may be loading a model.
@@ -118,31 +122,57 @@ class HttpTarget:
                     pass
 
     async def _send(self, item: Item) -> AsyncGenerator[Chunk, None]:
-        assert self._http is not None
-        if not (self._plain or self._answered):
+        over_socket = self._dialect.over == "socket"
+        if not (over_socket or self._plain or self._answered):
             await self._settle(item)
         body = self._dialect.body(item, self._model, plain=self._plain)
-        async with self._http.post(self._url + self._dialect.path, json=body) as answer:
-            if answer.status != 200:
-                raise await self._refusal(answer)
-            self._answered = True
-            read, came = self._dialect.reader(), False
-            async for line in answer.content:
-                payload = _payload(line)
-                chunk = read(payload) if payload else None
+        read, came, last = self._dialect.reader(), False, not over_socket
+        async with aclosing(self._spoken(body) if over_socket else self._posted(body)) as events:
+            async for event in events:
+                chunk = read(event)
                 if chunk is not None:
                     came = came or chunk.tokens > 0
                     self._told = self._told or chunk.output_tokens is not None
                     yield chunk
+                    if chunk.last:
+                        last = True
+                        break
+        if not last:
+            raise TargetFailed(f"{self._where} closed the connection before the answer's end", param="url")
         if came and self._dialect.counted_by == "asked" and not self._plain:
             yield Chunk(output_tokens=item.output_tokens)
+
+    async def _posted(self, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+        """The events of an answer in lines."""
+        assert self._http is not None
+        async with self._http.post(self._where, json=body) as answer:
+            if answer.status != 200:
+                raise await self._refusal(answer)
+            self._answered = True
+            async for line in answer.content:
+                if payload := _payload(line):
+                    yield payload
+
+    async def _spoken(self, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+        """The events of an answer over a websocket of its own."""
+        assert self._http is not None
+        try:
+            async with self._http.ws_connect(
+                self._where, max_msg_size=_LINE_BYTES, timeout=aiohttp.ClientWSTimeout(ws_close=_FAREWELL_S)
+            ) as socket:
+                await socket.send_json(body)
+                async for message in socket:
+                    if message.type is aiohttp.WSMsgType.TEXT:
+                        yield message.data.encode()
+        except aiohttp.WSServerHandshakeError as error:
+            raise self._refused(error.status, error.message) from error
 
     async def _settle(self, item: Item) -> None:
         """Find out whether the server knows the fields that not every one of its kind does."""
         assert self._http is not None
         short = msgspec.structs.replace(item, output_tokens=1)
         body = self._dialect.body(short, self._model, plain=False)
-        async with self._http.post(self._url + self._dialect.path, json=body) as answer:
+        async with self._http.post(self._where, json=body) as answer:
             await answer.read()
             self._answered = answer.status == 200
             self._plain = answer.status in (400, 422)
@@ -153,24 +183,29 @@ class HttpTarget:
         try:
             async with self._http.get(self._url + self._dialect.models_path) as answer:
                 return first_model(await answer.read()) if answer.status == 200 else ""
-        except (aiohttp.ClientError, TimeoutError, ValueError):
+        except (aiohttp.ClientError, TimeoutError, *UNREADABLE):
             return ""
 
     async def _refusal(self, answer: aiohttp.ClientResponse) -> TargetFailed:
         said = " ".join(_said(await answer.read()).split())[:_SHOWN] or answer.reason
+        return self._refused(answer.status, said)
+
+    def _refused(self, status: int, said: str | None) -> TargetFailed:
         wrong = {401: "key", 403: "key", 404: "model" if self._named else "dialect", 405: "dialect"}
-        return TargetFailed(
-            f"{self._url}{self._dialect.path} answered {answer.status}: {said}", param=wrong.get(answer.status, "url")
-        )
+        return TargetFailed(f"{self._where} answered {status}: {said}", param=wrong.get(status, "url"))
+
+    @property
+    def _where(self) -> str:
+        return self._url + self._dialect.path
 
 
 def _said(body: bytes) -> str:
     """What a refusal says, out of the JSON that most servers put it into."""
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return body.decode(errors="replace")
-    for name in ("error", "message", "detail"):
+    for name in ("error", "detail", "message", "msg"):
         if isinstance(found, dict) and found.get(name):
             found = found[name]
     return found if isinstance(found, str) else body.decode(errors="replace")

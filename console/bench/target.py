@@ -24,12 +24,14 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """What came at once. tokens: new ones, as far as this chunk shows.
 
     output_tokens, prompt_tokens, cached_tokens: of the whole request so far, where the target tells; None where not.
+    last: nothing comes after it; told where an answer does not end with its connection.
     """
 
     tokens: int = 0
     output_tokens: int | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    last: bool = False
 
 
 class Target(Protocol):

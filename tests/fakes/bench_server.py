@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -16,7 +16,8 @@ TWO_TOKENS = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b"}], "usage"
 class Server:
     """refuses: names of fields that it does not take, with that status.  key: without which nothing is answered.
 
-    lists: the names of its models.  stays: set, an answer ends.  bodies: what it was asked.
+    lists: the names of its models.  broken: what requests of these numbers are answered with, as it is.
+    stays: set, an answer ends.  bodies: what it was asked.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class Server:
         *,
         key: str = "",
         lists: Sequence[str] = (),
+        broken: Mapping[int, bytes] | None = None,
     ) -> None:
         self.bodies: list[dict[str, object]] = []
         self.stays = asyncio.Event()
         self.stays.set()
         self._events, self._refuses, self._status, self._key, self._lists = events, refuses, status, key, lists
+        self._broken = broken or {}
         app = web.Application()
         app.router.add_post(path, self._answer)
         app.router.add_get("/v1/models", self._models)
@@ -55,6 +58,10 @@ class Server:
             return web.json_response({"error": "unknown field"}, status=self._status)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
+        broken = self._broken.get(len(self.bodies) - 1)
+        if broken is not None:
+            await answer.write(broken)
+            return answer
         for event in self._events:
             await answer.write(b": ping\n\nevent: message\ndata: %s\n\n" % json.dumps(event).encode())
         await self.stays.wait()

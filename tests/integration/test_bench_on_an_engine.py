@@ -107,6 +107,20 @@ async def test_threads_loads_anew_for_each_number_of_guesses(engine: Engine) -> 
     assert result.notes == ("Guessing 8 tokens ahead was not measured: draft_tokens is 8; it must be between 1 and 7",)
 
 
+async def test_guessing_is_turned_off_with_its_number_of_tokens(tmp_path: Path) -> None:
+    asked: list[Mapping[str, object]] = []
+    async with serving(tmp_path / "fake") as engine:
+        spec = engine.status.spec
+        assert spec is not None
+        await engine.load(msgspec.structs.replace(spec, ngram_draft=True, draft_tokens=4))
+
+        async def reload(changes: Mapping[str, object]) -> None:
+            asked.append(changes)
+
+        await EngineTarget(engine, reload).guess(0)
+    assert asked == [{"ngram_draft": False, "draft_tokens": None}]
+
+
 async def test_a_model_that_others_use_is_not_loaded_anew(engine: Engine) -> None:
     result = await run_bench(Threads(clients=(2,), requests=2, guessed=(0, 2), **SHORT), EngineTarget(engine))
     assert [row.keys["guessed"] for row in result.rows] == [0]
@@ -158,7 +172,7 @@ async def test_a_server_is_measured_in_every_dialect(dialect: str, served: Serve
     assert result.complete and not result.notes
     assert {each.output_tokens for each in result.samples} == {6}
     assert (result.target.kind, result.target.dialect, result.target.url) == ("http", dialect, served.url.rstrip("/"))
-    assert result.target.counted_by == ("asked" if dialect == "generate" else "usage")
+    assert result.target.counted_by == ("asked" if dialect in ("generate", "kobold", "textgen") else "usage")
     assert dialect in result_text(result)
     if DIALECTS[dialect].takes_ids:
         assert {len(each.prompt_ids) for each in served.backend.submitted} == {8}

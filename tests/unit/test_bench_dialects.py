@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from console.bench.dialects import DIALECTS
 from console.bench.dialects.base import first_model
@@ -100,6 +102,55 @@ def test_ollama_counts_at_the_end() -> None:
     ) == [Chunk(tokens=1), Chunk(output_tokens=3, prompt_tokens=9)]
 
 
+def test_an_ollama_chat_counts_what_is_said_or_thought() -> None:
+    assert read(
+        "ollama-chat",
+        {"message": {"role": "assistant", "content": "", "thinking": "hm"}, "done": False},
+        {"message": {"role": "assistant", "content": "a"}, "done": False},
+        {"message": {"role": "assistant", "content": ""}, "done": True, "prompt_eval_count": 9, "eval_count": 2},
+    ) == [Chunk(tokens=1), Chunk(tokens=1), Chunk(output_tokens=2, prompt_tokens=9)]
+
+
+def test_anthropic_counts_the_answer_at_its_end_and_the_prompt_with_what_was_cached() -> None:
+    assert read(
+        "anthropic",
+        {
+            "type": "message_start",
+            "message": {"usage": {"input_tokens": 4, "cache_read_input_tokens": 5, "output_tokens": 1}},
+        },
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "ping"},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "hm"}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "a"}},
+        {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": {"output_tokens": 3}},
+        {"type": "message_stop"},
+    ) == [
+        Chunk(prompt_tokens=9, cached_tokens=5),
+        Chunk(tokens=1),
+        Chunk(tokens=1),
+        Chunk(output_tokens=3),
+    ]
+
+
+def test_a_key_is_sent_as_each_dialect_has_it() -> None:
+    assert DIALECTS["openai"].headers("k") == {"Authorization": "Bearer k"}
+    assert DIALECTS["anthropic"].headers("k") == {"anthropic-version": "2023-06-01", "x-api-key": "k"}
+    assert [DIALECTS[name].headers("") for name in ("openai", "anthropic")] == [{}, {"anthropic-version": "2023-06-01"}]
+
+
+def test_kobold_and_textgen_tell_pieces_of_text_alone() -> None:
+    assert read("kobold", {"token": "a", "finish_reason": None}, {"token": "", "finish_reason": "length"}) == [
+        Chunk(tokens=1)
+    ]
+    said = [{"event": "text_stream", "message_num": 0, "text": "a"}, {"event": "stream_end", "message_num": 1}]
+    assert read("textgen", *said) == [Chunk(tokens=1), Chunk(last=True)]
+
+
+def test_kobold_tells_an_error_in_a_shape_of_its_own() -> None:
+    with pytest.raises(TargetFailed, match="the server told an error: no room"):
+        read("kobold", {"detail": {"msg": "no room", "type": "bad_input"}})
+
+
 def test_generate_counts_lines_whose_text_grew() -> None:
     said = [{"text": ["a"]}, {"text": ["ab"]}, {"text": ["ab"]}, {"text": "abc"}]
     assert len(read("generate", *said)) == 3
@@ -152,7 +203,9 @@ async def test_a_server_that_cannot_force_a_length_is_asked_plainly_and_that_is_
 async def test_a_server_that_answers_in_another_dialect_is_one_sentence() -> None:
     kind = Server("/v1/completions", [{"choices": 3}])
     async with kind.server, HttpTarget(str(kind.server.make_url("")), model="m") as target:
-        with pytest.raises(TargetFailed, match=r"/v1/completions: Expected `array`, got `int`"):
+        with pytest.raises(
+            TargetFailed, match=r"/v1/completions answered what cannot be read: Expected `array`, got `int`"
+        ):
             await run_bench(PLAN, target)
 
 
@@ -161,3 +214,70 @@ async def test_a_server_that_says_nothing_is_one_sentence() -> None:
     async with kind.server, HttpTarget(str(kind.server.make_url("")), model="m") as target:
         with pytest.raises(TargetFailed, match="the answer had no tokens"):
             await run_bench(PLAN, target)
+
+
+DEEP = b'data: {"other": ' + b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("dialect", "event", "said"),
+    [
+        ("openai", b'data: {"choices": [{"te', "Input data was truncated"),
+        ("openai", b'data: {"choices": [{"text": "\xff"}]}', "cannot be read"),
+        ("openai", b'data: {"choices": [{"text": {"a": 1}}]}', "got `object`"),
+        ("openai", b'data: {"choices": [], "usage": {"completion_tokens": 1%s}}' % (b"0" * 30), "cannot be read"),
+        ("openai", b'data: {"choices": [], "usage": {"completion_tokens": -1}}', "Expected `int` >= 0"),
+        ("openai", DEEP, "recursion"),
+        ("chat", b'data: {"choices": [{"delta": {"content": [{"type": "text", "text": "a"}]}}]}', "got `array`"),
+    ],
+    ids=("cut", "no text", "an object for a text", "too large", "less than none", "too deep", "parts for a text"),
+)
+async def test_an_event_that_cannot_be_read_is_a_request_that_failed(dialect: str, event: bytes, said: str) -> None:
+    path, good = DIALECTS[dialect].path, {"text": "a", "delta": {"content": "a"}}
+    events = [{"choices": [good], "usage": {"completion_tokens": 2}}]
+    kind = Server(path, events, broken={2: event + b"\n\n"})
+    async with kind.server, HttpTarget(kind.url, dialect=dialect, model="m") as target:
+        result, where = await run_bench(PLAN, target), f"{kind.url}{path}"
+    assert result.complete
+    assert (result.rows[0].median("completed"), result.rows[0].median("failed")) == (1, 1)
+    assert f"1 of 2 requests failed: {where} answered what cannot be read" in result.notes[0]
+    assert said in result.notes[0]
+
+
+def spoken(*messages: object) -> TestServer:
+    """A server of text-generation-webui's websocket that says this and leaves."""
+
+    async def answer(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        for message in messages:
+            await socket.send_json(message)
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/api/v1/stream", answer)
+    return TestServer(app)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_an_answer_over_a_websocket_is_whole_only_with_its_end(ends: bool) -> None:
+    said = [{"event": "text_stream", "text": "a"}, {"event": "text_stream", "text": "b"}]
+    async with (
+        spoken(*said, *([{"event": "stream_end"}] if ends else [])) as server,
+        HttpTarget(str(server.make_url("")), dialect="textgen") as target,
+    ):
+        if ends:
+            result = await run_bench(PLAN, target)
+            assert (result.rows[0].median("answer_tokens"), result.target.counted_by) == (2, "asked")
+        else:
+            with pytest.raises(TargetFailed, match="closed the connection before the answer's end"):
+                await run_bench(PLAN, target)
+
+
+async def test_a_websocket_that_is_not_there_is_one_sentence() -> None:
+    kind = Server()
+    async with kind.server, HttpTarget(kind.url, dialect="textgen") as target:
+        with pytest.raises(TargetFailed, match=r"/api/v1/stream answered 404") as refused:
+            await target.greet()
+    assert refused.value.details["param"] == "dialect"

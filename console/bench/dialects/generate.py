@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from console.bench.dialects.base import CountedBy, Reader, refuse_error
+from console.bench.dialects.base import CountedBy, Posted, Reader, refuse_error
 from console.bench.target import Chunk
 from console.bench.workload import Item
 
@@ -16,7 +16,7 @@ class _Line(msgspec.Struct):
     error: Any = None
 
 
-class Generate:
+class Generate(Posted):
     """POST /generate. Nothing in the answer counts tokens: it has those that were asked for."""
 
     name = "generate"

@@ -6,26 +6,26 @@ from typing import Any
 
 import msgspec
 
-from console.bench.dialects.base import CountedBy, Reader, refuse_error
+from console.bench.dialects.base import Count, CountedBy, Posted, Reader, refuse_error
 from console.bench.target import Chunk
 from console.bench.workload import Item
 
 
 class _Timings(msgspec.Struct):
-    cache_n: int | None = None
+    cache_n: Count | None = None
 
 
 class _Event(msgspec.Struct):
     content: str = ""
     tokens: list[int] = []
     stop: bool = False
-    tokens_predicted: int | None = None
-    tokens_evaluated: int | None = None
+    tokens_predicted: Count | None = None
+    tokens_evaluated: Count | None = None
     timings: _Timings | None = None
     error: Any = None
 
 
-class LlamaCpp:
+class LlamaCpp(Posted):
     """POST /completion."""
 
     name = "llamacpp"

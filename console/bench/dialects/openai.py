@@ -6,18 +6,18 @@ from typing import Any
 
 import msgspec
 
-from console.bench.dialects.base import CountedBy, Reader, refuse_error
+from console.bench.dialects.base import Count, CountedBy, Posted, Reader, refuse_error
 from console.bench.target import Chunk
 from console.bench.workload import Item
 
 
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -56,7 +56,7 @@ def read_event(event: bytes) -> Chunk | None:
     )
 
 
-class Completions:
+class Completions(Posted):
     """POST /v1/completions."""
 
     name = "openai"
@@ -76,7 +76,7 @@ class Completions:
         return read_event
 
 
-class Chat:
+class Chat(Posted):
     """POST /v1/chat/completions, the prompt being what a user says."""
 
     name = "chat"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from console.bench.dialects.base import CountedBy, Reader
+from console.bench.dialects.base import CountedBy, Posted, Reader
 from console.bench.dialects.openai import read_event
 from console.bench.workload import Item
 
 
-class Tabby:
+class Tabby(Posted):
     """POST /v1/completions of TabbyAPI."""
 
     name = "tabby"

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from console.bench.dialects.base import CountedBy, Reader, refuse_error
+from console.bench.dialects.base import Count, CountedBy, Posted, Reader, refuse_error
 from console.bench.target import Chunk
 from console.bench.workload import Item
 
@@ -16,8 +16,8 @@ class _Token(msgspec.Struct):
 
 
 class _Details(msgspec.Struct):
-    generated_tokens: int | None = None
-    input_length: int | None = None
+    generated_tokens: Count | None = None
+    input_length: Count | None = None
 
 
 class _Event(msgspec.Struct):
@@ -26,7 +26,7 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class Tgi:
+class Tgi(Posted):
     """POST /generate_stream. There is no way to have it go on beyond the end that the model chose."""
 
     name = "tgi"
