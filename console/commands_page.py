@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from console.bench.kinds import PLANS
 from console.bench.looking import COMMANDS as LOOKING
 from console.cli import COMMANDS, Parser
+from console.setting_flags import Group
 from console.settings import Settings
 
 _INTRO = """# Commands
@@ -43,7 +44,7 @@ def takes_settings(parser: argparse.ArgumentParser) -> bool:
 
 
 def loads_by_settings(parser: argparse.ArgumentParser) -> bool:
-    """Whether it hands on, to where a model is loaded, the flags that are none of its own."""
+    """Whether the settings that a model is loaded by are flags of it, beside its own."""
     return parser.prog.rpartition(" ")[2] in PLANS
 
 
@@ -108,6 +109,8 @@ def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
     positional, optional, *groups = parser._action_groups
     yield from _table("", [*positional._group_actions, *optional._group_actions], parser)
     for group in groups:
+        if loads_by_settings(parser) and group.title in get_args(Group):
+            continue
         yield from _table(f"{_capital(group.title or '')}:", group._group_actions, parser)
 
 

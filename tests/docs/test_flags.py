@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from console.commands_page import loads_by_settings, parsers
+from console.commands_page import parsers
 from console.setting_rows import as_text
 from console.settings import Settings
 from tests.docs.test_documents import DOCUMENTS, ROOT, names, tokens
@@ -43,11 +43,9 @@ OTHERS: Mapping[str, frozenset[str]] = {
 @functools.cache
 def ours() -> Mapping[str, frozenset[str]]:
     """The flags of each command, as they are written with dashes."""
-    own = {
+    return {
         parser.prog: frozenset(name for each in parser._actions for name in each.option_strings) for parser in parsers()
     }
-    loading = {parser.prog for parser in parsers() if loads_by_settings(parser)}
-    return {prog: flags | own["ericllm"] if prog in loading else flags for prog, flags in own.items()}
 
 
 @functools.cache
