@@ -17,6 +17,8 @@ from engine.errors import InvalidRequest
 
 WIDTH, HEIGHT = 860, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 78, 24, 62, 58
+_NOTE_LETTER, _TITLE_LETTER = 7.3, 10.5
+"""About how wide a letter is."""
 _TICKS = 5
 _DIGITS = 12
 _LOOKS = 6
@@ -55,7 +57,7 @@ def plot(result: BenchResult, column: str = "") -> str:
         *_grid(top),
         *_marks(ticks, along),
         *(line for index, each in enumerate(series) for line in _drawn(each, index, top, joined=_between(ticks))),
-        *(_legend(series) if len(series) > 1 else ()),
+        *(_legend(series, _headline(chosen)) if len(series) > 1 else ()),
     ]
     style = files("console.bench").joinpath("plot.css").read_text(encoding="utf-8")
     body = "\n".join(parts)
@@ -164,13 +166,26 @@ def _drawn(series: Series, index: int, top: float, *, joined: bool) -> list[str]
     return [*([f'<polyline class="{look} line" points="{line}"/>'] if joined else ()), *spreads, *dots]
 
 
-def _legend(series: Sequence[Series]) -> list[str]:
-    parts = []
+def _legend(series: Sequence[Series], title: str) -> list[str]:
+    """Right of the title, from the left to the right; what finds no room beside it stands in the line below."""
+    parts: list[str] = []
+    lines: tuple[list[tuple[int, Series]], list[tuple[int, Series]]] = ([], [])
+    room = WIDTH - _RIGHT - _LEFT - len(title) * _TITLE_LETTER
     for index, each in enumerate(series):
-        x, y = WIDTH - 170 * (1 + index // 2), 28 + 17 * (index % 2)
-        parts.append(f'<circle class="series s{index % _LOOKS} dot" cx="{x}" cy="{y - 4}" r="4"/>')
-        parts.append(_text(x + 10, y, each.name, "note"))
+        room -= _entry_width(each)
+        lines[room < 0].append((index, each))
+    for line, entries in enumerate(lines):
+        x = WIDTH - _RIGHT - sum(_entry_width(each) for _, each in entries)
+        y = 28 + 19 * line
+        for look, one in entries:
+            parts.append(f'<circle class="series s{look % _LOOKS} dot" cx="{x + 5:.1f}" cy="{y - 4}" r="4"/>')
+            parts.append(_text(x + 15, y, one.name, "note"))
+            x += _entry_width(one)
     return parts
+
+
+def _entry_width(series: Series) -> float:
+    return len(series.name) * _NOTE_LETTER + 32
 
 
 def _headline(column: Column) -> str:

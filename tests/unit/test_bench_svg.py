@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from console.bench.result import BenchResult, Key, Row
+from console.bench.result import BenchResult, Column, Key, Row
 from console.bench.svg import WIDTH, plot
 from tests.unit.test_bench_kept_results import made
 
@@ -51,3 +52,20 @@ def test_a_rate_without_end_is_as_far_from_the_last_as_that_from_the_first() -> 
     first, second, last = marks(plot(over(1.0, 4.0, "inf"))).values()
     assert math.isclose(second - first, last - second, abs_tol=0.1)
     assert last - first > WIDTH / 2
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_no_name_of_a_line_lies_upon_another_or_beyond_the_edge(count: int) -> None:
+    keys = (Column(name="users", title="users"), Column(name="guessed", title="guessed ahead"))
+    rows = tuple(
+        Row(keys={"users": users, "guessed": guessed}, values={"tok_s": [5.0]})
+        for guessed in range(count)
+        for users in (1, 4)
+    )
+    texts = ElementTree.fromstring(plot(made({}, rows=rows, keys=keys))).iter()
+    names = [each for each in texts if (each.text or "").startswith("guessed ahead")]
+    places = sorted((float(each.get("y", "nan")), float(each.get("x", "nan"))) for each in names)
+    assert len(places) == count
+    for (line, left), (next_line, right) in itertools.pairwise(places):
+        assert line != next_line or right - left > 100
+    assert all(x + 100 < WIDTH for _, x in places)
