@@ -56,7 +56,7 @@ def test_a_rate_without_end_is_as_far_from_the_last_as_that_from_the_first() -> 
 
 @pytest.mark.parametrize("count", [2, 4, 6])
 def test_no_name_of_a_line_lies_upon_another_or_beyond_the_edge(count: int) -> None:
-    keys = (Column(name="users", title="users"), Column(name="guessed", title="guessed ahead"))
+    keys = (Column(name="guessed", title="guessed ahead"), Column(name="users", title="users"))
     rows = tuple(
         Row(keys={"users": users, "guessed": guessed}, values={"tok_s": [5.0]})
         for guessed in range(count)
