@@ -67,7 +67,7 @@ async def test_enter_runs_the_bench_on_the_server() -> None:
     app = app_with()
     async with app.run_test(size=(140, 40)) as pilot:
         await _server(pilot)
-        await pilot.press("tab", "enter", "down", "down", "down", "enter")
+        await pilot.press("tab", "enter", *["down"] * 4, "enter")
         await shown(pilot, "/completion (llama.cpp)")
         await pilot.press("tab", *"theirs", "tab", *"secret")
         assert "secret" not in screen_text(app)
