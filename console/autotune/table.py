@@ -52,7 +52,7 @@ def _found(outcome: Outcome) -> str:
         return rate
     sure = "keeps" if best.verdict == "kept" else "breaks" if best.verdict == "broken" else ""
     does = sure or ("seems to keep" if best.keeps else "seems to break")
-    least = "" if best.keeps else " least, and every setting that was tried breaks it"
+    least = "" if best.keeps else ", by the least of all that were tried"
     return f"{rate}; it {does} what is asked of latency{least}"
 
 

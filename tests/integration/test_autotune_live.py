@@ -217,7 +217,7 @@ async def test_a_best_that_breaks_the_slo_is_never_put_to_use_and_a_file_that_ca
         report = runtime.tuning.report()
         assert (report.state, report.applied, await at(runtime.engine)) == ("done", False, before)
         assert report.mix == "prompts of 16 tokens, answers of 8"
-        assert "breaks what is asked of latency least" in report.said and "So it is not applied" in report.said
+        assert "breaks what is asked of latency, by the least" in report.said and "So it is not applied" in report.said
         assert "What was found is not kept" in report.said and "tuned.json cannot be written" in report.said
         with pytest.raises(InvalidRequest, match="breaks what is asked of latency"):
             await runtime.tuning.use_best()
