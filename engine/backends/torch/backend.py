@@ -78,6 +78,8 @@ class TorchBackend:
             report(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"))
             step_s = sum(warm_up(each, pool, max_prompts, step_tokens) for each in self._runners())
             report(LoadProgress(phase="warm_up", done=1, total=1, unit="steps"))
+            for each in self._runners():
+                each.settle()
             _raise_if(cancelled)
         except BaseException:
             self.unload()

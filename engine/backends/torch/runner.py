@@ -75,8 +75,10 @@ class ModelRunner:
         attention: AttentionName = "auto",
         cache_bits: CacheBits = 16,
         deterministic: bool = False,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         self.config = decoder.config
+        self._settle = settle
         self.parameters, self.shared_bytes = parameters, shared_bytes
         self.active_parameters = parameters - _idle_parameters(decoder.config)
         self.attention: Choice | None = None
@@ -141,10 +143,17 @@ class ModelRunner:
             layout=layout,
             parameters=sum(map(math.prod, tensor_shapes(config).values())),
             shared_bytes=store.shared_bytes,
+            settle=store.enlarge_pages,
             attention=spec.attention,
             cache_bits=spec.cache_bits,
             deterministic=spec.deterministic,
         )
+
+    def settle(self) -> None:
+        """The load is over, the first step too: do what makes steps faster and nothing has to wait for."""
+        if self._settle is not None:
+            self._settle()
+            self._settle = None
 
     @property
     def dtype_name(self) -> str:
@@ -304,7 +313,7 @@ class ModelRunner:
 
     def unload(self) -> None:
         """Give the weights and the KV pages back; idempotent."""
-        self._decoder = self._kv = self._planner = self._graphs = self._mirror = None
+        self._decoder = self._kv = self._planner = self._graphs = self._mirror = self._settle = None
         self.adapters.clear()
         for each in self._layout.memories:
             each.weights_bytes = each.kv_bytes = 0

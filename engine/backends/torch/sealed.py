@@ -26,10 +26,7 @@ class SealedFile:
     """A file of RAM, open for reading, that nobody can change any more."""
 
     def __init__(self, fd: int) -> None:
-        size_bytes = os.fstat(fd).st_size
-        mapping = FileMapping(fd, size_bytes)
-        mapping.enlarge_pages(size_bytes)  # its writer had them made large: now this process's table says so
-        self._memory = mapping.view
+        self._mapping = FileMapping(fd, os.fstat(fd).st_size)
 
     @classmethod
     def find(cls, name: str) -> SealedFile | None:
@@ -49,7 +46,11 @@ class SealedFile:
     @property
     def memory(self) -> memoryview:
         """All of it, mapped read-only. It stays mapped, and can be found by others, while this is used."""
-        return self._memory
+        return self._mapping.view
+
+    def enlarge_pages(self) -> None:
+        """Have it backed by large pages: its writer had them made, now this process's table says so."""
+        self._mapping.enlarge_pages(len(self._mapping.view))
 
 
 class UnsealedFile:
@@ -62,6 +63,7 @@ class UnsealedFile:
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._window: FileMapping | None = None
         self._window_start = self._window_end = self._end = 0
+        self._small: list[tuple[FileMapping, int]] = []
 
     def append(self, piece: memoryview) -> tuple[memoryview, int, int]:
         """Add a piece. Returns a read-only mapping in which it lies, where in that, and where in the file."""
@@ -86,6 +88,12 @@ class UnsealedFile:
             fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL,
         )
 
+    def enlarge_pages(self) -> None:
+        """Have what was mapped so far, but for the window that is open, backed by large pages."""
+        for mapping, size_bytes in self._small:
+            mapping.enlarge_pages(size_bytes)
+        self._small.clear()
+
     def close(self) -> None:
         """Write no more. What was mapped stays, and can be found if it was sealed. Idempotent."""
         if self._fd >= 0:
@@ -108,7 +116,7 @@ class UnsealedFile:
 
     def _close_window(self) -> None:
         if self._window is not None:
-            self._window.enlarge_pages(self._end - self._window_start)
+            self._small.append((self._window, self._end - self._window_start))
             self._window = None
 
 

@@ -51,6 +51,10 @@ class WeightStore(Protocol):
     def linear(self, key: str, make: Callable[[], Linear]) -> Linear:
         """The linear layer of that key, made by `make` where it is not there yet."""
 
+    def enlarge_pages(self) -> None:
+        """Have the memory backed by large pages where it can be, by a thread. That keeps others from touching new
+        memory, so it is for when the load is over."""
+
 
 class OwnWeights:
     """Every tensor is this worker's own."""
@@ -65,6 +69,9 @@ class OwnWeights:
     def linear(self, key: str, make: Callable[[], Linear]) -> Linear:
         """What `make` makes."""
         return make()
+
+    def enlarge_pages(self) -> None:
+        """It is left as it is."""
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -90,6 +97,7 @@ class SharedWriter:
     def __init__(self, file: UnsealedFile) -> None:
         self.shared_bytes = 0
         self._file: UnsealedFile | None = file
+        self._mapped_file = file
         self._places: dict[str, _Place] = {}
         self._plain: dict[int, _Place] = {}
         self._window: tuple[memoryview, Tensor] | None = None
@@ -112,6 +120,10 @@ class SharedWriter:
                 return PlainLinear(self._put(f"{key}.weight", made.weight), self._put_part(f"{key}.bias", made.bias))
             case _:
                 return made
+
+    def enlarge_pages(self) -> None:
+        """See WeightStore."""
+        self._mapped_file.enlarge_pages()
 
     def publish(self) -> None:
         """Let the other workers find the file."""
@@ -172,6 +184,7 @@ class SharedReader:
 
     def __init__(self, file: SealedFile, native: NativeLibrary | None) -> None:
         self._native = native
+        self._file = file
         self._bytes = _as_tensor(file.memory)
         end = len(file.memory) - _TABLE_SIZE_BYTES
         size_bytes = int.from_bytes(file.memory[end:], "big")
@@ -193,6 +206,10 @@ class SharedReader:
             assert self._native is not None, "the file's identity names the kernels"
             return NativeLinear(self._native, place.native, weight, bias, scales)
         return (PackedLinear if place.layout else PlainLinear)(weight, bias)
+
+    def enlarge_pages(self) -> None:
+        """See WeightStore."""
+        self._file.enlarge_pages()
 
     def _at(self, key: str) -> Tensor:
         place = self._places[key]
