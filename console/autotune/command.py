@@ -55,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--percentile", type=_percentile, default=95.0, metavar="P", help="of latencies that must keep it (default 95)")
     add("--prompt", metavar="TOKENS", help="length of prompts: 128, 64-256 (default) or normal:128:32")
     add("--output", metavar="TOKENS", help="length of answers, likewise (default 32-128)")
-    add("--trace", type=Path, metavar="FILE", help="lengths as in a file of conversations, in ShareGPT's format")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="questions, and lengths of answers, of a file of conversations in ShareGPT's format",
+    )
     add("--users", type=_count, metavar="N", help="clients at once (default: as many as find a place)")
     add("--knobs", type=_knobs, default=(), metavar="NAME,NAME", help=f"turn only these of {', '.join(KNOBS)}")
     add(

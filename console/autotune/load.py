@@ -24,6 +24,8 @@ FEWEST_FIRST_TOKENS = 2
 LONGEST = 3
 """Times its length that a window may take to see that many, where the SLO asks for first tokens."""
 _WAIT_S = 0.2
+OWN_TOKENS = 4
+"""That a question of a trace begins with in place of its own, so that the prefix cache finds nothing of the last time."""
 
 
 @dataclass(slots=True)
@@ -145,9 +147,11 @@ class Load:
     def _request(self, share: float) -> GenerateRequest:
         """The next one, with a prompt that no other begins like. share: of the answer that the mix has for it."""
         prompt_tokens, output_tokens = self._mix.of(self._number)
+        said = self._mix.says(self._number)
         self._number += 1
+        drawn = self._draw.choices(self._ids, k=prompt_tokens)
         return GenerateRequest(
-            prompt_ids=self._draw.choices(self._ids, k=prompt_tokens),
+            prompt_ids=drawn if said is None else [*drawn[:OWN_TOKENS], *said[OWN_TOKENS:]],
             params=SamplingParams(
                 temperature=0.0, max_tokens=math.ceil(share * output_tokens), ignore_eos=True, seed=0
             ),

@@ -20,21 +20,30 @@ _USUAL_PROMPT, _USUAL_OUTPUT = Length.parse("64-256"), Length.parse("32-128")
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of prompt and of answer, for one request after the other, over and over. said: where they are from."""
+    """Tokens of prompt and of answer, for one request after the other, over and over. said: where they are from.
+
+    prompts: what the prompts say, as token ids, in the same order; empty where that is not known.
+    """
 
     said: str
     lengths: tuple[tuple[int, int], ...]
+    prompts: tuple[tuple[int, ...], ...] = ()
 
     def of(self, number: int) -> tuple[int, int]:
         """Of request `number`."""
         return self.lengths[number % len(self.lengths)]
 
+    def says(self, number: int) -> tuple[int, ...] | None:
+        """What the prompt of request `number` says, if that is known."""
+        return self.prompts[number % len(self.prompts)] if self.prompts else None
+
     def within(self, context_tokens: int) -> Mix:
         """With what does not fit a context cut: prompts to three quarters of it, and answers to what is left."""
         most = max(1, context_tokens * 3 // 4)
         cut = ((min(prompt, most), output) for prompt, output in self.lengths)
-        fitting = ((prompt, max(1, min(output, context_tokens - prompt - 1))) for prompt, output in cut)
-        return Mix(said=self.said, lengths=tuple(fitting))
+        fitting = tuple((prompt, max(1, min(output, context_tokens - prompt - 1))) for prompt, output in cut)
+        prompts = tuple(ids[:prompt] for ids, (prompt, _) in zip(self.prompts, fitting, strict=bool(self.prompts)))
+        return Mix(said=self.said, lengths=fitting, prompts=prompts)
 
 
 def usual_mix(seed: int) -> Mix:
@@ -56,10 +65,13 @@ def asked_mix(prompt: str | None, output: str | None, seed: int) -> Mix | None:
 
 
 def mix_of_trace(exchanges: Sequence[Exchange], material: Material, context_tokens: int, seed: int) -> Mix:
-    """Lengths as the questions and answers of a trace have them. Raises InvalidRequest where none fits."""
+    """Questions as a trace has them, and answers as long as its own. Raises InvalidRequest where none fits."""
     talks = sampled(usable(exchanges, material, context_tokens), DRAWN, seed)
-    pairs = tuple((material.count(talk.asked), material.count(talk.answered)) for talk in talks)
-    return Mix(said=f"lengths as in a trace of {len(exchanges):,} exchanges", lengths=pairs)
+    prompts = [material.of_text(talk.asked) for talk in talks]
+    pairs = tuple((said.tokens, material.count(talk.answered)) for said, talk in zip(prompts, talks, strict=True))
+    ids = tuple(said.ids for said in prompts)
+    where = f"questions and lengths of answers as in a trace of {len(exchanges):,} exchanges"
+    return Mix(said=where, lengths=pairs, prompts=ids if all(ids) else ())
 
 
 def mix_of_history(insight: Insight, seed: int) -> Mix | None:

@@ -129,6 +129,6 @@ async def mix_of_order(order: TuneOrder, serving: Serving) -> Mix | None:
 
 
 async def traced_mix(exchanges: Sequence[Exchange], serving: Serving, seed: int) -> Mix:
-    """Lengths as a trace has them, in tokens of that model. Raises InvalidRequest where none fits."""
+    """Questions as a trace has them, in tokens of that model. Raises InvalidRequest where none fits."""
     material = TokenIds.of(serving.tokenizer, serving.model.vocab_size)
     return await asyncio.to_thread(mix_of_trace, exchanges, material, serving.model.max_model_len, seed)

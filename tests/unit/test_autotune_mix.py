@@ -12,7 +12,7 @@ from console.autotune.knobs import Wishes, space_of
 from console.autotune.mix import DRAWN, asked_mix, mix_of_history, mix_of_trace, usual_mix
 from console.autotune.rig import setting_of
 from console.autotune.space import KnobName, Setting
-from console.bench.prompts import Words
+from console.bench.prompts import Prompt, Words
 from console.bench.trace import Exchange
 from engine.backends.base import LoadedModel
 from engine.config import EngineConfig, ModelSpec
@@ -52,9 +52,28 @@ def test_lengths_of_a_trace_are_those_of_its_questions_and_answers() -> None:
     trace = [Exchange("one two three four", "a b c d e"), Exchange("too short", "no"), Exchange("w " * 90, "x " * 90)]
     mix = mix_of_trace(trace, Letters(), 100, seed=1)
     assert set(mix.lengths) == {(4, 5)}
-    assert mix.said == "lengths as in a trace of 3 exchanges"
+    assert mix.said == "questions and lengths of answers as in a trace of 3 exchanges"
     with pytest.raises(InvalidRequest, match="no exchange of the trace fits"):
         mix_of_trace(trace[1:], Letters(), 100, seed=1)
+
+
+class Numbers(Letters):
+    """A token for each word, whose id is the number that it is."""
+
+    def of_text(self, text: str) -> Prompt:
+        ids = tuple(map(int, text.split()))
+        return Prompt(len(ids), ids=ids)
+
+
+def test_a_trace_brings_what_its_questions_say_in_the_order_of_their_lengths() -> None:
+    trace = [Exchange(" ".join(map(str, range(count))), "a " * (count + 1)) for count in (6, 9, 12)]
+    mix = mix_of_trace(trace, Numbers(), 100, seed=1)
+    for number in range(len(mix.lengths)):
+        prompt, output = mix.of(number)
+        assert mix.says(number) == tuple(range(prompt)) and output == prompt + 1
+    short = mix.within(12)
+    assert {len(short.says(number) or ()) for number in range(20)} == {6, 9}
+    assert mix_of_trace(trace, Letters(), 100, seed=1).says(0) is None
 
 
 def test_without_lengths_of_an_operators_own_none_is_made_up_for_them() -> None:
