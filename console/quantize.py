@@ -134,7 +134,7 @@ def _source(name: str) -> Path:
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the work as ctrl-c does, so that they leave nothing half made either."""
-    kinds = (signal.SIGTERM, signal.SIGHUP)
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(kind, signal.default_int_handler) for kind in kinds]
     try:
         yield

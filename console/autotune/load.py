@@ -25,7 +25,7 @@ LONGEST = 3
 """Times its length that a window may take to see that many, where the SLO asks for first tokens."""
 _WAIT_S = 0.2
 OWN_TOKENS = 4
-"""That a question of a trace begins with in place of its own, so that the prefix cache finds nothing of the last time."""
+"""That a question of a trace begins with in place of its own: the prefix cache must find nothing of the last time."""
 
 
 @dataclass(slots=True)

@@ -36,18 +36,21 @@ def record(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         "--seconds", metavar="N", type=number(0.1, 10**7), default=None, help="end by itself after so long"
     )
     given = parser.parse_args(argv)
+    asked = threading.Event()
+    endings = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(ending, lambda *_: asked.set()) for ending in endings]
     try:
-        _record(given)
+        _record(given, asked)
     except EngineError as error:
         sys.stderr.write(f"{APP_NAME}: {error.message}\n")
         return FAILURE
+    finally:
+        for ending, handler in zip(endings, before, strict=True):
+            signal.signal(ending, handler)
     return 0
 
 
-def _record(given: argparse.Namespace) -> None:
-    asked = threading.Event()
-    for ending in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ending, lambda *_: asked.set())
+def _record(given: argparse.Namespace, asked: threading.Event) -> None:
     with connected([given.url], key_of(given), max(0.1, min(10.0, 1 / given.interval)), tls_of(given)) as (link,):
         _await_first(link, asked)
         _say(f"recording {link.standing().name} into {given.file}; ctrl+c ends it")
