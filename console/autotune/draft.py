@@ -34,7 +34,7 @@ FORM = BenchForm(
         _asked("users", "users", "", "at once; none: one per place"),
         _asked("prompt", "prompt tokens", "", "64-256; none: as asked lately"),
         _asked("output", "answer tokens", "", "32-128; none: likewise"),
-        _asked(TRACE, "trace", "", "a ShareGPT file to take lengths from"),
+        _asked(TRACE, "trace", "", "a ShareGPT file of what to ask"),
     ),
 )
 

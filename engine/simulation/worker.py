@@ -117,11 +117,11 @@ class SimulatedWorker:
         if not self._jobs:
             return None
         slower = self._course.slower(now)
-        pace = Pace(self.scheduler, self._costs, slower)
         steps = 0 if stolen_s else steps_ahead(self.scheduler, (job.left for job in self._jobs.values()))
-        if steps > 1 and (left_s := self._course.left_s(now)) < math.inf:
+        pace = Pace(self.scheduler, self._costs, slower) if steps > 1 else None
+        if pace is not None and (left_s := self._course.left_s(now)) < math.inf:
             steps = min(steps, pace.steps_within(left_s))
-        if steps > 1:
+        if pace is not None and steps > 1:
             told_every = steps_held(len(self.scheduler.running), pace.first_s)
             self.stretch = Stretch(now, now + pace.seconds(steps), steps, pace=pace, told_every=told_every)
         else:

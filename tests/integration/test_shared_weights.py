@@ -19,6 +19,7 @@ from engine.backends.base import LoadProgress
 from engine.backends.torch import runner as runners
 from engine.backends.torch import shared_weights
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.huge_pages import FileMapping
 from engine.backends.torch.native.build import SWITCH
 from engine.backends.torch.native.kernels import native_library
 from engine.backends.torch.runner import ModelRunner
@@ -143,6 +144,20 @@ def test_the_memory_is_given_back_with_its_last_user(folder: Path) -> None:
     third.unload()
     assert find(folder) is None
     assert not [line for line in _maps("self") if "/memfd:ericllm-" in line]
+
+
+def test_large_pages_are_made_once_the_load_is_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(FileMapping, "enlarge_pages", lambda self, end: made.append(end))
+    writer, reader = load(folder), load(folder)
+    assert not made
+    for runner in (writer, reader):
+        runner.settle()
+        runner.settle()
+        assert made and all(size_bytes > 0 for size_bytes in made)
+    assert len(made) == 2
+    for runner in (writer, reader):
+        runner.unload()
 
 
 def test_another_dtype_and_changed_files_are_other_weights(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.pages import PagePool
 from engine.backends.torch.prompts import PromptLogprobs
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampleRow, sample
 from engine.backends.torch.step_memory import largest_step
 from engine.backends.torch.step_plan import StepPlanner
+from engine.backends.torch.warm_up import CPU_TOKENS, warm_up
 from engine.config import ModelSpec, SamplingParams
 from tests.fakes.allocations import peak_bytes
 from tests.fakes.oracle import ignore_progress, never
@@ -103,6 +107,27 @@ def test_telling_of_a_prompt_takes_no_more_than_its_bound_and_nothing_beyond_the
     assert taken <= share.working_bytes == before.working_bytes
     assert telling.add()
     assert len(telling.logprobs) == 512
+
+
+def test_on_a_cpu_the_warm_up_counts_the_largest_step_and_computes_a_small_one(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[int] = []
+    forward = runner.forward
+
+    def noted(chunks: Sequence[ChunkInput]) -> Tensor:
+        computed.append(sum(len(chunk.token_ids) for chunk in chunks))
+        return forward(chunks)
+
+    monkeypatch.setattr(runner, "forward", noted)
+    runner.allocate_kv(PAGES, PAGE_TOKENS, report=ignore_progress)
+    took_s = warm_up(runner, PagePool(PAGES, PAGE_TOKENS, b"salt"), max_prompts=4, step_tokens=512)
+    [share] = runner.shares
+    assert computed == [CPU_TOKENS + 3] and took_s > 0
+    pages = list(range(-(-512 // PAGE_TOKENS)))
+    forward([ChunkInput([0] * 512, 0, pages, sample=True), *[ChunkInput([0], 511, pages, sample=True)] * 3])
+    [after] = runner.shares
+    assert share.working_bytes == after.working_bytes
 
 
 @given(st.integers(16, 600), st.integers(1, 100), st.integers(1, 700), st.sampled_from([4, 16, 256]))
