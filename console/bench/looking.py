@@ -22,7 +22,9 @@ from engine.errors import InvalidRequest
 from engine.files import replace_file
 
 COMMANDS = ("history", "show", "compare", "plot", "forget")
-_LAST = re.compile(r"last(?:~(\d+))?")
+_LAST = re.compile(r"last(?:~(\d{1,18}))?")
+_DIGITS = 4000
+"""Of a number; Python reads no longer ones, and no file has such a name either."""
 _WORDS = {"better": "better", "worse": "WORSE", "changed": "changed", "same": "same", "unclear": "-"}
 _REFERENCE = "a file, a number of the history, or 'last' ('last~1' is the one before)"
 
@@ -69,7 +71,8 @@ def referred(text: str, history: BenchHistory) -> BenchResult:
         if len(kept) <= back:
             raise InvalidRequest(f"the history has {len(kept)} results, so there is no {text}", param="result")
         return history.result(kept[back].id)
-    return history.result(int(text)) if text.isdecimal() else read_result(Path(text))
+    numbered = text.isdecimal() and len(text) <= _DIGITS
+    return history.result(int(text)) if numbered else read_result(Path(text))
 
 
 def history_text(kept: Sequence[Kept]) -> str:

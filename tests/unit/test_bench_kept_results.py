@@ -295,3 +295,9 @@ def test_the_command_shows_compares_and_draws_what_is_kept(tmp_path: Path, capsy
     assert (tmp_path / "p.svg").read_text().startswith("<svg")
     assert "forgotten" in said(capsys, tmp_path, "forget", str(number))
     assert len(history.results()) == 1
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, f"last~{'9' * 5000}"])
+def test_a_number_too_long_to_be_read_is_refused_in_a_sentence(text: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be read: File name too long"):
+        referred(text, BenchHistory(tmp_path))
