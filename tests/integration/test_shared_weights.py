@@ -69,13 +69,18 @@ def find(folder: Path, dtype: torch.dtype = torch.bfloat16) -> SealedFile | None
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tensors that are read from checkpoints meanwhile."""
     names: list[str] = []
-    plainly = WeightReader.read
+    read, lend = WeightReader.read, WeightReader.lend
 
-    def noted(self: WeightReader, *parts: str, device: torch.device) -> torch.Tensor:
+    def noted_read(self: WeightReader, *parts: str, device: torch.device) -> torch.Tensor:
         names.extend(parts)
-        return plainly(self, *parts, device=device)
+        return read(self, *parts, device=device)
 
-    monkeypatch.setattr(WeightReader, "read", noted)
+    def noted_lend(self: WeightReader, *parts: str, device: torch.device) -> tuple[torch.Tensor, ...]:
+        names.extend(parts)
+        return lend(self, *parts, device=device)
+
+    monkeypatch.setattr(WeightReader, "read", noted_read)
+    monkeypatch.setattr(WeightReader, "lend", noted_lend)
     return names
 
 
@@ -176,7 +181,7 @@ from engine.backends.torch.shared_weights import weight_store
 folder = Path(sys.argv[1])
 files = [folder / "config.json", *folder.glob("*.safetensors")]
 with weight_store(folder, files, torch.bfloat16, [torch.device("cpu")], lambda: False) as store:
-    store.tensor("model.embed_tokens.weight", lambda: torch.zeros(4, 4))
+    store.tensor("model.embed_tokens.weight", lambda lent: torch.zeros(4, 4))
     print("half done", flush=True)
     signal.pause()
 """
@@ -230,15 +235,24 @@ def test_weights_that_cannot_be_shared_are_the_workers_own(
     with monkeypatch.context() as patched:
         patched.setattr(runners, "weight_store", unshared)
         expected = logits(load(folder))
-    plainly, calls = UnsealedFile.append, iter(range(fails_at))
+    append, reserve, calls = UnsealedFile.append, UnsealedFile.reserve, iter(range(fails_at))
 
-    def append(self: UnsealedFile, piece: memoryview) -> tuple[object, int, int]:
+    def fail_in_time() -> None:
         if next(calls, None) is None:
             raise OSError(errno.ENOSPC, "no space left on device")
-        return plainly(self, piece)
 
-    monkeypatch.setattr(UnsealedFile, "append", append)
+    def appended(self: UnsealedFile, piece: memoryview) -> tuple[memoryview, int, int]:
+        fail_in_time()
+        return append(self, piece)
+
+    def reserved(self: UnsealedFile, size_bytes: int) -> tuple[memoryview, int, int]:
+        fail_in_time()
+        return reserve(self, size_bytes)
+
+    monkeypatch.setattr(UnsealedFile, "append", appended)
+    monkeypatch.setattr(UnsealedFile, "reserve", reserved)
     runner = load(folder)
+    assert not _lines_of(folder), "what is the worker's own still lies in the checkpoint"
     assert runner.shared_bytes == 0
     assert torch.equal(logits(runner), expected)
     assert "no space left" in caplog.text
@@ -253,6 +267,50 @@ def test_packed_weights_that_cannot_be_mapped_are_packed_by_each_worker(
     first, second = load(folder), load(folder)
     assert 0 < second.shared_bytes == first.shared_bytes
     assert torch.equal(logits(first), logits(second))
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_nothing_of_the_checkpoint_stays_mapped_and_nothing_shared_can_be_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, native: str
+) -> None:
+    monkeypatch.setenv(SWITCH, native)
+    runner = load(folder)
+    shared = [line for line in _maps("self") if "/memfd:ericllm-" in line]
+    assert runner.shared_bytes > 0
+    assert shared
+    assert all(line.startswith("r--s") for line in shared)
+    assert not _lines_of(folder)
+
+
+def test_native_weights_are_packed_where_they_are_shared_and_not_copied_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    packed: list[int] = []
+    append, reserve = UnsealedFile.append, UnsealedFile.reserve
+
+    def appended(self: UnsealedFile, piece: memoryview) -> tuple[memoryview, int, int]:
+        copied.append(piece.nbytes)
+        return append(self, piece)
+
+    def reserved(self: UnsealedFile, size_bytes: int) -> tuple[memoryview, int, int]:
+        packed.append(size_bytes)
+        return reserve(self, size_bytes)
+
+    monkeypatch.setattr(UnsealedFile, "append", appended)
+    monkeypatch.setattr(UnsealedFile, "reserve", reserved)
+    runner = load(folder)
+    assert runner.linear.startswith("native")
+    copied.pop()  # what lies where
+    assert max(copied) == 2 * runner.config.vocab_size * runner.config.hidden_size
+    assert len(packed) == 4 * runner.config.layers + 1
+    assert sum(copied) + sum(packed) == runner.shared_bytes
+
+
+def _lines_of(folder: Path) -> list[str]:
+    """Of this process's maps, those of the checkpoint in `folder`."""
+    gc.collect()
+    return [line for line in _maps("self") if str(folder) in line]
 
 
 def _maps(pid: object) -> list[str]:

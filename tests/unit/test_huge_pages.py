@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import sys
@@ -63,6 +64,23 @@ def test_enlarging_pages_changes_no_byte(file: int) -> None:
     assert enlarging is not None
     enlarging.join()
     assert bytes(mapping.view) == before
+
+
+def test_what_may_be_written_through_a_mapping_ends_with_the_writing_and_then_it_can_be_sealed() -> None:
+    writer = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.truncate(writer, LARGE_PAGE_BYTES)
+    reader = os.open(f"/proc/self/fd/{writer}", os.O_RDONLY)
+    mapping = FileMapping(reader, LARGE_PAGE_BYTES, writer=writer)
+    with warnings.catch_warnings(action="ignore"):
+        written = torch.frombuffer(mapping.view, dtype=torch.uint8)
+    written[:8] = 7
+    with pytest.raises(OSError, match="busy"):
+        fcntl.fcntl(writer, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    mapping.end_writing()
+    fcntl.fcntl(writer, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert written[:9].tolist() == [7] * 8 + [0]
+    os.close(reader)
+    os.close(writer)
 
 
 def test_the_file_stays_open_and_mapped_as_long_as_a_part_is_used(file: int) -> None:

@@ -87,6 +87,34 @@ def test_rows_with_gaps_between_them_and_columns_apart_are_read_as_they_lie(libr
     assert torch.equal(layer(x.T.contiguous().T), layer(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["one after the other", "in turns"])
+def test_a_weight_is_packed_alike_whole_and_in_parts_on_any_number_of_threads(
+    library: NativeLibrary, dtype: torch.dtype, interleaved: bool
+) -> None:
+    wide = random(150, 200).to(dtype)
+    weight = wide[:, 3:74]
+    expected = library.pack(weight.contiguous(), interleaved=interleaved)
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        for sizes in ((150,), (75, 75), (1, 100, 49), (16, 0, 134)):
+            packed = library.pack(weight.split(sizes), interleaved=interleaved)
+            assert torch.equal(packed, expected)
+    assert torch.equal(library.pack(weight.T.contiguous().T, interleaved=interleaved), expected)
+
+
+def test_a_weight_is_packed_where_it_is_told_to_lie(library: NativeLibrary) -> None:
+    rooms: list[Tensor] = []
+
+    def room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        rooms.append(torch.full(shape, torch.nan, dtype=dtype))
+        return rooms[-1]
+
+    packed = library.pack(random(40, 33), room=room)
+    assert packed is rooms[0]
+    assert torch.equal(packed, library.pack(random(40, 33)))
+
+
 def test_infinities_stay_in_their_row_and_beyond_the_last_input_nothing_is_read(library: NativeLibrary) -> None:
     layer = NativeLinear.pack(library, random(20, 33), None)
     x = torch.full((6, 40), float("nan")).bfloat16()

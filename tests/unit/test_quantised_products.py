@@ -55,6 +55,15 @@ def test_the_product_is_that_of_codes_and_scales(
 
 
 @both_bits
+@pytest.mark.parametrize("gates", [False, True], ids=["one after the other", "in turns"])
+def test_a_weight_in_parts_gets_the_codes_of_the_whole_one(library: NativeLibrary, bits: Bits, gates: bool) -> None:
+    weight = random(150, 71)
+    expected = quantised(library, weight, None, bits, interleaved=gates).weight
+    for sizes in ((75, 75), (1, 100, 49)):
+        assert torch.equal(quantised(library, weight.split(sizes), None, bits, interleaved=gates).weight, expected)
+
+
+@both_bits
 def test_neither_threads_nor_the_rest_of_the_batch_change_a_row(library: NativeLibrary, bits: Bits) -> None:
     layer = quantised(library, random(200, 1000), random(200), bits)
     x = random(70, 1000, seed=3)

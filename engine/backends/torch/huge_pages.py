@@ -24,25 +24,31 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class FileMapping:
-    """Bytes of a file of RAM, mapped read-only where large pages can back them: whoever else maps them so shares those.
+    """Bytes of a file of RAM, mapped where large pages can back them: whoever else maps them so shares those.
 
-    offset: a multiple of LARGE_PAGE_BYTES.  view: all of them. They stay mapped, and the file open, as long as it, or
-    a part of it, is used. Linux only; raises OSError where they cannot be mapped.
+    fd: opened for reading alone.  offset: a multiple of LARGE_PAGE_BYTES.  writer: a descriptor of the same file that
+    can write, through which kernels may write here until `end_writing`.  view: all of them, for reading. They stay
+    mapped, and the file open, as long as it, or a part of it, is used. Linux only; raises OSError where they cannot be
+    mapped.
     """
 
-    def __init__(self, fd: int, size_bytes: int, offset: int = 0) -> None:
+    def __init__(self, fd: int, size_bytes: int, offset: int = 0, *, writer: int | None = None) -> None:
         room_bytes = size_bytes + LARGE_PAGE_BYTES
         room = _mapped(room_bytes, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-        self._address = -(-room // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
+        self._address, self._offset = -(-room // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES, offset
         try:
-            _mapped(size_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, fd, offset, at=self._address)
-            held = os.dup(fd)
+            self._map(size_bytes, fd, writer)
+            self._fd = held = os.dup(fd)
         except OSError:
             _system().munmap(room, room_bytes)
             raise
         memory = (ctypes.c_char * size_bytes).from_address(self._address)
         weakref.finalize(memory, _release, room, room_bytes, held).atexit = False  # threads may still compute with it
         self.view = memoryview(memory).toreadonly()
+
+    def end_writing(self) -> None:
+        """Map the same bytes at the same place for reading alone, as a seal demands. Raises OSError."""
+        self._map(len(self.view), self._fd)
 
     def enlarge_pages(self, end: int) -> threading.Thread | None:
         """Have what lies before `end` backed by large pages, as far as the system can.
@@ -56,6 +62,10 @@ class FileMapping:
         enlarging = threading.Thread(target=self._enlarge, args=(size_bytes,), name="large pages", daemon=True)
         enlarging.start()
         return enlarging
+
+    def _map(self, size_bytes: int, fd: int, writer: int | None = None) -> None:
+        fd, access = (fd, mmap.PROT_READ) if writer is None else (writer, mmap.PROT_READ | mmap.PROT_WRITE)
+        _mapped(size_bytes, access, mmap.MAP_SHARED | _FIXED, fd, self._offset, at=self._address)
 
     def _enlarge(self, size_bytes: int) -> None:
         _system().madvise(self._address, size_bytes, _COLLAPSE)

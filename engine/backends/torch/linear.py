@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.backends.torch.native.layer import NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.native.quantised import INTEGER_SETS, bits_of, is_like, quantised
+from engine.backends.torch.native.rows import Room, Rows, aligned, joined, shape_of
 from engine.backends.torch.opaque import pack_weight
 from engine.backends.torch.quantised_size import Bits
 from engine.errors import ModelLoadFailed
@@ -62,11 +63,14 @@ class LinearFactory:
     taken on trust: their results are compared with the plain product once per weight shape, and a difference turns
     them off.
 
-    native: the kernels that compute, where the process has them and they are for this `dtype`.
+    native: the kernels that compute, where the process has them and they are for this `dtype`.  room: where their
+    weights are to lie.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, native: NativeLibrary | None = None) -> None:
-        self._native = native if device.type == "cpu" else None
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, native: NativeLibrary | None = None, room: Room = aligned
+    ) -> None:
+        self._native, self._room = native if device.type == "cpu" else None, room
         self._native_trusted: set[tuple[torch.Size, bool, bool]] = set()
         self._quantised_trusted: set[tuple[Bits, torch.Size, bool, bool]] = set()
         self._may_pack = device.type == "cpu" and _packing_available(dtype)
@@ -74,7 +78,7 @@ class LinearFactory:
 
     def make(
         self,
-        weight: Tensor,
+        weight: Rows,
         bias: Tensor | None = None,
         *,
         pack: bool = True,
@@ -93,30 +97,28 @@ class LinearFactory:
             layer = self._make_native(self._native, weight, bias, interleave)
             if layer is not None:
                 return layer
-        return self._make_torch(weight, bias, pack=pack)
+        return self._make_torch(joined(weight), bias, pack=pack)
 
-    def _make_native(
-        self, library: NativeLibrary, weight: Tensor, bias: Tensor | None, interleave: bool
-    ) -> Linear | None:
-        layer = NativeLinear.pack(library, weight, bias, interleaved=interleave)
-        key = (weight.shape, bias is not None, interleave)
-        if key in self._native_trusted or _agree(layer, PlainLinear(weight, bias), weight):
+    def _make_native(self, library: NativeLibrary, weight: Rows, bias: Tensor | None, interleave: bool) -> Linear | None:
+        layer = NativeLinear.pack(library, weight, bias, interleaved=interleave, room=self._room)
+        key = (shape_of(weight), bias is not None, interleave)
+        if key in self._native_trusted or _agree(layer, joined(weight), bias):
             self._native_trusted.add(key)
             return layer
         self._native = None
-        rows, columns = weight.shape
+        rows, columns = shape_of(weight)
         _logger.warning(
             "the native %s kernel is off, as it multiplies by %d x %d weights unlike torch", library.isa, rows, columns
         )
         return None
 
-    def _make_quantised(self, weight: Tensor, bias: Tensor | None, bits: Bits, interleave: bool) -> Linear:
+    def _make_quantised(self, weight: Rows, bias: Tensor | None, bits: Bits, interleave: bool) -> Linear:
         assert self._native is not None, "a load with quantised weights has the kernels"
-        layer = quantised(self._native, weight, bias, bits, interleaved=interleave)
-        key = (weight.shape, bias is not None, interleave)
+        layer = quantised(self._native, weight, bias, bits, interleaved=interleave, room=self._room)
+        key = (shape_of(weight), bias is not None, interleave)
         if (bits, *key) not in self._quantised_trusted:
-            if not is_like(layer, weight, bits):
-                rows, columns = weight.shape
+            if not is_like(layer, joined(weight), bits):
+                rows, columns = shape_of(weight)
                 raise ModelLoadFailed(
                     f"the native int{bits} kernel multiplies by {rows} x {columns} weights unlike torch; "
                     "load without --weights",
@@ -132,7 +134,7 @@ class LinearFactory:
             packed = PackedLinear(pack_weight(weight), bias)
             key = (weight.shape, bias is not None)
             if key not in self._trusted:
-                self._trusted[key] = _agree(packed, PlainLinear(weight, bias), weight) and _sums_agree(packed, weight)
+                self._trusted[key] = _agree(packed, weight, bias) and _sums_agree(packed, weight)
         except RuntimeError:
             self._may_pack = False
             return PlainLinear(weight, bias)
@@ -193,10 +195,10 @@ def _mkldnn_flag(name: str) -> bool:
     )
 
 
-def _agree(packed: Linear, plain: Linear, weight: Tensor) -> bool:
+def _agree(packed: Linear, weight: Tensor, bias: Tensor | None) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_CHECK_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
-    return close_enough(torch.cat((packed(x[:1]), packed(x[1:]))), plain(x), weight.dtype)
+    return close_enough(torch.cat((packed(x[:1]), packed(x[1:]))), PlainLinear(weight, bias)(x), weight.dtype)
 
 
 def _sums_agree(packed: PackedLinear, weight: Tensor) -> bool:

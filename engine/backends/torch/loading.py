@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,12 +25,13 @@ from engine.backends.torch.model_config import ModelConfig
 from engine.backends.torch.moe import MakeLinear, make_mixture
 from engine.backends.torch.native.fusing import fused
 from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.native.rows import Rows, joined
 from engine.backends.torch.norm_loading import NormLoader, block_norm_shapes, norm_shapes
 from engine.backends.torch.norms import unchanged
 from engine.backends.torch.quant.weight import method_of, methods_of
 from engine.backends.torch.quantised_size import BITS, HEAD_BITS, head_bytes, saved_bytes
 from engine.backends.torch.rope import RotaryEmbedding
-from engine.backends.torch.shared_weights import WeightStore
+from engine.backends.torch.weight_store import WeightStore
 from engine.backends.torch.weights import WeightReader
 from engine.config import WeightsName
 
@@ -161,7 +162,7 @@ class DecoderLoader:
 
     def _read(self) -> Decoder:
         names = ARCHITECTURES[self.config.architecture].names
-        linears = {memory: LinearFactory(memory.device, self.dtype, self.native) for memory in self.layout.memories}
+        linears = {memory: self._factory(memory) for memory in self.layout.memories}
         embedding = self._tensor(f"{names.embedding}.weight", self.layout.first.device)
         stages = tuple(self._stage(span, names, linears[span.memory]) for span in self.layout.spans)
         final_norm = self._norms(self.layout.last.device).norm(names.final_norm)
@@ -191,13 +192,10 @@ class DecoderLoader:
     ) -> Block:
         traits, prefix = self.config.traits, names.layer.format(layer)
 
-        def read(*parts: str) -> Tensor:
-            return self.reader.read(*(f"{prefix}.{part}" for part in parts), device=device)
-
         def linear(*parts: str, bias: bool, gates: bool = False, exact: bool = False) -> Linear:
-            def make() -> Linear:
-                weight = read(*(f"{part}.weight" for part in parts))
-                biases = read(*(f"{part}.bias" for part in parts)) if bias else None
+            def make(lent: bool) -> Linear:
+                weight = self._rows([f"{prefix}.{part}.weight" for part in parts], device, lent)
+                biases = joined(self._rows([f"{prefix}.{part}.bias" for part in parts], device, lent)) if bias else None
                 return linears.make(weight, biases, interleave=gates, bits=None if exact else BITS.get(self.weights))
 
             return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
@@ -236,15 +234,15 @@ class DecoderLoader:
         if not self.config.tie_embeddings:
             return self.store.linear(
                 names.head,
-                lambda: linears.make(self.reader.read(f"{names.head}.weight", device=memory.device), bits=bits),
+                lambda lent: linears.make(self._rows([f"{names.head}.weight"], memory.device, lent), bits=bits),
             )
         if bits is not None:
-            return self.store.linear(f"{names.head} of the embedding", lambda: linears.make(embedding, bits=bits))
+            return self.store.linear(f"{names.head} of the embedding", lambda _: linears.make(embedding, bits=bits))
         elsewhere = memory is not self.layout.first
         may_pack = self.all_native or (packing_pays(embedding) and embedding.nbytes <= MAX_HEAD_COPY_BYTES)
         head = self.store.linear(
             f"{names.head} of the embedding{' packed' if may_pack else ''}",
-            lambda: linears.make(embedding.to(memory.device, copy=True) if elsewhere else embedding, pack=may_pack),
+            lambda _: linears.make(embedding.to(memory.device, copy=True) if elsewhere else embedding, pack=may_pack),
         )
         if not isinstance(head, PlainLinear) and not elsewhere and not memory.simulated:
             memory.weights_bytes += embedding.nbytes
@@ -254,4 +252,10 @@ class DecoderLoader:
         return NormLoader(self.config, partial(self._tensor, device=device), f"{prefix}." if prefix else "")
 
     def _tensor(self, name: str, device: torch.device, made: Callable[[Tensor], Tensor] = unchanged) -> Tensor:
-        return self.store.tensor(name, lambda: made(self.reader.read(name, device=device)))
+        return self.store.tensor(name, lambda lent: made(joined(self._rows([name], device, lent))))
+
+    def _rows(self, names: Sequence[str], device: torch.device, lent: bool) -> Rows:
+        return self.reader.lend(*names, device=device) if lent else self.reader.read(*names, device=device)
+
+    def _factory(self, memory: DeviceMemory) -> LinearFactory:
+        return LinearFactory(memory.device, self.dtype, self.native, self.store.room)

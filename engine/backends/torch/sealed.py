@@ -56,7 +56,7 @@ class SealedFile:
 class UnsealedFile:
     """A file of RAM that is being written, piece by piece, each of which can be read at once.
 
-    Raises OSError where the system has no such files or no memory.
+    Its methods raise OSError where the system has no such files or no memory.
     """
 
     def __init__(self, name: str) -> None:
@@ -66,17 +66,21 @@ class UnsealedFile:
         self._small: list[tuple[FileMapping, int]] = []
 
     def append(self, piece: memoryview) -> tuple[memoryview, int, int]:
-        """Add a piece. Returns a read-only mapping in which it lies, where in that, and where in the file."""
-        start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
-        if self._window is None or start + piece.nbytes > self._window_end:
-            start = -(-start // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
-            self._open_window(start, max(_WINDOW_BYTES, piece.nbytes))
-        assert self._window is not None
+        """Add a piece. Returns a mapping in which it lies, where in that, and where in the file."""
+        window, start = self._room(piece.nbytes)
         written = 0
         while written < piece.nbytes:
             written += os.pwrite(self._fd, piece[written:], start + written)
         self._end = start + piece.nbytes
-        return self._window.view, start - self._window_start, start
+        return window.view, start - self._window_start, start
+
+    def reserve(self, size_bytes: int) -> tuple[memoryview, int, int]:
+        """Add a piece that is yet to be written, by kernels, where it lies; the same of it. It has its memory already:
+        to find none while writing would be fatal."""
+        window, start = self._room(size_bytes)
+        os.posix_fallocate(self._fd, start, size_bytes)
+        self._end = start + size_bytes
+        return window.view, start - self._window_start, start
 
     def seal(self) -> None:
         """Let nothing be changed from now on, and others find it."""
@@ -100,22 +104,29 @@ class UnsealedFile:
             os.close(self._fd)
             self._fd = -1
 
-    def _open_window(self, start: int, size_bytes: int) -> None:
-        """Map ahead of the end, which costs nothing, so that many pieces share a mapping.
+    def _room(self, size_bytes: int) -> tuple[FileMapping, int]:
+        """A mapping with so much room at the end, and where in the file that is."""
+        start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
+        if self._window is None or start + size_bytes > self._window_end:
+            start = -(-start // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
+            self._open_window(start, max(_WINDOW_BYTES, size_bytes))
+        assert self._window is not None
+        return self._window, start
 
-        Through a descriptor that cannot write: a mapping that could would forbid the seal.
-        """
+    def _open_window(self, start: int, size_bytes: int) -> None:
+        """Map ahead of the end, which costs nothing, so that many pieces share a mapping."""
         self._close_window()
         reader = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.truncate(self._fd, max(start + size_bytes, os.fstat(self._fd).st_size))
-            self._window = FileMapping(reader, size_bytes, start)
+            self._window = FileMapping(reader, size_bytes, start, writer=self._fd)
         finally:
             os.close(reader)
         self._window_start, self._window_end = start, start + size_bytes
 
     def _close_window(self) -> None:
         if self._window is not None:
+            self._window.end_writing()
             self._small.append((self._window, self._end - self._window_start))
             self._window = None
 

@@ -118,15 +118,21 @@ class WeightReader:
         rows = [weight.shape[0] for weight in weights]
         joined = torch.empty((sum(rows), *weights[0].shape[1:]), dtype=self._dtype, device=device)
         for weight, part in zip(weights, joined.split(rows), strict=True):
-            self._copy(weight, part)
+            part.copy_(self._stored(weight, device))
         return joined
 
-    def _copy(self, weight: StoredWeight, target: Tensor) -> None:
+    def lend(self, *names: str, device: torch.device) -> tuple[Tensor, ...]:
+        """The named tensors on `device`, each where it lies if it is stored as wanted. A file may change: what is lent
+        is to be copied, and not kept."""
+        return tuple(self._stored(self._weights[name], device).to(device, self._dtype).contiguous() for name in names)
+
+    def _stored(self, weight: StoredWeight, device: torch.device) -> Tensor:
         if self._cancelled():
             raise LoadCancelled("loading was cancelled while reading the weights")
-        target.copy_(weight.read(target.device))
-        self._done_bytes += weight.stored_bytes
+        tensor = weight.read(device)
+        self._done_bytes = min(self._done_bytes + weight.stored_bytes, self._total_bytes)
         self._report(LoadProgress(phase="weights", done=self._done_bytes, total=self._total_bytes))
+        return tensor
 
     def finish(self) -> None:
         """Say that all is there, where not everything had to be read."""

@@ -37,6 +37,7 @@ HEADERS = tuple(
         "vector",
         "functions",
         "linear",
+        "packing",
         "bfloat16",
         "floating",
         "amx",

@@ -2,6 +2,7 @@
 // its inputs are added in their order, each product and sum rounded once.
 
 #include "floating.h"
+#include "packing.h"
 
 using namespace ericllm;
 
@@ -32,16 +33,9 @@ struct Float32Kernel {
 
 extern "C" {
 
-// Lay out `weight` [outputs, inputs] with rows `stride` apart as the product below reads it.
-void ericllm_pack_float32(const float* weight, int64_t stride, int64_t outputs, int64_t inputs, int32_t interleaved,
-                          float* packed) {
-    const Layer l = shape(outputs, inputs, interleaved);
-    std::memset(packed, 0, static_cast<size_t>(l.blocks() * inputs * kBlock) * sizeof *packed);
-    for (int64_t block = 0; block < l.blocks(); ++block, packed += inputs * kBlock)
-        for (int64_t n = 0; n < l.count(block); ++n) {
-            const float* from = weight + (l.first(block) + n) * stride;
-            for (int64_t k = 0; k < inputs; ++k) packed[k * kBlock + n] = from[k];
-        }
+// Lay out the weight whose rows lie in `parts` as the product below reads it, on at most `threads` threads.
+void ericllm_pack_float32(const Threads* by, int32_t threads, const Layer* shape, const Part* parts, void* packed) {
+    pack<float>(*by, threads, *shape, parts, shape->inputs, packed);
 }
 
 // The product, on at most `threads` threads.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.backends.torch.model_config import Activation
 from engine.backends.torch.native.library import DTYPES, Layer, NativeLibrary
+from engine.backends.torch.native.rows import Room, Rows, aligned, parts_of, shape_of
 
 _ACTIVATIONS = MappingProxyType({"silu": 1, "gelu": 2, "gelu_tanh": 3})
 
@@ -20,8 +21,7 @@ _ACTIVATIONS = MappingProxyType({"silu": 1, "gelu": 2, "gelu_tanh": 3})
 class Form:
     """What a native layer's weight is. kernel: what multiplies by it.  dtype: of x, bias and result, by its name.
 
-    interleaved: its blocks lie so that the first half of the outputs can gate the second.  group: how many inputs share
-    a scale, of a quantised one.
+    interleaved: its blocks lie so that the first half of the outputs can gate the second.
     """
 
     outputs: int
@@ -29,32 +29,32 @@ class Form:
     kernel: str = "bfloat16"
     dtype: str = "bfloat16"
     interleaved: bool = False
-    group: int = 0
 
 
 class NativeLinear:
     """x @ weight.T + bias over a weight that `library` packed. Accumulates in float32, every output by one sequence of
-    operations: neither the threads nor the other rows of a batch change a row's result.
+    operations: neither the threads nor the other rows of a batch change a row's result."""
 
-    scales: those of a quantised weight.
-    """
-
-    def __init__(
-        self, library: NativeLibrary, form: Form, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None
-    ) -> None:
+    def __init__(self, library: NativeLibrary, form: Form, weight: Tensor, bias: Tensor | None) -> None:
         self.library, self.form = library, form
-        self.weight, self.bias, self.scales = weight, bias, scales
+        self.weight, self.bias = weight, bias
         self._plain = Fused(self)
 
     @classmethod
     def pack(
-        cls, library: NativeLibrary, weight: Tensor, bias: Tensor | None, *, interleaved: bool = False
+        cls,
+        library: NativeLibrary,
+        weight: Rows,
+        bias: Tensor | None,
+        *,
+        interleaved: bool = False,
+        room: Room = aligned,
     ) -> NativeLinear:
-        """A layer for `weight` [out, in] of bfloat16 or float32, of which it keeps a packed copy."""
-        outputs, inputs = weight.shape
-        name = DTYPES[weight.dtype]
+        """A layer for `weight` [out, in] of bfloat16 or float32, of which it keeps a packed copy in some `room`."""
+        outputs, inputs = shape_of(weight)
+        name = DTYPES[parts_of(weight)[0].dtype]
         form = Form(outputs, inputs, kernel=name, dtype=name, interleaved=interleaved)
-        return cls(library, form, library.pack(weight, interleaved=interleaved), bias)
+        return cls(library, form, library.pack(weight, interleaved=interleaved, room=room), bias)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,7 +87,7 @@ class Fused:
         form = linear.form
         assert activation is None or form.interleaved, "a gate and what it opens lie in neighbouring blocks"
         self.form: Final = form
-        self._kept = linear.library, linear.weight, linear.bias, linear.scales, norm  # not the layer, which keeps this
+        self._kept = linear.library, linear.weight, linear.bias, norm  # not the layer, which keeps this
         self._dtype, self._inputs = linear.dtype, form.inputs
         self._out, self._width = out or linear.dtype, form.outputs // 2 if activation else form.outputs
         self._product, self._threads = linear.library.product(form.kernel), linear.library.threads
@@ -95,8 +95,6 @@ class Fused:
             inputs=form.inputs,
             outputs=form.outputs,
             weight=linear.weight.data_ptr(),
-            scales=None if linear.scales is None else linear.scales.data_ptr(),
-            group=form.group,
             bias=None if linear.bias is None else linear.bias.data_ptr(),
             norm=None if norm is None else norm.data_ptr(),
             epsilon=epsilon,

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.native.build import CannotBuild, InstructionSet, library_key
+from engine.backends.torch.native.rows import Room, Rows, aligned, described, shape_of, without_gaps
 
 BLOCK, PAD_INPUTS = 16, 32
 DTYPES: Final = MappingProxyType({torch.bfloat16: "bfloat16", torch.float32: "float32"})
 """What weights the linear kernels multiply by."""
-
-_ALIGNMENT = 64
 
 Product = Callable[[int, int, int, int, int, int, int, int | None], None]
 """A kernel that multiplies. Takes the address of Threads, how many of them, the address of a Layer, that of x, elements
@@ -40,8 +39,6 @@ class Layer(ctypes.Structure):
         ("inputs", _SIZE),
         ("outputs", _SIZE),
         ("weight", _ADDRESS),
-        ("scales", _ADDRESS),
-        ("group", _SIZE),
         ("bias", _ADDRESS),
         ("norm", _ADDRESS),
         ("epsilon", ctypes.c_float),
@@ -68,6 +65,7 @@ class NativeLibrary:
         try:
             self.functions: Final = ctypes.CDLL(str(path))
             self._packs = {dtype: self.functions[f"ericllm_pack_{name}"] for dtype, name in DTYPES.items()}
+            self._quantise = self.functions.ericllm_quantise
             for name in DTYPES.values():
                 for kernel in (name, f"int8_{name}", f"int4_{name}"):
                     self.product(kernel)
@@ -77,22 +75,33 @@ class NativeLibrary:
         if not permitted:
             raise CannotBuild(f"the system keeps {isa} from this process")
         for pack in self._packs.values():
-            pack.argtypes, pack.restype = (_ADDRESS, _SIZE, _SIZE, _SIZE, _FLAG, _ADDRESS), None
+            pack.argtypes, pack.restype = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _ADDRESS), None
+        self._quantise.argtypes = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _FLAG, _FLAG, _ADDRESS)
+        self._quantise.restype = None
         self._threads = _torch_threads()
         self.threads: Final = ctypes.addressof(self._threads)
 
-    def pack(self, weight: Tensor, *, interleaved: bool = False) -> Tensor:
+    def pack(self, weight: Rows, *, interleaved: bool = False, room: Room = aligned) -> Tensor:
         """`weight` [out, in] as the kernels read it, padded with zeros: [out/16, in/2, 16, 2] of bfloat16, or
         [out/16, in, 16] of float32. interleaved: blocks of 16 of its upper and lower half take turns."""
-        outputs, inputs = weight.shape
+        outputs, inputs = shape_of(weight)
+        parts = without_gaps(weight)
+        dtype = parts[0].dtype
         blocks = 2 * -(-outputs // 2 // BLOCK) if interleaved else -(-outputs // BLOCK)
         pairs = -(-inputs // PAD_INPUTS) * PAD_INPUTS // 2
-        shape = (blocks, inputs, BLOCK) if weight.dtype is torch.float32 else (blocks, pairs, BLOCK, 2)
-        packed = aligned(shape, weight.dtype)
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        pack = self._packs[weight.dtype]
-        pack(weight.data_ptr(), weight.stride(0), outputs, inputs, interleaved, packed.data_ptr())
+        packed = room((blocks, inputs, BLOCK) if dtype is torch.float32 else (blocks, pairs, BLOCK, 2), dtype)
+        layer = Layer(inputs=inputs, outputs=outputs, interleaved=interleaved)
+        to, threads = packed.data_ptr(), torch.get_num_threads()
+        self._packs[dtype](self.threads, threads, ctypes.byref(layer), described(parts), to)
         return packed
+
+    def quantise(self, weight: Rows, packed: Tensor, bits: int, *, interleaved: bool = False) -> None:
+        """Lay `weight` out in so many bits, in `packed`, which is as large as that takes."""
+        outputs, inputs = shape_of(weight)
+        parts = without_gaps(weight)
+        layer = Layer(inputs=inputs, outputs=outputs, interleaved=interleaved)
+        to, threads, is_float = packed.data_ptr(), torch.get_num_threads(), parts[0].dtype is torch.float32
+        self._quantise(self.threads, threads, ctypes.byref(layer), described(parts), is_float, bits, to)
 
     def product(self, kernel: str) -> Product:
         """The kernel of that name. Raises AttributeError where there is none."""
@@ -116,11 +125,3 @@ def _torch_threads() -> Threads:
     except (OSError, AttributeError) as error:
         raise CannotBuild(f"torch's OpenMP threads cannot be used: {error}") from error
     return Threads(*(ctypes.cast(symbol, ctypes.c_void_p).value for symbol in symbols))
-
-
-def aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A new tensor that begins on a line of the cache."""
-    elements, spare = torch.Size(shape).numel(), _ALIGNMENT // dtype.itemsize
-    memory = torch.empty(elements + spare, dtype=dtype)
-    start = -memory.data_ptr() % _ALIGNMENT // dtype.itemsize
-    return memory[start : start + elements].view(shape)

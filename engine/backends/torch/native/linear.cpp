@@ -2,6 +2,7 @@
 
 #include "bfloat16.h"
 #include "floating.h"
+#include "packing.h"
 
 #if defined(ERICLLM_AMX)
 #include <sys/syscall.h>
@@ -131,18 +132,9 @@ struct Bfloat16Kernel : Arithmetic {
 
 extern "C" {
 
-// Lay out `weight` [outputs, inputs] with rows `stride` apart as the products below read it.
-void ericllm_pack_bfloat16(const uint16_t* weight, int64_t stride, int64_t outputs, int64_t inputs, int32_t interleaved,
-                           uint16_t* packed) {
-    const Layer l = shape(outputs, inputs, interleaved);
-    std::memset(packed, 0, static_cast<size_t>(l.blocks() * block_pairs(inputs) * 2) * sizeof *packed);
-    for (int64_t block = 0; block < l.blocks(); ++block) {
-        uint16_t* to = packed + block * block_pairs(inputs) * 2;
-        for (int64_t n = 0; n < l.count(block); ++n) {
-            const uint16_t* from = weight + (l.first(block) + n) * stride;
-            for (int64_t k = 0; k < inputs; ++k) to[(k / 2 * kBlock + n) * 2 + k % 2] = from[k];
-        }
-    }
+// Lay out the weight whose rows lie in `parts` as the products below read it, on at most `threads` threads.
+void ericllm_pack_bfloat16(const Threads* by, int32_t threads, const Layer* shape, const Part* parts, void* packed) {
+    pack<Bfloat16>(*by, threads, *shape, parts, block_pairs(shape->inputs) / kBlock, packed);
 }
 
 // Have the system let this process use what the kernels need; whether it does.

@@ -24,8 +24,6 @@ struct Layer {
     int64_t inputs;
     int64_t outputs;
     const void* weight;
-    const void* scales;      // those of a quantised weight, as its kernel reads them
-    int64_t group;           // inputs that share one of them
     const void* bias;        // [outputs], of the type of x; or null
     const void* norm;        // prologue: the weight [inputs] of an RMSNorm, or null
     float epsilon;           // the norm's
@@ -44,13 +42,6 @@ struct Layer {
         return interleaved ? std::min(kBlock, outputs / 2 - block / 2 * kBlock) : std::min(kBlock, outputs - first(block));
     }
 };
-
-// A layer of which no more is known than its shape.
-inline Layer shape(int64_t outputs, int64_t inputs, int32_t interleaved) {
-    Layer l{};
-    l.inputs = inputs, l.outputs = outputs, l.interleaved = interleaved;
-    return l;
-}
 
 struct Call {
     const Layer& layer;

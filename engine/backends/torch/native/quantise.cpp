@@ -2,6 +2,7 @@
 
 #include <cfloat>
 
+#include "packing.h"
 #include "quantised.h"
 
 using namespace ericllm;
@@ -128,26 +129,27 @@ void put(Int4, const Tile<Int4>& codes, Word* to) {
 }
 
 template <class Format, class Value>
-void quantise_block(const Layer& l, const Value* weight, int64_t stride, int64_t block, void* out) {
+void quantise_block(const Layer& l, const Part* parts, int64_t block, void* out) {
     const Quantised<Format> to(l, out);
     auto* codes = const_cast<uint8_t*>(to.codes_of(block));
     auto* scales = const_cast<Bfloat16*>(to.scales_of(block));
-    weight += l.first(block) * stride;
+    const Value* rows[kBlock];
+    for (int64_t n = 0; n < l.count(block); ++n) rows[n] = row_of<Value>(parts, l.first(block) + n);
     for (int64_t g = 0; g < to.groups; ++g, codes += Format::kBytes, scales += kBlock) {
         alignas(64) Tile<Format> x = {};
         const int64_t first = g * Format::kGroup, count = std::min(Format::kGroup, l.inputs - first);
         for (int64_t n = 0; n < l.count(block); ++n)
-            for (int64_t k = 0; k < count; ++k) x[k][n] = to_float(weight[n * stride + first + k]);
+            for (int64_t k = 0; k < count; ++k) x[k][n] = to_float(rows[n][first + k]);
         encode(Format{}, x, scales);
         put(Format{}, x, reinterpret_cast<Word*>(codes));
     }
 }
 
 template <class Format, class Value>
-void quantise(const Threads& by, int32_t threads, const Layer& l, const void* weight, int64_t stride, void* out) {
+void quantise(const Threads& by, int32_t threads, const Layer& l, const Part* parts, void* out) {
     on_threads(by, threads, l.blocks(), [&](const auto& next) {
         for (int64_t block; (block = next()) >= 0;)
-            quantise_block<Format>(l, static_cast<const Value*>(weight), stride, block, out);
+            quantise_block<Format, Value>(l, parts, block, out);
     });
 }
 
@@ -155,13 +157,13 @@ void quantise(const Threads& by, int32_t threads, const Layer& l, const void* we
 
 extern "C" {
 
-// Lay out `weight` [outputs, inputs], bfloat16 or float32 with rows `stride` apart, in 8 or 4 bits.
-void ericllm_quantise(const Threads* by, int32_t threads, const Layer* shape, int32_t bits, const void* weight,
-                      int32_t is_float, int64_t stride, void* out) {
+// Lay out the weight whose rows, bfloat16 or float32, lie in `parts`, in 8 or 4 bits.
+void ericllm_quantise(const Threads* by, int32_t threads, const Layer* shape, const Part* parts, int32_t is_float,
+                      int32_t bits, void* out) {
     if (bits == 8)
-        (is_float ? quantise<Int8, float> : quantise<Int8, Bfloat16>)(*by, threads, *shape, weight, stride, out);
+        (is_float ? quantise<Int8, float> : quantise<Int8, Bfloat16>)(*by, threads, *shape, parts, out);
     else
-        (is_float ? quantise<Int4, float> : quantise<Int4, Bfloat16>)(*by, threads, *shape, weight, stride, out);
+        (is_float ? quantise<Int4, float> : quantise<Int4, Bfloat16>)(*by, threads, *shape, parts, out);
 }
 
 }  // extern "C"

@@ -7,7 +7,6 @@ so that a group is summed in whole numbers.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from engine.backends.torch.native.build import InstructionSet
 from engine.backends.torch.native.layer import Form, NativeLinear
-from engine.backends.torch.native.library import DTYPES, Layer, NativeLibrary, aligned
+from engine.backends.torch.native.library import DTYPES, NativeLibrary
+from engine.backends.torch.native.rows import Room, Rows, aligned, parts_of, shape_of
 from engine.backends.torch.quantised_size import Bits, packed_bytes
 
 INTEGER_SETS: Mapping[InstructionSet, str] = MappingProxyType(
@@ -31,24 +31,20 @@ _CHECK_ROWS = 3
 
 
 def quantised(
-    library: NativeLibrary, weight: Tensor, bias: Tensor | None, bits: Bits, *, interleaved: bool = False
+    library: NativeLibrary,
+    weight: Rows,
+    bias: Tensor | None,
+    bits: Bits,
+    *,
+    interleaved: bool = False,
+    room: Room = aligned,
 ) -> NativeLinear:
-    """A layer for `weight` [out, in] of bfloat16 or float32 in so many bits."""
-    outputs, inputs = weight.shape
-    dtype = DTYPES[weight.dtype]
+    """A layer for `weight` [out, in] of bfloat16 or float32 in so many bits, which lie in some `room`."""
+    outputs, inputs = shape_of(weight)
+    dtype = DTYPES[parts_of(weight)[0].dtype]
     form = Form(outputs, inputs, kernel=f"int{bits}_{dtype}", dtype=dtype, interleaved=interleaved)
-    packed = aligned((packed_bytes(bits, outputs, inputs, gates=interleaved),), torch.uint8)
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    library.functions.ericllm_quantise(
-        ctypes.c_void_p(library.threads),
-        ctypes.c_int32(torch.get_num_threads()),
-        ctypes.byref(Layer(inputs=inputs, outputs=outputs, interleaved=interleaved)),
-        ctypes.c_int32(bits),
-        ctypes.c_void_p(weight.data_ptr()),
-        ctypes.c_int32(weight.dtype is torch.float32),
-        ctypes.c_int64(weight.stride(0)),
-        ctypes.c_void_p(packed.data_ptr()),
-    )
+    packed = room((packed_bytes(bits, outputs, inputs, gates=interleaved),), torch.uint8)
+    library.quantise(weight, packed, bits, interleaved=interleaved)
     return NativeLinear(library, form, packed, bias)
 
 
