@@ -17,6 +17,7 @@ from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.paged_attention.face import PagedAttention
 from engine.backends.torch import graphs as graphs_module
+from engine.backends.torch import model_loading
 from engine.backends.torch import runner as runner_module
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.batch import ChunkInput
@@ -231,7 +232,8 @@ def over_pages(monkeypatch: Any) -> None:
     def picked(runner: ModelRunner, page_tokens: int) -> tuple[Choice, PagedAttention | None]:
         return Choice("gathered", "the test wants it"), gathered.paged_attention
 
-    for name in ("native_library", "staging_for", "landing_for"):
+    monkeypatch.setattr(model_loading, "native_library", lambda *_: None)
+    for name in ("staging_for", "landing_for"):
         monkeypatch.setattr(runner_module, name, lambda *_: None)
     monkeypatch.setattr(ModelRunner, "pick_attention", picked)
 

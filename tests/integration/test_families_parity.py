@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.backends.torch.model_config import read_model_config
-from engine.backends.torch.native.kernels import attention_library
+from engine.backends.torch.native.kernels import native_library
 from tests.fakes.families import FAMILIES, as_older_folder, make_family, make_multimodal
 from tests.fakes.oracle import NUM_PAGES, Driver, ignore_progress, load_runner, never, reference_logits
 
@@ -62,7 +62,8 @@ def assert_same_logits(driver: Driver, tokens: list[int], expected: torch.Tensor
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_computes_what_transformers_computes(tmp_path: Path, family: str) -> None:
     attending = assert_same_as_transformers(make_family(tmp_path, family))
-    assert attending == ("native" if attention_library(torch.device("cpu"), never) is not None else "gathered")
+    library = native_library(torch.float32, torch.device("cpu"), never)
+    assert attending == ("native" if library is not None else "gathered")
 
 
 @pytest.mark.parametrize(

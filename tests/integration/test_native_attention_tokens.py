@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.backends.torch.native import attention_fit
-from engine.backends.torch.native.kernels import attention_library
+from engine.backends.torch.native.kernels import native_library
 from engine.backends.torch.runner import ModelRunner
 from engine.errors import InvalidRequest
 from tests.fakes.oracle import (
@@ -42,7 +42,7 @@ STEPS = 16
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> Iterator[None]:
-    if attention_library(torch.device("cpu"), never) is None:
+    if native_library(torch.float32, torch.device("cpu"), never) is None:
         pytest.skip("the native kernels do not run here")
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

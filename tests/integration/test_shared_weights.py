@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from engine.backends.base import LoadProgress
-from engine.backends.torch import runner as runners
-from engine.backends.torch import shared_weights
+from engine.backends.torch import model_loading, weight_file
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.huge_pages import FileMapping
 from engine.backends.torch.native.build import SWITCH
 from engine.backends.torch.native.kernels import native_library
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sealed import SealedFile, UnsealedFile, alone
-from engine.backends.torch.shared_weights import OwnWeights, WeightStore, identity
+from engine.backends.torch.shared_weights import identity
+from engine.backends.torch.weight_store import OwnWeights, WeightStore
 from engine.backends.torch.weights import WeightReader
 from engine.config import DtypeName, ModelSpec, SamplingParams
 from engine.engine import Engine
@@ -109,7 +109,7 @@ def test_shared_weights_compute_what_own_ones_do_to_the_bit(
     read_once = list(reads)
     second = load(folder, dtype=dtype)
     assert reads == read_once, "the second read again what the first had read"
-    monkeypatch.setattr(runners, "weight_store", unshared)
+    monkeypatch.setattr(model_loading, "weight_store", unshared)
     alone_ = load(folder, dtype=dtype)
     assert (alone_.shared_bytes, first.shared_bytes) == (0, second.shared_bytes)
     assert second.shared_bytes >= second.weights_bytes == alone_.weights_bytes
@@ -233,7 +233,7 @@ def test_weights_that_cannot_be_shared_are_the_workers_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_at: int
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(runners, "weight_store", unshared)
+        patched.setattr(model_loading, "weight_store", unshared)
         expected = logits(load(folder))
     append, reserve, calls = UnsealedFile.append, UnsealedFile.reserve, iter(range(fails_at))
 
@@ -252,18 +252,18 @@ def test_weights_that_cannot_be_shared_are_the_workers_own(
     monkeypatch.setattr(UnsealedFile, "append", appended)
     monkeypatch.setattr(UnsealedFile, "reserve", reserved)
     runner = load(folder)
-    assert not _lines_of(folder), "what is the worker's own still lies in the checkpoint"
     assert runner.shared_bytes == 0
     assert torch.equal(logits(runner), expected)
     assert "no space left" in caplog.text
     assert find(folder) is None
+    assert not _lines_of(folder), "what is the worker's own lies in the checkpoint"
 
 
 def test_packed_weights_that_cannot_be_mapped_are_packed_by_each_worker(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
-    monkeypatch.setattr(shared_weights, "can_put_together", lambda dtype: False)
+    monkeypatch.setattr(weight_file, "can_put_together", lambda dtype: False)
     first, second = load(folder), load(folder)
     assert 0 < second.shared_bytes == first.shared_bytes
     assert torch.equal(logits(first), logits(second))

@@ -24,13 +24,14 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.backends.torch import runner as runners
+from engine.backends.torch import model_loading
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.linear import Linear, LinearFactory, PlainLinear
+from engine.backends.torch.native.rows import Rows, joined, shape_of
 from engine.backends.torch.quant.quantize import quantize_folder
 from engine.backends.torch.quantised_size import Bits
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.shared_weights import OwnWeights, WeightStore
+from engine.backends.torch.weight_store import OwnWeights, WeightStore
 from engine.config import CacheBits, DtypeName, ModelSpec, WeightsName
 from engine.demo import model_path
 from engine.demo.corpus import make_corpus
@@ -77,15 +78,16 @@ def rows_as_they_are() -> Iterator[None]:
     """Load quantised weights meanwhile so that torch multiplies by what they are rounded to."""
     made = LinearFactory._make_quantised
 
-    def plain(self: LinearFactory, weight: Tensor, bias: Tensor | None, bits: Bits, interleave: bool) -> Linear:
+    def plain(self: LinearFactory, weight: Rows, bias: Tensor | None, bits: Bits, interleave: bool) -> Linear:
         layer = made(self, weight, bias, bits, interleave)
-        return PlainLinear(layer(torch.eye(weight.shape[1], dtype=weight.dtype)).T.contiguous(), bias)
+        dtype = joined(weight).dtype
+        return PlainLinear(layer(torch.eye(shape_of(weight)[1], dtype=dtype)).T.contiguous(), bias)
 
     @contextmanager
     def own(*_: object) -> Iterator[WeightStore]:
         yield OwnWeights()
 
-    with patch.object(LinearFactory, "_make_quantised", plain), patch.object(runners, "weight_store", own):
+    with patch.object(LinearFactory, "_make_quantised", plain), patch.object(model_loading, "weight_store", own):
         yield
 
 

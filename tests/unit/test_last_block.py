@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch import runner as runner_module
+from engine.backends.torch import model_loading
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.model import Decoder
@@ -32,7 +32,7 @@ def test_wanted_rows_are_what_they_are_among_all(
     model: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels:
-        monkeypatch.setattr(runner_module, "native_library", lambda *_: None)
+        monkeypatch.setattr(model_loading, "native_library", lambda *_: None)
     runner = _loaded(make_tiny_model(tmp_path) if model == "llama" else make_family(tmp_path, model))
     found = runner.forward(STEP)
     computed: list[int] = []

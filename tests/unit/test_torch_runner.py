@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from engine.backends.base import LoadProgress
-from engine.backends.torch import memory
-from engine.backends.torch import runner as runner_module
+from engine.backends.torch import memory, model_loading
 from engine.backends.torch.device_memory import pick_device
-from engine.backends.torch.runner import ModelRunner, pick_dtype
+from engine.backends.torch.model_loading import pick_dtype
+from engine.backends.torch.native import kernels
+from engine.backends.torch.native.build import InstructionSet
+from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import InsufficientMemory, InvalidRequest
 from tests.fakes.oracle import PAGE_TOKENS, Driver, Running, ignore_progress, load_runner, never
@@ -186,7 +188,7 @@ def test_dtype_auto_is_the_stored_one_on_cuda_and_a_fast_one_on_a_cpu(monkeypatc
     cpu = torch.device("cpu")
     assert pick_dtype("auto", "float16", torch.device("cuda", 0), kernels=False) == torch.float16
     assert pick_dtype("auto", "float16", cpu, kernels=True) == torch.bfloat16
-    monkeypatch.setattr(runner_module, "native_bfloat16", lambda: False)
+    monkeypatch.setattr(model_loading, "native_bfloat16", lambda: False)
     assert pick_dtype("auto", "bfloat16", cpu, kernels=False) == torch.float32
     assert pick_dtype("float32", "bfloat16", cpu, kernels=True) == torch.float32
 
@@ -200,6 +202,22 @@ def test_half_precision_batches_give_logits_close_to_those_alone(tmp_path: Path,
     for row, sequence in zip(together, sequences, strict=True):
         single = Driver(runner).add(sequence.tokens)
         torch.testing.assert_close(row, runner.forward([single.chunk()])[0], atol=0.15, rtol=0.05)
+
+
+def test_a_load_that_has_no_use_for_the_kernels_does_not_wait_for_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wanted(isa: InstructionSet) -> NoReturn:
+        raise AssertionError(f"the kernels for {isa} were wanted")
+
+    monkeypatch.setattr(kernels, "native_isa", lambda: "avx2")
+    monkeypatch.setattr(kernels, "_kernels", wanted)
+    runner = load_runner(make_tiny_model(tmp_path), dtype="float16")
+    assert runner.attention is not None
+    assert (runner.dtype_name, runner.attention.name) == ("float16", "gathered")
+    assert "this is float16" in runner.attention.reason
+    with pytest.raises(AssertionError, match="avx2 were wanted"):
+        load_runner(tmp_path, dtype="float32")
 
 
 def test_a_load_reports_inspection_before_weights(tmp_path: Path) -> None:

@@ -99,7 +99,9 @@ class LinearFactory:
                 return layer
         return self._make_torch(joined(weight), bias, pack=pack)
 
-    def _make_native(self, library: NativeLibrary, weight: Rows, bias: Tensor | None, interleave: bool) -> Linear | None:
+    def _make_native(
+        self, library: NativeLibrary, weight: Rows, bias: Tensor | None, interleave: bool
+    ) -> Linear | None:
         layer = NativeLinear.pack(library, weight, bias, interleaved=interleave, room=self._room)
         key = (shape_of(weight), bias is not None, interleave)
         if key in self._native_trusted or _agree(layer, joined(weight), bias):

@@ -1,8 +1,7 @@
-"""One model on its devices: loads it, holds its KV pages, and runs one batch at a time."""
+"""One loaded model on its devices: holds its KV pages, and runs one batch at a time."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,42 +14,29 @@ from engine.backends.paged_attention.choose import NO_CPU, Choice
 from engine.backends.paged_attention.face import PagedAttention, implementation
 from engine.backends.paged_attention.probe import engage, probe
 from engine.backends.torch import memory
-from engine.backends.torch.archs.experts import idle_elements
 from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.cuda_graphs import landing_for, recorder_for, staging_for
 from engine.backends.torch.determinism import refuse_undetermined
-from engine.backends.torch.device_memory import DeviceMemory, open_devices
-from engine.backends.torch.fused_experts import by_expert
+from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.graphs import DecodeGraphs, recorded_decodes
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.kv_format import HeadFormat
 from engine.backends.torch.landing import fill_unread
-from engine.backends.torch.layout import Layout, lay_out
-from engine.backends.torch.linear import kind_of, native_bfloat16
-from engine.backends.torch.loading import DecoderLoader, as_stored, tensor_shapes
-from engine.backends.torch.lora_factors import locate_factors
-from engine.backends.torch.lora_loading import AdapterLoader, merged
+from engine.backends.torch.linear import kind_of
+from engine.backends.torch.lora_loading import AdapterLoader
 from engine.backends.torch.lora_names import AttachedAdapters
 from engine.backends.torch.mirror import Mirror, mirror_for
 from engine.backends.torch.model import Decoder
-from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
+from engine.backends.torch.model_loading import LoadedDecoder, load_decoder
 from engine.backends.torch.native.attention import NativeAttention
 from engine.backends.torch.native.attention_fit import native_obstacle, turned_heads
-from engine.backends.torch.native.kernels import PATIENT_S, WAIT_S, attention_library, native_library, quantised_library
-from engine.backends.torch.native.library import DTYPES as NATIVE_DTYPES
+from engine.backends.torch.native.kernels import native_library
 from engine.backends.torch.native.stack import stacked
 from engine.backends.torch.prompts import FinalStates, Tell
-from engine.backends.torch.settings import apply_settings, refuse_settings
-from engine.backends.torch.shared_weights import weight_store
-from engine.backends.torch.step_memory import StepSizes, step_bytes, told_at_once
+from engine.backends.torch.step_account import StepAccount
 from engine.backends.torch.step_plan import StepPlan, StepPlanner
 from engine.backends.torch.step_upload import PlainStaging, uploaded
-from engine.backends.torch.text_alone import text_alone
-from engine.backends.torch.weights import WeightReader, locate
-from engine.config import AttentionName, CacheBits, DeviceShare, DtypeName, ModelSpec
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+from engine.config import AttentionName, CacheBits, DeviceShare, ModelSpec
 
 
 class ModelRunner:
@@ -66,21 +52,17 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        loaded: LoadedDecoder,
         *,
-        dtype: torch.dtype,
-        layout: Layout,
-        parameters: int,
-        shared_bytes: int = 0,
         attention: AttentionName = "auto",
         cache_bits: CacheBits = 16,
         deterministic: bool = False,
-        settle: Callable[[], None] | None = None,
     ) -> None:
+        decoder, layout, dtype = loaded.decoder, loaded.layout, loaded.dtype
         self.config = decoder.config
-        self._settle = settle
-        self.parameters, self.shared_bytes = parameters, shared_bytes
-        self.active_parameters = parameters - _idle_parameters(decoder.config)
+        self._settle: Callable[[], None] | None = loaded.settle
+        self.parameters, self.active_parameters = loaded.parameters, loaded.active_parameters
+        self.shared_bytes = loaded.shared_bytes
         self.attention: Choice | None = None
         self.linear = kind_of(next(block for stage in decoder.stages for block in stage.blocks).qkv)
         self._dtype, self._layout, self._wanted_attention = dtype, layout, attention
@@ -90,13 +72,13 @@ class ModelRunner:
         self._decoder: Decoder | None = decoder
         self._kv: KvPool | None = None
         self._planner: StepPlanner | None = None
+        self._account: StepAccount | None = None
         self._paged: PagedAttention | None = None
         self._mirror: Mirror | None = None
         self._graphs: DecodeGraphs | None = None
         self._staging = staging_for(layout.first.device)
         on_host = len(layout.spans) > 1 or decoder.config.traits.experts is not None
         self.landing = None if on_host else landing_for(layout.first.device)
-        self._most_sampled = 0
 
     @classmethod
     def load(
@@ -108,46 +90,9 @@ class ModelRunner:
         cancelled: Callable[[], bool],
         devices: tuple[DeviceMemory, ...] = (),
     ) -> ModelRunner:
-        """Load the model folder `path` as `spec` says, on `devices` where they are given.
-
-        Raises InvalidRequest for a setting that cannot be honoured, else ModelLoadFailed or a child of it; nothing
-        stays allocated then.
-        """
-        report(LoadProgress(phase="inspect", done=0, total=1, unit="steps"))
-        devices = devices or open_devices(spec)
-        refuse_settings(spec, on_cpu=devices[0].device.type == "cpu", simulated=devices[0].simulated)
-        config = apply_settings(read_model_config(path), spec)
-        checkpoint = by_expert(text_alone(Checkpoint.open(path)), config)
-        config = as_stored(config, checkpoint)
-        layout = lay_out(config.layers, devices, spec.shares)
-        places = [memory.device for memory in layout.memories]
-        patience = PATIENT_S if spec.deterministic else WAIT_S
-        kernels = native_library(torch.bfloat16, places[0], cancelled, patience)
-        dtype = pick_dtype(spec.dtype, config.checkpoint_dtype, places[0], kernels=kernels is not None)
-        weights = locate(checkpoint, tensor_shapes(config), config.quantisation)
-        if spec.lora is not None:
-            weights = merged(weights, locate_factors(spec.lora, config))
-        report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
-        reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
-        files = {*checkpoint.files, path / "config.json", *(spec.lora.iterdir() if spec.lora else ())}
-        native = kernels if dtype in NATIVE_DTYPES else None
-        if spec.weights != "auto":
-            native = quantised_library(spec.weights, dtype, places[0], cancelled)
-        with weight_store(path, files, dtype, places, cancelled, native, spec.weights) as store, torch.inference_mode():
-            loader = DecoderLoader(config, reader, layout, dtype, store, native, spec.deterministic, spec.weights)
-            decoder = loader.load()
-        reader.finish()
-        return cls(
-            decoder,
-            dtype=dtype,
-            layout=layout,
-            parameters=sum(map(math.prod, tensor_shapes(config).values())),
-            shared_bytes=store.shared_bytes,
-            settle=store.enlarge_pages,
-            attention=spec.attention,
-            cache_bits=spec.cache_bits,
-            deterministic=spec.deterministic,
-        )
+        """See `load_decoder`."""
+        loaded = load_decoder(path, spec, report=report, cancelled=cancelled, devices=devices)
+        return cls(loaded, attention=spec.attention, cache_bits=spec.cache_bits, deterministic=spec.deterministic)
 
     def settle(self) -> None:
         """The load is over, the first step too: do what makes steps faster and nothing has to wait for."""
@@ -207,8 +152,7 @@ class ModelRunner:
         Raises InvalidRequest where the attention or the determinism asked for cannot be, InsufficientMemory with the
         numbers where they do not fit.
         """
-        self._kv = self._planner = self._graphs = self._mirror = None
-        self._most_sampled = 0
+        self._kv = self._planner = self._account = self._graphs = self._mirror = None
         if self._decoder is not None:
             self._decoder = replace(self._decoder, stack=None)  # which keeps the pages that it reads
         for each in self._layout.memories:
@@ -240,6 +184,7 @@ class ModelRunner:
             mirror=self._mirror,
             adapters=self.adapters.by_key,
         )
+        self._account = StepAccount(self.config, self._heads, self._layout, page_tokens)
         self._kv = kv
         return self.kv_bytes
 
@@ -289,7 +234,7 @@ class ModelRunner:
         drawn: the ids that the step before drew, on the device, for those of the chunks that are unread.
         Raises StepOutOfMemory, with nothing computed, where a device is known to have too little left for it.
         """
-        if self._decoder is None or self._kv is None or self._planner is None:
+        if self._decoder is None or self._kv is None or self._planner is None or self._account is None:
             raise RuntimeError("forward needs a loaded model with its KV pages allocated")
         if self._graphs is not None and (logits := self._graphs.logits(chunks, drawn)) is not None:
             return logits
@@ -298,7 +243,7 @@ class ModelRunner:
             plan = uploaded(plan, self._staging)
         if drawn is not None:
             fill_unread(plan.ids, drawn)
-        most_told = self._count(plan, self._kv.page_tokens, fused=self._decoder.fused)
+        most_told = self._enter(plan, self._account, fused=self._decoder.fused)
         try:
             few = not plan.told and len(plan.sampled_rows) < len(plan.ids)
             hidden = self._decoder.hidden(plan, self._kv, plan.sampled_rows if few else None)
@@ -313,7 +258,7 @@ class ModelRunner:
 
     def unload(self) -> None:
         """Give the weights and the KV pages back; idempotent."""
-        self._decoder = self._kv = self._planner = self._graphs = self._mirror = self._settle = None
+        self._decoder = self._kv = self._planner = self._account = self._graphs = self._mirror = self._settle = None
         self.adapters.clear()
         for each in self._layout.memories:
             each.weights_bytes = each.kv_bytes = 0
@@ -323,7 +268,7 @@ class ModelRunner:
         if self._decoder is None or self._heads.coded:
             return NO_CPU
         return native_obstacle(
-            attention_library(self._layout.first.device, lambda: False),
+            native_library(self._dtype, self._layout.first.device, lambda: False),
             turned_heads(self._decoder),
             dtype=self._dtype,
             devices=[each.device for each in self._layout.memories],
@@ -331,7 +276,7 @@ class ModelRunner:
         )
 
     def _native_attention(self, kv: KvPool) -> NativeAttention:
-        library = attention_library(self._layout.first.device, lambda: False)
+        library = native_library(self._dtype, self._layout.first.device, lambda: False)
         if self._decoder is None or library is None:
             raise RuntimeError("native attention was chosen without a model or its library")
         attention = NativeAttention(library, [each.heads for each in turned_heads(self._decoder)], kv.layers)
@@ -341,36 +286,12 @@ class ModelRunner:
     def foresee(self, chunks: Sequence[ChunkInput]) -> None:
         """Count what a step of `chunks` takes among the working memory, and compute nothing. Raises StepOutOfMemory as
         `forward` does."""
-        if self._decoder is None or self._kv is None or self._planner is None:
+        if self._decoder is None or self._planner is None or self._account is None:
             raise RuntimeError("a step can be foreseen for a loaded model with its KV pages allocated")
-        self._count(self._planner.plan(chunks), self._kv.page_tokens, fused=self._decoder.fused)
+        self._enter(self._planner.plan(chunks), self._account, fused=self._decoder.fused)
         if self._mirror is not None:
             self._mirror.forget()
 
-    def _count(self, plan: StepPlan, page_tokens: int, *, fused: bool) -> int:
-        """Note what a step needs; how many of its states can be told of at once."""
-        self._most_sampled = max(self._most_sampled, len(plan.sampled_rows))
-        most_told = told_at_once(self._most_sampled)
-        sizes = plan.sizes(page_tokens, copies_runs=self._heads.coded, most_told=most_told)
-        self._begin_step(replace(sizes, fused=fused and not plan.adapted))
-        return most_told
-
-    def _begin_step(self, sizes: StepSizes) -> None:
+    def _enter(self, plan: StepPlan, account: StepAccount, *, fused: bool) -> int:
         kept_bytes = self._mirror.size_bytes if self._mirror is not None else 0
-        for span in self._layout.spans:
-            layers, head = bool(span.layers), span.memory is self._layout.last
-            needed_bytes = step_bytes(self.config, sizes, self._heads, layers=layers, head=head)
-            span.memory.begin_step(needed_bytes + kept_bytes)
-
-
-def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device, *, kernels: bool) -> torch.dtype:
-    """The dtype to compute in: as asked; else as stored on CUDA, and on a CPU bfloat16 where it or our `kernels`
-    multiply that, else float32."""
-    if wanted == "auto":
-        wanted = stored if device.type == "cuda" else "bfloat16" if kernels or native_bfloat16() else "float32"
-    return _DTYPES[wanted]
-
-
-def _idle_parameters(config: ModelConfig) -> int:
-    mixtures = (config.traits.experts_of(layer) for layer in range(config.layers))
-    return sum(idle_elements(experts, config.hidden_size) for experts in mixtures if experts is not None)
+        return account.enter(plan, fused=fused, kept_bytes=kept_bytes)

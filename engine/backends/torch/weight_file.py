@@ -1,4 +1,4 @@
-"""A model's finished weights in a file of RAM: put there by the worker that makes them, taken from there by the others."""
+"""A model's finished weights in a file of RAM: put there by the worker that makes them, read by the others."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ class SharedWriter:
         return self._window[1]
 
     def _give_up(self, error: OSError) -> None:
-        _logger.warning("the weights stay this worker's own, as they cannot be shared: %s", error)
+        why = str(error)  # a record that kept the error would keep what it passed through: tensors
+        _logger.warning("the weights stay this worker's own, as they cannot be shared: %s", why)
         self.close()
         self.shared_bytes = 0
 

@@ -34,7 +34,7 @@ class WeightStore(Protocol):
         """The linear layer of that key, made by `make` where it is not there yet."""
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Where a weight that is packed in a `make` is to lie; see `Room`. What an OSError leaves is the store's own."""
+        """Where a weight that is packed in a `make` is to lie. An OSError is for that `make` to let pass."""
 
     def enlarge_pages(self) -> None:
         """Have the memory backed by large pages where it can be, by a thread. That keeps others from touching new

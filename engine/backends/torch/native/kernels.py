@@ -78,17 +78,12 @@ class Kernels:
 def native_library(
     dtype: torch.dtype, device: torch.device, cancelled: Callable[[], bool], timeout_s: float = WAIT_S
 ) -> NativeLibrary | None:
-    """What computes linear layers of `dtype` on `device`; None where torch does, as where compiling takes longer."""
+    """What computes linear layers and attention of `dtype` on `device`; None where torch does, as where compiling takes
+    longer. What is not the kernels' is not waited for."""
     isa = native_isa()
     if isa is None or dtype not in DTYPES or device.type != "cpu":
         return None
     return _kernels(isa).wait(cancelled, timeout_s)
-
-
-def attention_library(device: torch.device, cancelled: Callable[[], bool]) -> NativeLibrary | None:
-    """What attends on `device`; None where torch does."""
-    isa = native_isa()
-    return None if isa is None or device.type != "cpu" else _kernels(isa).wait(cancelled)
 
 
 def quantised_library(

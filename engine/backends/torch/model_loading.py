@@ -1,0 +1,120 @@
+"""From a model folder and the settings of a load to a decoder on its devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.backends.base import LoadProgress
+from engine.backends.torch.archs.experts import idle_elements
+from engine.backends.torch.checkpoint import Checkpoint
+from engine.backends.torch.device_memory import DeviceMemory, open_devices
+from engine.backends.torch.fused_experts import by_expert
+from engine.backends.torch.layout import Layout, lay_out
+from engine.backends.torch.linear import native_bfloat16
+from engine.backends.torch.loading import DecoderLoader, as_stored, tensor_shapes
+from engine.backends.torch.lora_factors import locate_factors
+from engine.backends.torch.lora_loading import merged
+from engine.backends.torch.model import Decoder
+from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
+from engine.backends.torch.native.kernels import PATIENT_S, WAIT_S, native_library, quantised_library
+from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.settings import apply_settings, refuse_settings
+from engine.backends.torch.shared_weights import weight_store
+from engine.backends.torch.text_alone import text_alone
+from engine.backends.torch.weights import WeightReader, locate
+from engine.config import DtypeName, ModelSpec
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDecoder:
+    """A decoder whose weights, of `dtype`, lie where `layout` says and are entered there.
+
+    parameters: how many it has; active_parameters: those that a token is computed with.
+    shared_bytes: how much of the weights all workers of this machine have once.
+    settle: makes steps faster in the background; for when the load is over.
+    """
+
+    decoder: Decoder
+    dtype: torch.dtype
+    layout: Layout
+    parameters: int
+    active_parameters: int
+    shared_bytes: int
+    settle: Callable[[], None]
+
+
+def load_decoder(
+    path: Path,
+    spec: ModelSpec,
+    *,
+    report: Callable[[LoadProgress], None],
+    cancelled: Callable[[], bool],
+    devices: tuple[DeviceMemory, ...] = (),
+) -> LoadedDecoder:
+    """Load the model folder `path` as `spec` says, on `devices` where they are given.
+
+    Raises InvalidRequest for a setting that cannot be honoured, else ModelLoadFailed or a child of it; nothing
+    stays allocated then.
+    """
+    report(LoadProgress(phase="inspect", done=0, total=1, unit="steps"))
+    devices = devices or open_devices(spec)
+    refuse_settings(spec, on_cpu=devices[0].device.type == "cpu", simulated=devices[0].simulated)
+    config = apply_settings(read_model_config(path), spec)
+    checkpoint = by_expert(text_alone(Checkpoint.open(path)), config)
+    config = as_stored(config, checkpoint)
+    layout = lay_out(config.layers, devices, spec.shares)
+    places = [memory.device for memory in layout.memories]
+    dtype, native = _computed_with(spec, config.checkpoint_dtype, places[0], cancelled)
+    weights = locate(checkpoint, tensor_shapes(config), config.quantisation)
+    if spec.lora is not None:
+        weights = merged(weights, locate_factors(spec.lora, config))
+    report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
+    reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
+    files = {*checkpoint.files, path / "config.json", *(spec.lora.iterdir() if spec.lora else ())}
+    with weight_store(path, files, dtype, places, cancelled, native, spec.weights) as store, torch.inference_mode():
+        loader = DecoderLoader(config, reader, layout, dtype, store, native, spec.deterministic, spec.weights)
+        decoder = loader.load()
+    reader.finish()
+    parameters = sum(map(math.prod, tensor_shapes(config).values()))
+    return LoadedDecoder(
+        decoder=decoder,
+        dtype=dtype,
+        layout=layout,
+        parameters=parameters,
+        active_parameters=parameters - _idle_parameters(config),
+        shared_bytes=store.shared_bytes,
+        settle=store.enlarge_pages,
+    )
+
+
+def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device, *, kernels: bool) -> torch.dtype:
+    """The dtype to compute in: as asked; else as stored on CUDA, and on a CPU bfloat16 where it or our `kernels`
+    multiply that, else float32."""
+    if wanted == "auto":
+        wanted = stored if device.type == "cuda" else "bfloat16" if kernels or native_bfloat16() else "float32"
+    return _DTYPES[wanted]
+
+
+def _computed_with(
+    spec: ModelSpec, stored: CheckpointDtype, device: torch.device, cancelled: Callable[[], bool]
+) -> tuple[torch.dtype, NativeLibrary | None]:
+    """The dtype to compute in, and the kernels of linear layers, if any: they may have to be compiled first, for which
+    a load waits only if they are for its dtype."""
+    patience = PATIENT_S if spec.deterministic else WAIT_S
+    native = native_library(_DTYPES.get(spec.dtype, torch.bfloat16), device, cancelled, patience)
+    dtype = pick_dtype(spec.dtype, stored, device, kernels=native is not None)
+    if spec.weights != "auto":
+        native = quantised_library(spec.weights, dtype, device, cancelled)
+    return dtype, native
+
+
+def _idle_parameters(config: ModelConfig) -> int:
+    mixtures = (config.traits.experts_of(layer) for layer in range(config.layers))
+    return sum(idle_elements(experts, config.hidden_size) for experts in mixtures if experts is not None)
