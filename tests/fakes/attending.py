@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.kv_format import HeadFormat
 from engine.backends.torch.native.attention import Heads, NativeAttention
 from engine.backends.torch.native.library import NativeLibrary
+from engine.config import CacheBits
+from tests.fakes.coded_pages import Coded, laid, turned
 
 NUM_PAGES = 96
 Angles = tuple[Tensor, Tensor]
@@ -72,10 +75,14 @@ class Attending:
 class Kernel:
     """Native attention of one layer over pages full of NaN, which what is not written must not reach."""
 
-    def __init__(self, library: NativeLibrary, shape: Shape, dtype: torch.dtype) -> None:
+    def __init__(self, library: NativeLibrary, shape: Shape, dtype: torch.dtype, bits: CacheBits = 16) -> None:
         self.shape, self.dtype = shape, dtype
-        pool = torch.full((NUM_PAGES, shape.page_tokens, 2 * shape.kv_heads, shape.head_dim), torch.nan, dtype=dtype)
-        self._attention = NativeAttention(library, [shape.of_kernel()], [pool])
+        self.form = HeadFormat(shape.head_dim, bits, dtype.itemsize)
+        self._pairs = dtype is torch.bfloat16 and library.isa in ("avx512-bf16", "amx-bf16")
+        self._pool = torch.full(
+            (NUM_PAGES, shape.page_tokens, 2 * shape.kv_heads, self.form.head_bytes), 255, dtype=torch.uint8
+        )
+        self._attention = NativeAttention(library, [shape.of_kernel()], [self._pool], dtype=dtype, bits=bits)
         self._free = torch.randperm(NUM_PAGES, generator=seeded(7)).tolist()
 
     def sequence(self, tokens: int, seed: int = 0) -> Attending:
@@ -94,26 +101,38 @@ class Kernel:
             sequence.computed = end
         return list(attended.split([tokens for _, tokens in parts]))
 
+    def laid(self, sequence: Attending) -> Coded:
+        """Keys and values of a sequence as they lie in its pages, in fewer than 16 bits."""
+        return laid(self._pool, sequence.pages, sequence.computed, self.form, pairs=self._pairs)
+
+    def kept(self, sequence: Attending) -> Tensor | None:
+        """What they stand for, float64 [tokens, 2 * kv_heads, head_dim]; None where they lie there as they are."""
+        return turned(self.laid(sequence).turned(), self.form) if self.form.coded else None
+
     def whole(self, sequence: Attending, cuts: Sequence[int]) -> Tensor:
         """What all tokens of a sequence attended that came in chunks of these sizes."""
         return torch.cat([self.feed((sequence, tokens))[0] for tokens in cuts])
 
 
-def expected(shape: Shape, rows: Tensor) -> Tensor:
-    """What the tokens of one sequence attend [T, heads * head_dim], in float64."""
+def expected(shape: Shape, rows: Tensor, kept: Tensor | None = None) -> Tensor:
+    """What the tokens of one sequence attend [T, heads * head_dim], in float64. kept: what is left of their keys and
+    values; None where nothing is lost."""
     kernel, dtype, tokens = shape.of_kernel(), rows.dtype, len(rows)
-    turned = rows[:, : shape.heads + shape.kv_heads].double()
+    ready = rows[:, : shape.heads + shape.kv_heads].double()
     if kernel.norm is not None:
-        turned = turned / (turned.square().mean(-1, keepdim=True) + 1e-6).sqrt() * kernel.norm
+        ready = ready / (ready.square().mean(-1, keepdim=True) + 1e-6).sqrt() * kernel.norm
     angles = shape.angles(torch.arange(tokens))
     if angles is not None:
-        part = turned[..., : shape.turned]
+        part = ready[..., : shape.turned]
         part = part * angles[0] + part.roll(shape.turned // 2, -1) * angles[1]
-        turned = torch.cat((part, turned[..., shape.turned :]), -1)
-    turned = turned.to(dtype).double().transpose(0, 1)
+        ready = torch.cat((part, ready[..., shape.turned :]), -1)
+    ready = ready.to(dtype).double().transpose(0, 1)
     shared = shape.heads // shape.kv_heads
-    queries, keys = turned[: shape.heads], turned[shape.heads :].repeat_interleave(shared, 0)
-    values = rows[:, shape.heads + shape.kv_heads :].double().transpose(0, 1).repeat_interleave(shared, 0)
+    queries, keys = ready[: shape.heads], ready[shape.heads :]
+    values = rows[:, shape.heads + shape.kv_heads :].double().transpose(0, 1)
+    if kept is not None:
+        keys, values = kept.transpose(0, 1).split(shape.kv_heads)
+    keys, values = keys.repeat_interleave(shared, 0), values.repeat_interleave(shared, 0)
     scores = queries @ keys.mT * shape.head_dim**-0.5
     if shape.cap:
         scores = shape.cap * (scores / shape.cap).tanh()

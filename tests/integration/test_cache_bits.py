@@ -16,13 +16,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("llama"), with_tokenizer=False)
 
 
+@pytest.mark.parametrize("page_tokens", [8, 16], ids=["gathered", "native"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_batches_chunks_preemption_and_prefix_hits_leave_greedy_answers_as_they_are(
-    llama: Path, bits: CacheBits
+    llama: Path, bits: CacheBits, page_tokens: int
 ) -> None:
     requests = [ask(str(salt), prompt(salt, 20)) for salt in range(4)]
-    expected = {each.id: Run(load(llama, cache_bits=bits), each).to_end()[each.id] for each in requests}
-    crowded = load(llama, cache_bits=bits, kv_tokens=112, step_tokens=16)
+    expected = {
+        each.id: Run(load(llama, cache_bits=bits, page_tokens=page_tokens), each).to_end()[each.id] for each in requests
+    }
+    crowded = load(llama, cache_bits=bits, page_tokens=page_tokens, kv_tokens=80, step_tokens=16)
     assert Run(crowded, *requests).to_end() == expected
     assert crowded.stats().preemptions > 0
     again = Run(crowded, ask("again", prompt(0)))

@@ -114,7 +114,13 @@ async def measure(spec: ModelSpec, clients: list[int], rounds: int) -> None:
 
 def spec_of(model: Path, given: argparse.Namespace) -> ModelSpec:
     """How a folder is loaded."""
-    return ModelSpec(path=model, name=model.name, weights=given.weights, attention=given.attention)
+    return ModelSpec(
+        path=model,
+        name=model.name,
+        weights=given.weights,
+        attention=given.attention,
+        cache_bits=given.cache_bits,
+    )
 
 
 def main() -> None:
@@ -126,6 +132,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--weights", choices=get_args(WeightsName), default="auto")
     parser.add_argument("--attention", choices=get_args(AttentionName), default="auto")
+    parser.add_argument("--cache-bits", type=int, choices=(16, 8, 4), default=16)
     given = parser.parse_args()
     if given.model:
         asyncio.run(measure(spec_of(given.model, given), given.clients, given.rounds))

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from engine.backends.torch.native.library import NativeLibrary
+from engine.config import CacheBits
 from tests.fakes.attending import Kernel, Shape, expected
 from tests.fakes.native_libraries import SETS, native_set
 
 TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 5e-6}
+BITS: tuple[CacheBits, ...] = (16, 8, 4)
 SHAPES = {
     "one head of keys for three, whole heads turned": Shape(9, 3, 64, turned=64),
     "own keys for each head, none turned": Shape(4, 4, 16),
+    "an odd number of vectors": Shape(4, 2, 48),
     "pages of 32": Shape(14, 2, 32, turned=32, page_tokens=32),
     "pages of 48, a part turned": Shape(4, 2, 80, turned=32, page_tokens=48),
     "less turned than a vector": Shape(4, 2, 64, turned=16),
@@ -43,26 +46,31 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
-def test_it_gives_what_plain_attention_gives_and_the_same_bits_in_any_chunks(
-    library: NativeLibrary, dtype: torch.dtype, shape: Shape
+def test_it_gives_what_plain_attention_gives_over_what_lies_in_the_pages_and_the_same_bits_in_any_chunks(
+    library: NativeLibrary, dtype: torch.dtype, shape: Shape, bits: CacheBits
 ) -> None:
-    kernel = Kernel(library, shape, dtype)
+    kernel = Kernel(library, shape, dtype, bits)
     sequence = kernel.sequence(300)
     whole = kernel.whole(sequence, [300])
-    assert (whole.double() - expected(shape, sequence.rows)).abs().max() <= TOLERANCES[dtype]
+    plain = expected(shape, sequence.rows, kernel.kept(sequence))
+    assert (whole.double() - plain).abs().max() <= TOLERANCES[dtype]
     for cuts in CUTS:
         assert torch.equal(kernel.whole(kernel.sequence(300), cuts), whole), cuts
 
 
-def test_neither_threads_nor_other_sequences_change_an_answer(library: NativeLibrary, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bits", BITS)
+def test_neither_threads_nor_other_sequences_change_an_answer(
+    library: NativeLibrary, dtype: torch.dtype, bits: CacheBits
+) -> None:
     shape = Shape(9, 3, 64, turned=64)
     torch.set_num_threads(1)
-    alone = Kernel(library, shape, dtype)
+    alone = Kernel(library, shape, dtype, bits)
     lengths = [400, 129, 128, 60, 3]
     before = [alone.whole(alone.sequence(length, seed=length), [length]) for length in lengths]
     torch.set_num_threads(2)
-    together = Kernel(library, shape, dtype)
+    together = Kernel(library, shape, dtype, bits)
     sequences = [together.sequence(length, seed=length) for length in lengths]
     first = together.feed(*((sequence, len(sequence.rows) - 2) for sequence in sequences))
     second = together.feed(*((sequence, 1) for sequence in sequences))
@@ -71,12 +79,15 @@ def test_neither_threads_nor_other_sequences_change_an_answer(library: NativeLib
         assert torch.equal(torch.cat(parts[1:]), parts[0])
 
 
-def test_long_sequences_split_over_threads_give_the_same_bits(library: NativeLibrary, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bits", BITS)
+def test_long_sequences_split_over_threads_give_the_same_bits(
+    library: NativeLibrary, dtype: torch.dtype, bits: CacheBits
+) -> None:
     shape = Shape(4, 1, 32, turned=32)
     found = []
     for threads in (1, 2, 3, 7):
         torch.set_num_threads(threads)
-        kernel = Kernel(library, shape, dtype)
+        kernel = Kernel(library, shape, dtype, bits)
         sequence = kernel.sequence(1300)
         found.append(kernel.whole(sequence, [1298, 1, 1])[-2:])
     assert all(torch.equal(each, found[0]) for each in found)

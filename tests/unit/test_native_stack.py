@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.native.kernels import PATIENT_S, native_library
 from engine.backends.torch.runner import ModelRunner
+from engine.config import CacheBits
 from tests.fakes.families import make_family
 from tests.fakes.oracle import load_runner, never
 from tests.fakes.tiny_models import make_tiny_model
@@ -30,8 +31,8 @@ def _native() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def loaded(folder: Path, dtype: str) -> ModelRunner:
-    runner = load_runner(folder, dtype=dtype)
+def loaded(folder: Path, dtype: str, bits: CacheBits = 16) -> ModelRunner:
+    runner = load_runner(folder, dtype=dtype, cache_bits=bits)
     runner.allocate_kv(8, PAGE_TOKENS, report=lambda progress: None)
     return runner
 
@@ -46,11 +47,14 @@ def steps(runner: ModelRunner) -> Tensor:
     return torch.cat([runner.forward(chunks) for chunks in (first, then)])
 
 
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["llama", "olmo2", "granite"])
-def test_blocks_in_one_call_give_what_they_give_one_by_one(model: str, dtype: str, tmp_path: Path) -> None:
+def test_blocks_in_one_call_give_what_they_give_one_by_one(
+    model: str, dtype: str, bits: CacheBits, tmp_path: Path
+) -> None:
     folder = make_tiny_model(tmp_path) if model == "llama" else make_family(tmp_path, model)
-    runner = loaded(folder, dtype)
+    runner = loaded(folder, dtype, bits)
     decoder = runner._decoder
     assert decoder is not None
     if runner.attention is None or runner.attention.name != "native":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.native.kernels import attention_library
 from engine.backends.torch.pages import PagePool
 from engine.backends.torch.prompts import PromptLogprobs
 from engine.backends.torch.runner import ModelRunner
@@ -21,7 +23,7 @@ from engine.backends.torch.sampler import SampleRow, sample
 from engine.backends.torch.step_memory import largest_step
 from engine.backends.torch.step_plan import StepPlanner
 from engine.backends.torch.warm_up import CPU_TOKENS, warm_up
-from engine.config import ModelSpec, SamplingParams
+from engine.config import CacheBits, ModelSpec, SamplingParams
 from tests.fakes.allocations import peak_bytes
 from tests.fakes.oracle import ignore_progress, never
 from tests.fakes.tiny_models import make_tiny_model
@@ -42,8 +44,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
     "windows": {"architecture": "MistralForCausalLM", "sliding_window": 128},
-    "keys and values of 8 bits": {"hidden_size": 256, "dtype": "bfloat16", "cache_bits": 8},
+    "keys and values of 8 bits": {
+        "hidden_size": 256,
+        "num_key_value_heads": 8,
+        "dtype": "bfloat16",
+        "cache_bits": 8,
+    },
+    "keys and values of 8 bits, gathered": {
+        "hidden_size": 256,
+        "dtype": "bfloat16",
+        "cache_bits": 8,
+        "attention": "gathered",
+    },
     "keys and values of 4 bits": {"hidden_size": 512, "num_key_value_heads": 8, "cache_bits": 4},
+    "keys and values of 4 bits, gathered": {
+        "hidden_size": 512,
+        "num_key_value_heads": 8,
+        "cache_bits": 4,
+        "attention": "gathered",
+    },
 }
 STEPS: dict[str, list[tuple[int, int]]] = {
     "a prompt": [(512, 0)],
@@ -61,9 +80,9 @@ STEPS: dict[str, list[tuple[int, int]]] = {
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     sizes = {"num_attention_heads": 8, "max_position_embeddings": 4096, "with_tokenizer": False}
     settings = sizes | MODELS[request.param]
-    bits = settings.pop("cache_bits", 16)
+    asked = {name: settings.pop(name) for name in ("cache_bits", "attention") if name in settings}
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), **settings)
-    spec = ModelSpec(path=folder, name="tiny", dtype=settings.get("dtype", "float32"), device="cpu", cache_bits=bits)
+    spec = ModelSpec(path=folder, name="tiny", dtype=settings.get("dtype", "float32"), device="cpu", **asked)
     return ModelRunner.load(folder, spec, report=ignore_progress, cancelled=never)
 
 
@@ -84,6 +103,27 @@ def test_a_step_takes_no_more_than_its_bound_and_about_that(runner: ModelRunner,
     taken = peak_bytes(work)
     [share] = runner.shares
     assert taken <= share.working_bytes <= 2.75 * taken
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_that_the_kernel_reads_take_no_more_of_a_step_than_plain_pages(
+    bits: CacheBits, step: str, tmp_path: Path
+) -> None:
+    if attention_library(torch.device("cpu"), never) is None:
+        pytest.skip("the native kernels do not run here")
+    folder = make_tiny_model(tmp_path, max_position_embeddings=4096, with_tokenizer=False)
+    chunks = [ChunkInput([5] * count, start, range(PAGES), True) for count, start in STEPS[step]]
+
+    def foreseen(bits: CacheBits) -> int:
+        spec = ModelSpec(path=folder, name="tiny", dtype="bfloat16", device="cpu", cache_bits=bits)
+        runner = ModelRunner.load(folder, spec, report=ignore_progress, cancelled=never)
+        runner.allocate_kv(PAGES, PAGE_TOKENS, report=ignore_progress)
+        runner.foresee(chunks)
+        [share] = runner.shares
+        return share.working_bytes
+
+    assert foreseen(bits) == foreseen(16)
 
 
 def test_telling_of_a_prompt_takes_no_more_than_its_bound_and_nothing_beyond_the_largest_step(

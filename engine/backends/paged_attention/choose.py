@@ -34,7 +34,7 @@ class AttentionFacts:
     capability: compute capability, the lowest of all devices that the model lies on; None without CUDA.
     torch, triton, flash: versions; None where it is not installed or does not import, `flash_problem` saying why.
     dtype: as torch names it, such as "float16".
-    cache_bits: of keys and values in the pages; below 16 they are codes, which this backend alone can read.
+    cache_bits: of keys and values in the pages; below 16 they are codes, which on CUDA are gathered.
     native_problem: why the torch backend's native kernels cannot attend here, as a clause; "" where they can.
     failed: implementations that were tried on the device and did not work, and how.
     """
@@ -105,11 +105,7 @@ def obstacle(name: ImplementationName, facts: AttentionFacts) -> str:
 
 
 def _native(facts: AttentionFacts) -> str:
-    if facts.capability is not None:
-        return NO_CPU
-    if facts.cache_bits != 16:
-        return f"native attention reads plain keys and values, and these are kept in {facts.cache_bits} bits"
-    return facts.native_problem
+    return NO_CPU if facts.capability is not None else facts.native_problem
 
 
 def _unasked(name: ImplementationName, facts: AttentionFacts) -> str:

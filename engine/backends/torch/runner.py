@@ -265,7 +265,7 @@ class ModelRunner:
             memory.give_back(each.device)
 
     def _native_problem(self, page_tokens: int) -> str:
-        if self._decoder is None or self._heads.coded:
+        if self._decoder is None:
             return NO_CPU
         return native_obstacle(
             native_library(self._dtype, self._layout.first.device, lambda: False),
@@ -273,13 +273,15 @@ class ModelRunner:
             dtype=self._dtype,
             devices=[each.device for each in self._layout.memories],
             page_tokens=page_tokens,
+            bits=self._heads.bits,
         )
 
     def _native_attention(self, kv: KvPool) -> NativeAttention:
         library = native_library(self._dtype, self._layout.first.device, lambda: False)
         if self._decoder is None or library is None:
             raise RuntimeError("native attention was chosen without a model or its library")
-        attention = NativeAttention(library, [each.heads for each in turned_heads(self._decoder)], kv.layers)
+        heads = [each.heads for each in turned_heads(self._decoder)]
+        attention = NativeAttention(library, heads, kv.layers, dtype=self._dtype, bits=self._heads.bits)
         self._decoder = replace(self._decoder, stack=stacked(self._decoder, library, attention))
         return attention
 

@@ -3,7 +3,7 @@
 // A page has for each head its keys and then its values, both in "units" of 32 bits: a pair of bfloat16 or one float.
 // Sixteen tokens are a tile. Keys lie as [tile][unit of the head][token], so that a vector has one unit of sixteen keys;
 // values as [tile][unit of tokens][element], a vector having sixteen elements of one or two tokens. Both are multiplied
-// as they lie.
+// as they lie; where they are codes (attention_codes.h), as they lie once they are decoded.
 
 #pragma once
 
@@ -20,15 +20,16 @@ constexpr float kLog2E = 1.44269504088896341f;
 
 static_assert(kTile == kLanes, "a vector has one unit of each token of a tile");
 
-// How sums of products of units are made. Value: what queries, keys and values are.  kPerUnit: how many make a unit.
-// Kept: a unit of a query or of its probabilities, as it is multiplied; `kept` makes it.
+// How sums of products of units are made. Value: what the rows have.  kPerUnit: how many numbers make a unit; a single one
+// is a float whatever the rows have.  Kept: a unit of a query or of its probabilities, as it is multiplied; `kept` makes it.
+template <class ValueOfRows>
 struct Single {
-    using Value = float;
+    using Value = ValueOfRows;
     using Wide = Floats;
     using One = Floats;
     using Kept = float;
     static constexpr int64_t kPerUnit = 1;
-    static Kept kept(const Value* unit) { return *unit; }
+    static Kept kept(const Value* unit) { return to_float(*unit); }
     static Wide wide(const uint32_t* units) { return load(reinterpret_cast<const float*>(units)); }
     static One one(const Kept* unit) { return all(*unit); }
     static Floats add(Floats sum, Wide a, One b) { return fused(a, b, sum); }
@@ -102,14 +103,6 @@ inline Floats counted_from(float first) {
     return load(kCounted) + all(first);
 }
 
-inline float highest(Floats x) {
-    float lanes[kLanes];
-    store(lanes, x);
-    for (int64_t width = kLanes / 2; width > 0; width /= 2)
-        for (int64_t n = 0; n < width; ++n) lanes[n] = std::max(lanes[n], lanes[n + width]);
-    return lanes[0];
-}
-
 // 2^x for x <= 0, to 1e-7 of itself: exactly 1 at 0, and 0 below 2^-126. The polynomial is that of Chebyshev for
 // (2^f - 1) / f between -1/2 and 1/2.
 inline Floats power_of_two_to(Floats x) {
@@ -139,7 +132,8 @@ inline Floats hyperbolic_tangent(Floats x) {
 }
 
 // Sixteen probabilities as they are multiplied, and rounded as they are then.
-inline Floats keep(Floats x, Single, Single::Kept* to) {
+template <class Value>
+Floats keep(Floats x, Single<Value>, float* to) {
     store(to, x);
     return x;
 }

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.batch import ChunkInput
+from engine.backends.torch.kv_format import HeadFormat
 from engine.backends.torch.native.library import NativeLibrary
+from engine.config import CacheBits
 
 TILE_TOKENS: Final = 16
 """Pages hold a multiple of so many tokens."""
@@ -44,7 +46,7 @@ class Heads:
 
 
 class Layer(ctypes.Structure):
-    """`Layer` of attention.cpp, which says what each is."""
+    """`Layer` of attention_call.h, which says what each is."""
 
     _fields_ = (
         ("pages", _ADDRESS),
@@ -54,6 +56,10 @@ class Layer(ctypes.Structure):
         ("head_dim", _SIZE),
         ("page_tokens", _SIZE),
         ("window", _SIZE),
+        ("head_bytes", _SIZE),
+        ("bits", _SIZE),
+        ("spread", _SIZE),
+        ("group", _SIZE),
         ("epsilon", _FLOAT),
         ("scale", _FLOAT),
         ("cap", _FLOAT),
@@ -61,14 +67,14 @@ class Layer(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """`Step` of attention.cpp."""
+    """`Step` of attention_call.h."""
 
     _fields_ = (("chunks", _ADDRESS), ("count", _SIZE), ("pages", _ADDRESS))
 
 
 class NativeAttention:
     """Attention of all layers of a model over their pages, which it alone reads and writes: keys and values lie there
-    as the kernel multiplies them, not as tensors are indexed.
+    as the kernel multiplies or decodes them, not as tensors are indexed.
 
     What a query attends depends on itself and the keys before it alone, whatever the rest of the batch, the chunks in
     which its sequence came, and the threads.
@@ -76,14 +82,26 @@ class NativeAttention:
     floats: whether all is float32.  addresses: of what each layer is told.
     """
 
-    def __init__(self, library: NativeLibrary, layers: Sequence[Heads], pages: Sequence[Tensor]) -> None:
-        """pages: of each layer, [pages, page_tokens, 2 * kv_heads, head_dim], of which the bytes alone count; either
-        all of bfloat16 or all of float32. Raises AttributeError where the library has no such kernel."""
+    def __init__(
+        self,
+        library: NativeLibrary,
+        layers: Sequence[Heads],
+        pages: Sequence[Tensor],
+        *,
+        dtype: torch.dtype,
+        bits: CacheBits = 16,
+    ) -> None:
+        """pages: of each layer, [pages, page_tokens, 2 * kv_heads, ...], of which the bytes alone count.
+        dtype: of what is attended, one of DTYPES.  bits: that keys and values are kept in; 16 stands for plain ones.
+        Raises AttributeError where the library has no such kernel."""
         self._library, self._layers, self._pages = library, layers, pages  # whose addresses the kernel is given
-        self._dtype, self._page_tokens = pages[0].dtype, pages[0].shape[1]
-        self.floats: Final = self._dtype is torch.float32
+        self._dtype, self._page_tokens = dtype, pages[0].shape[1]
+        self.floats: Final = dtype is torch.float32
         self._described = (Layer * len(layers))(
-            *(_described(heads, kept) for heads, kept in zip(layers, pages, strict=True))
+            *(
+                _described(heads, kept, HeadFormat(heads.head_dim, bits, dtype.itemsize))
+                for heads, kept in zip(layers, pages, strict=True)
+            )
         )
         first = ctypes.addressof(self._described)
         self.addresses: Final = [first + index * ctypes.sizeof(Layer) for index in range(len(layers))]
@@ -160,7 +178,7 @@ def _before(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> np.ndarray[tu
     return np.cumsum(counts, dtype=np.int32) - counts
 
 
-def _described(heads: Heads, pages: Tensor) -> Layer:
+def _described(heads: Heads, pages: Tensor, form: HeadFormat) -> Layer:
     return Layer(
         pages=pages.data_ptr(),
         norm=None if heads.norm is None else heads.norm.data_ptr(),
@@ -169,6 +187,10 @@ def _described(heads: Heads, pages: Tensor) -> Layer:
         head_dim=heads.head_dim,
         page_tokens=pages.shape[1],
         window=heads.window or 0,
+        head_bytes=form.head_bytes,
+        bits=form.bits,
+        spread=form.turned if form.coded else 0,
+        group=form.group if form.coded else 0,
         epsilon=heads.epsilon,
         scale=heads.scale,
         cap=heads.cap,

@@ -33,7 +33,7 @@ template <class Kind>
 constexpr int64_t kKeptUnits = kBlock / Kind::kPerUnit;
 
 // Into the second level: what is fetched there waits in more places than what the first level misses, and pages lie anywhere.
-inline void fetch(const uint32_t* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1); }
+inline void fetch(const void* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1); }
 
 // Products of R queries [units][kMaxRows] and C tiles of keys.
 template <class Kind, int64_t R, int64_t C>

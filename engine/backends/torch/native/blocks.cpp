@@ -22,7 +22,7 @@ struct Block {
     int64_t angles;  // number of what turns its heads; -1: nothing does
 };
 
-// What turns the heads of rows: see Rows in attention.cpp. `Angles` of native/stack.py has the same fields.
+// What turns the heads of rows: see Rows in attention_call.h. `Angles` of native/stack.py has the same fields.
 struct Angles {
     const float* cosines;
     const float* sines;

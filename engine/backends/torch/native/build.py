@@ -42,8 +42,14 @@ HEADERS = tuple(
         "floating",
         "amx",
         "quantised",
+        "codes",
         "attention",
         "attention_tile",
+        "attention_call",
+        "attention_plan",
+        "attention_heads",
+        "attention_pages",
+        "attention_codes",
     )
 )
 COMPILERS = ("g++", "clang++", "c++")
@@ -59,7 +65,7 @@ ISA_FLAGS: Mapping[InstructionSet, tuple[str, ...]] = {
     "amx-bf16": (*_AVX512_BF16, "-DERICLLM_AMX", "-mamx-tile", "-mamx-bf16"),
     "avx512-bf16": _AVX512_BF16,
     "avx512": _AVX512,
-    "avx2": ("-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
 
 _TRIED_FIRST = frozenset({"amx-bf16"})

@@ -42,7 +42,6 @@ inline void unpack(const uint8_t* from, Codes (&w)[2]) {
     w[1] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
 }
 
-inline float highest(Floats x) { return _mm512_reduce_max_ps(x.v); }
 inline bool has_nan(Floats x) { return _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q) != 0; }
 
 // Put sixteen whole numbers from -127 to 127 into `to`, and return their sum with `sum`.
@@ -95,12 +94,6 @@ inline void unpack(const uint8_t* from, Codes (&w)[2]) {
     w[1] = {code(_mm256_srli_epi16(both[0], 4)), code(_mm256_srli_epi16(both[1], 4))};
 }
 
-inline float highest(Floats x) {
-    const __m256 eight = _mm256_max_ps(x.low, x.high);
-    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
-}
 inline bool has_nan(Floats x) {
     const __m256 both = _mm256_add_ps(x.low, x.high);
     return _mm256_movemask_ps(_mm256_cmp_ps(both, both, _CMP_UNORD_Q)) != 0;

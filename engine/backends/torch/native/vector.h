@@ -75,6 +75,7 @@ inline Floats scaled(Floats x, Floats n) {
     const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
     return x * Floats{_mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23))};
 }
+inline float highest(Floats x) { return _mm512_reduce_max_ps(x.v); }
 
 #else  // AVX2 and FMA
 
@@ -155,6 +156,12 @@ inline __m256 power_of_two(__m256 n) {
 }
 // x * 2^n for whole n, with n + 127 from 1 to 254.
 inline Floats scaled(Floats x, Floats n) { return x * Floats{power_of_two(n.low), power_of_two(n.high)}; }
+inline float highest(Floats x) {
+    const __m256 eight = _mm256_max_ps(x.low, x.high);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
 
 #endif
 
