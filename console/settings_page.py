@@ -37,7 +37,7 @@ _VARIABLES = {
     "`ERICLLM_NATIVE`": "`0` keeps the native CPU kernels off, and torch computes; `ericllm doctor` says which do",
     "`ATEN_CPU_CAPABILITY`": "`avx2` or `default` bounds the instructions of torch's kernels, and of ours with them",
     "`GOMP_SPINCOUNT`": "how long a worker's threads spin at a barrier before they sleep, in turns of a loop; workers "
-    "get 3000 where it is not set ([why](performance.md#threads-that-wait))",
+    "get 3000 where it is not set, 10000 without the native kernels ([why](performance.md#threads-that-wait))",
     "`CUDA_VISIBLE_DEVICES`": "which GPUs there are for this program",
     "`HF_HOME`, `HF_HUB_CACHE`": "where downloaded models are kept and looked for",
     "`HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`": "who asks the hub, which hub, and `1` for never",

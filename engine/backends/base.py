@@ -110,7 +110,8 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     """What a load ended with. kv_tokens: tokens that the worker's KV pages hold together.
 
     attention, attention_reason: which attention computes, and why that one, in a few words.
-    linear: what multiplies by the weights: "native avx512-bf16", "native avx2", "onednn" or "plain"; "" where unknown.
+    linear: what multiplies by the weights: "native avx512-bf16", "native avx2", "fbgemm float16", "onednn" or "plain";
+        "" where unknown.
     shares: what was really allocated on each device, working memory as the warm-up measured it.
     adapters_per_request: whether each request may name a LoRA adapter of its own.
     shared_bytes: how much of weights_bytes all workers of this machine have once, in one mapping.

@@ -8,7 +8,14 @@ import msgspec
 
 from engine.backends.torch.kv_format import HeadFormat, refuse_format
 from engine.backends.torch.model_config import ModelConfig
-from engine.backends.torch.quantised_size import head_bytes, saved_bytes
+from engine.backends.torch.quantised_size import (
+    PACK_FLOAT32_MIN_ELEMENTS,
+    halved_bytes,
+    halved_head_bytes,
+    head_bytes,
+    keeps_halves,
+    saved_bytes,
+)
 from engine.backends.torch.settings import draft_spec, with_num_experts
 from engine.backends.torch.step_memory import graph_bytes, largest_step, step_bytes
 from engine.config import ModelSpec
@@ -23,7 +30,6 @@ RUNTIME_BYTES: dict[DeviceKind, int] = {"cpu": 256 << 20, "cuda": 512 << 20, "si
 """A worker's process besides its model. CPU: Python, torch and oneDNN, as measured on Linux. CUDA: the context, loaded
 kernels and cuBLAS's workspace. A simulated device holds what the worker allocates for its model alone."""
 
-_MIN_HEAD_COPY_ELEMENTS = 1 << 18
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -56,9 +62,10 @@ def _alone(
     context = chosen_context(facts, spec)
     refuse_format(shape.head_dim, spec.cache_bits)
     heads = HeadFormat(shape.head_dim, spec.cache_bits, item)
+    halves = kind == "cpu" and keeps_halves(spec, dtype, shape.checkpoint_dtype)
     gathers = kind != "cuda" or spec.attention == "gathered" or heads.coded
     page_heads = 2 * shape.kv_heads * workload.page_tokens
-    first, last, joined = _ends_bytes(facts, spec, shape, kind, item)
+    first, last, joined = _ends_bytes(facts, spec, shape, kind, item, halves=halves)
     working, head_working = _working_bytes(shape, workload, context, heads, gathers=gathers)
     return ModelCosts(
         name=spec.name,
@@ -71,7 +78,7 @@ def _alone(
         page_tokens=workload.page_tokens,
         weights=spec.weights,
         layer_bytes=tuple(
-            max(0, item * layer.elements - saved_bytes(shape, number, spec.weights, item))
+            max(0, item * layer.elements - _saved_bytes(shape, number, spec, item, halves=halves))
             for number, layer in enumerate(parts.layers)
         ),
         first_bytes=first,
@@ -79,15 +86,19 @@ def _alone(
         joined_bytes=joined,
         page_bytes=page_heads * heads.head_bytes,
         device_page_bytes=page_heads * heads.copied_bytes if gathers else 0,
-        shares_weights=kind == "cpu" and sys.platform == "linux",
+        shares_weights=kind == "cpu" and sys.platform == "linux" and not halves,
         working_bytes=RUNTIME_BYTES[kind] + working,
         head_working_bytes=RUNTIME_BYTES[kind] + head_working,
         unseen_bytes=RUNTIME_BYTES[kind],
     )
 
 
+def _saved_bytes(shape: ModelConfig, layer: int, spec: ModelSpec, item: int, *, halves: bool) -> int:
+    return halved_bytes(shape, layer) if halves else saved_bytes(shape, layer, spec.weights, item)
+
+
 def _ends_bytes(
-    facts: ModelFacts, spec: ModelSpec, shape: ModelConfig, kind: DeviceKind, item: int
+    facts: ModelFacts, spec: ModelSpec, shape: ModelConfig, kind: DeviceKind, item: int, *, halves: bool
 ) -> tuple[int, int, int]:
     """What goes with the first layer and with the last, and what of that is one thing where both lie together."""
     parts, quantised = facts.parts, spec.weights != "auto"
@@ -96,8 +107,10 @@ def _ends_bytes(
     copied = quantised or (
         kind == "cpu"
         and embedding <= MAX_HEAD_COPY_BYTES
-        and (item < _ITEM_BYTES["float32"] or parts.embedding.elements >= _MIN_HEAD_COPY_ELEMENTS)
+        and (item < _ITEM_BYTES["float32"] or parts.embedding.elements >= PACK_FLOAT32_MIN_ELEMENTS)
     )
+    if halves and (copied or not facts.tied):
+        head -= halved_head_bytes(shape)
     return (
         embedding + facts.adapter_bytes,
         (head_bytes(shape) if quantised else head) + item * parts.norm.elements,

@@ -13,6 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import engine
+from engine.backends.torch.native.available import kernels_at_hand
+
+SPIN_TURNS, SPIN_TURNS_BETWEEN_OPERATIONS = 3000, 10000
+"""How long torch's threads spin at a barrier before they sleep: with our kernels, which meet there seldom, and without,
+where what one thread does between two of torch's operations must not let the other fall asleep."""
 
 
 def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Popen[bytes]:
@@ -39,11 +44,12 @@ def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Pop
 def child_environment() -> dict[str, str]:
     """Our environment, with the folder of this package importable, output unbuffered and crashes traced into the log.
 
-    CUDA_DEVICE_ORDER: so that cuda:N is the driver's device N, which placement speaks of.  GOMP_SPINCOUNT: how long
-    torch's threads spin at a barrier before they sleep. As long as a quiet machine needs and no longer: a thread that
-    spins takes the core from the one it waits for as soon as anything else runs. Measured in docs/performance.md.
+    CUDA_DEVICE_ORDER: so that cuda:N is the driver's device N, which placement speaks of.  GOMP_SPINCOUNT: as long as a
+    quiet machine needs and no longer: a thread that spins takes the core from the one it waits for as soon as anything
+    else runs. Measured in docs/performance.md.
     """
-    env = {"GOMP_SPINCOUNT": "3000", **os.environ}
+    turns = SPIN_TURNS if kernels_at_hand() else SPIN_TURNS_BETWEEN_OPERATIONS
+    env = {"GOMP_SPINCOUNT": str(turns), **os.environ}
     env.update(PYTHONUNBUFFERED="1", PYTHONFAULTHANDLER="1", CUDA_DEVICE_ORDER="PCI_BUS_ID")
     root = str(Path(engine.__file__).resolve().parent.parent)
     if root != sysconfig.get_path("purelib"):

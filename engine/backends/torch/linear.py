@@ -10,19 +10,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from engine.backends.torch.half_linear import HalfLinear, halves_available, kept_by_float16
 from engine.backends.torch.native.layer import NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.native.quantised import INTEGER_SETS, bits_of, is_like, quantised
 from engine.backends.torch.native.rows import Room, Rows, aligned, joined, shape_of
 from engine.backends.torch.opaque import pack_weight
-from engine.backends.torch.quantised_size import Bits
+from engine.backends.torch.quantised_size import PACK_FLOAT32_MIN_ELEMENTS, Bits
 from engine.errors import ModelLoadFailed
 
 Linear = Callable[[Tensor], Tensor]
 """x [T, in] -> [T, out]."""
-
-PACK_FLOAT32_MIN_ELEMENTS = 1 << 18
-"""Below this, float32 multiplies faster unpacked."""
 
 _CHECK_ROWS = 38
 """The first alone and the others together, which are of several tiles."""
@@ -64,13 +62,21 @@ class LinearFactory:
     them off.
 
     native: the kernels that compute, where the process has them and they are for this `dtype`.  room: where their
-    weights are to lie.
+    weights are to lie.  halves: whether float16 may keep weights of float32, for want of those.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, native: NativeLibrary | None = None, room: Room = aligned
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        native: NativeLibrary | None = None,
+        room: Room = aligned,
+        *,
+        halves: bool = False,
     ) -> None:
         self._native, self._room = native if device.type == "cpu" else None, room
+        self._may_halve = halves and device.type == "cpu" and halves_available()
+        self._halves_trusted: set[tuple[torch.Size, bool]] = set()
         self._native_trusted: set[tuple[torch.Size, bool, bool]] = set()
         self._quantised_trusted: set[tuple[Bits, torch.Size, bool, bool]] = set()
         self._may_pack = device.type == "cpu" and _packing_available(dtype)
@@ -130,7 +136,11 @@ class LinearFactory:
         return layer
 
     def _make_torch(self, weight: Tensor, bias: Tensor | None, *, pack: bool) -> Linear:
-        if not (pack and self._may_pack and packing_pays(weight)):
+        if not (pack and packing_pays(weight)):
+            return PlainLinear(weight, bias)
+        if self._may_halve and (half := self._make_half(weight, bias)) is not None:
+            return half
+        if not self._may_pack:
             return PlainLinear(weight, bias)
         try:
             packed = PackedLinear(pack_weight(weight), bias)
@@ -142,10 +152,24 @@ class LinearFactory:
             return PlainLinear(weight, bias)
         return packed if self._trusted[key] else PlainLinear(weight, bias)
 
+    def _make_half(self, weight: Tensor, bias: Tensor | None) -> Linear | None:
+        """A layer that keeps `weight` as float16; None where that loses some of it, or does not work here."""
+        if not kept_by_float16(weight):
+            return None
+        try:
+            half = HalfLinear(weight, bias)
+            key = (weight.shape, bias is not None)
+            if key not in self._halves_trusted:
+                self._may_halve = _agree(half, weight.half().float(), bias)
+                self._halves_trusted.add(key)
+        except RuntimeError:
+            self._may_halve = False
+        return half if self._may_halve else None
+
 
 def sum_onto(residual: Tensor, linear: Linear, x: Tensor) -> Tensor:
     """residual [T, out] + linear(x), in one call where the layer has one."""
-    if isinstance(linear, PackedLinear):
+    if isinstance(linear, PackedLinear | HalfLinear):
         return linear.onto(residual, x)
     return residual + linear(x)
 
@@ -156,7 +180,8 @@ def packing_pays(weight: Tensor) -> bool:
 
 
 def kind_of(linear: Linear) -> str:
-    """What multiplies: "native" with its instruction set and the bits of quantised weights, "onednn" or "plain"."""
+    """What multiplies: "native" with its instruction set and the bits of quantised weights, "fbgemm float16", "onednn"
+    or "plain"."""
     match linear:
         case NativeLinear() if bits := bits_of(linear.form):
             return f"native {INTEGER_SETS[linear.library.isa]} int{bits}"
@@ -164,6 +189,8 @@ def kind_of(linear: Linear) -> str:
             return f"native {linear.library.isa}"
         case PackedLinear():
             return "onednn"
+        case HalfLinear():
+            return "fbgemm float16"
         case _:
             return "plain"
 

@@ -17,6 +17,7 @@ from engine.backends.torch.archs.base import TensorNames
 from engine.backends.torch.archs.experts import expert_shapes
 from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.device_memory import DeviceMemory
+from engine.backends.torch.half_linear import HalfLinear
 from engine.backends.torch.layout import Layout, Span
 from engine.backends.torch.linear import Linear, LinearFactory, PlainLinear, packing_pays
 from engine.backends.torch.mlp import GatedMlp, Mlp
@@ -29,7 +30,15 @@ from engine.backends.torch.native.rows import Rows, joined
 from engine.backends.torch.norm_loading import NormLoader, block_norm_shapes, norm_shapes
 from engine.backends.torch.norms import unchanged
 from engine.backends.torch.quant.weight import method_of, methods_of
-from engine.backends.torch.quantised_size import BITS, HEAD_BITS, head_bytes, saved_bytes
+from engine.backends.torch.quantised_size import (
+    BITS,
+    HALF_BYTES,
+    HEAD_BITS,
+    halved_bytes,
+    halved_head_bytes,
+    head_bytes,
+    saved_bytes,
+)
 from engine.backends.torch.rope import RotaryEmbedding
 from engine.backends.torch.weight_store import WeightStore
 from engine.backends.torch.weights import WeightReader
@@ -73,10 +82,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def weights_bytes(
-    config: ModelConfig, layout: Layout, dtype: torch.dtype, weights: WeightsName = "auto"
+    config: ModelConfig, layout: Layout, dtype: torch.dtype, weights: WeightsName = "auto", *, halves: bool = False
 ) -> dict[DeviceMemory, int]:
-    """Bytes that the weights take on each device once loaded as `dtype` and made into `weights`. Of a tied head, its
-    copy is counted where it is quantised."""
+    """Bytes that the weights take on each device once loaded as `dtype` and made into `weights`, or kept as `halves`.
+    Of a tied head, its copy is counted where it is quantised."""
     names = ARCHITECTURES[config.architecture].names
     embedding = config.vocab_size * config.hidden_size
     elements = dict.fromkeys(layout.memories, 0)
@@ -91,7 +100,17 @@ def weights_bytes(
         needed[layout.last] += head_bytes(config)
         for layer, memory in enumerate(layout.by_layer):
             needed[memory] -= saved_bytes(config, layer, weights, dtype.itemsize)
+    if halves:
+        for layer, memory in enumerate(layout.by_layer):
+            needed[memory] -= halved_bytes(config, layer)
+        if not config.tie_embeddings:
+            needed[layout.last] -= halved_head_bytes(config)
     return needed
+
+
+def head_copy_bytes(embedding: Tensor, head: Linear) -> int:
+    """What the `head` takes that is a copy of `embedding`."""
+    return HALF_BYTES * embedding.numel() if isinstance(head, HalfLinear) else embedding.nbytes
 
 
 def _block_shapes(config: ModelConfig, names: TensorNames, layer: int) -> dict[str, tuple[int, ...]]:
@@ -133,7 +152,8 @@ class DecoderLoader:
 
     native: the kernels that linear layers compute with, where there are any.  all_native: with them the head too, even
     where a copy of the embedding for it is not worth its memory.  weights: what those of linear
-    layers are made into; anything but "auto" needs `native`.
+    layers are made into; anything but "auto" needs `native`.  halves: whether they are kept as float16 where that
+    loses nothing.
     """
 
     config: ModelConfig
@@ -144,13 +164,14 @@ class DecoderLoader:
     native: NativeLibrary | None = None
     all_native: bool = False
     weights: WeightsName = "auto"
+    halves: bool = False
 
     def load(self) -> Decoder:
         """Read everything, and enter it into the devices' accounts.
 
         Raises ModelLoadFailed or LoadCancelled, or InsufficientMemory before anything is read.
         """
-        needed = weights_bytes(self.config, self.layout, self.dtype, self.weights)
+        needed = weights_bytes(self.config, self.layout, self.dtype, self.weights, halves=self.halves)
         with ExitStack() as rooms:
             for memory, size_bytes in needed.items():
                 taken = 0 if self.store.complete and not memory.simulated else size_bytes
@@ -245,7 +266,7 @@ class DecoderLoader:
             lambda _: linears.make(embedding.to(memory.device, copy=True) if elsewhere else embedding, pack=may_pack),
         )
         if not isinstance(head, PlainLinear) and not elsewhere and not memory.simulated:
-            memory.weights_bytes += embedding.nbytes
+            memory.weights_bytes += head_copy_bytes(embedding, head)
         return head
 
     def _norms(self, device: torch.device, prefix: str = "") -> NormLoader:
@@ -258,4 +279,4 @@ class DecoderLoader:
         return self.reader.lend(*names, device=device) if lent else self.reader.read(*names, device=device)
 
     def _factory(self, memory: DeviceMemory) -> LinearFactory:
-        return LinearFactory(memory.device, self.dtype, self.native, self.store.room)
+        return LinearFactory(memory.device, self.dtype, self.native, self.store.room, halves=self.halves)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,11 @@ from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
 from engine.backends.torch.native.kernels import PATIENT_S, WAIT_S, native_library, quantised_library
 from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.quantised_size import keeps_halves
 from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.shared_weights import weight_store
 from engine.backends.torch.text_alone import text_alone
+from engine.backends.torch.weight_store import OwnWeights
 from engine.backends.torch.weights import WeightReader, locate
 from engine.config import DtypeName, ModelSpec
 
@@ -78,8 +81,13 @@ def load_decoder(
     report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
     reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
     files = {*checkpoint.files, path / "config.json", *(spec.lora.iterdir() if spec.lora else ())}
-    with weight_store(path, files, dtype, places, cancelled, native, spec.weights) as store, torch.inference_mode():
-        loader = DecoderLoader(config, reader, layout, dtype, store, native, spec.deterministic, spec.weights)
+    halves = native is None and places[0].type == "cpu" and keeps_halves(spec, _name(dtype), config.checkpoint_dtype)
+    own = nullcontext(OwnWeights())  # halves are opaque
+    with (
+        own if halves else weight_store(path, files, dtype, places, cancelled, native, spec.weights) as store,
+        torch.inference_mode(),
+    ):
+        loader = DecoderLoader(config, reader, layout, dtype, store, native, spec.deterministic, spec.weights, halves)
         decoder = loader.load()
     reader.finish()
     parameters = sum(map(math.prod, tensor_shapes(config).values()))
@@ -113,6 +121,10 @@ def _computed_with(
     if spec.weights != "auto":
         native = quantised_library(spec.weights, dtype, device, cancelled)
     return dtype, native
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _idle_parameters(config: ModelConfig) -> int:

@@ -1,7 +1,7 @@
 """Which weights `--weights` makes smaller, and what they take then. Integers alone: nothing here imports torch.
 
 All linear layers are made so but the routers of a mixture; the head, where an error costs most, is never below 8 bits.
-Embedding, norms and biases stay as they are.
+Embedding, norms and biases stay as they are. Without it, weights of 16 bits may stay such beside rows of float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from engine.backends.torch.model_config import ModelConfig
-from engine.config import WeightsName
+from engine.config import ModelSpec, WeightsName
 
 Bits = Literal[8, 4]
 
@@ -19,6 +19,11 @@ BITS: Mapping[WeightsName, Bits] = MappingProxyType({"int8": 8, "int4": 4})
 HEAD_BITS: Bits = 8
 GROUP_INPUTS: Mapping[Bits, int] = MappingProxyType({8: 64, 4: 32})
 """Inputs of an output that share a scale, as native/quantised.h has it."""
+
+PACK_FLOAT32_MIN_ELEMENTS = 1 << 18
+"""Below this, float32 multiplies faster unpacked."""
+
+HALF_BYTES = 2
 
 _BLOCK = 16
 _SCALE_BYTES = 2
@@ -48,6 +53,24 @@ def saved_bytes(config: ModelConfig, layer: int, weights: WeightsName, item_byte
         - packed_bytes(BITS[weights], each.outputs, each.inputs, gates=each.gates)
         for each in _linears(config, layer)
     )
+
+
+def keeps_halves(spec: ModelSpec, dtype: str, stored: str) -> bool:
+    """Whether linear layers on a CPU without our kernels keep as float16 what was `stored` in 16 bits, and computes in
+    float32, its `dtype`, only for want of something better. Whoever asks for float32 gets all of it."""
+    return (spec.dtype, spec.weights, dtype) == ("auto", "auto", "float32") and stored in ("bfloat16", "float16")
+
+
+def halved_bytes(config: ModelConfig, layer: int) -> int:
+    """By how much less a layer takes then than in float32."""
+    sizes = (each.outputs * each.inputs for each in _linears(config, layer))
+    return sum(HALF_BYTES * elements for elements in sizes if elements >= PACK_FLOAT32_MIN_ELEMENTS)
+
+
+def halved_head_bytes(config: ModelConfig) -> int:
+    """By how much less a head takes then that is not the embedding itself."""
+    elements = config.vocab_size * config.hidden_size
+    return HALF_BYTES * elements if elements >= PACK_FLOAT32_MIN_ELEMENTS else 0
 
 
 def head_bytes(config: ModelConfig) -> int:

@@ -64,8 +64,11 @@ def instruction_set_here() -> InstructionSet | None:
 def prefers_bfloat16() -> bool:
     """Whether models compute in bfloat16 here if nothing else is asked for: where the CPU multiplies it, or the kernels
     do, which read half as much of it as of float32 and multiply it about as fast."""
-    if native_bfloat16():
-        return True
+    return native_bfloat16() or kernels_at_hand()
+
+
+def kernels_at_hand() -> bool:
+    """Whether a load here has the kernels: they run on this CPU, and came compiled, were compiled before or can be."""
     kernels = instruction_set_here()
     return kernels is not None and (bool(find_compiler()) or _is_kept(kernels))
 
