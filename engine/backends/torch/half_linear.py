@@ -8,6 +8,8 @@ multiple of 2**-24.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +29,10 @@ class HalfLinear:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that what makes quantised models has moved, which this is not
             self._packed: Any = torch.ops.quantized.linear_prepack_fp16.default(weight, bias)
-        self._multiply = torch.ops.quantized.linear_dynamic_fp16.default
+        self._multiply = _caller(torch.ops.quantized.linear_dynamic_fp16.default)
 
     def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = self._multiply(x, self._packed)
-        return product
+        return self._multiply(x, self._packed)
 
     def onto(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [T, out] + the product with x [T, in]."""
@@ -41,6 +42,13 @@ class HalfLinear:
 def halves_available() -> bool:
     """Whether this torch has such layers. Whether they compute as they must is for who makes one to see."""
     return all(hasattr(torch.ops.quantized, name) for name in ("linear_prepack_fp16", "linear_dynamic_fp16"))
+
+
+def _caller(operator: Any) -> Callable[[Tensor, Any], Tensor]:
+    """What calls `operator`. Given something opaque, torch looks for what stands in for that while it compiles, for 13 us,
+    more than a small layer takes; its dispatcher does not."""
+    call = getattr(torch._C, "_dispatch_call_boxed", None)
+    return operator if call is None else partial(call, operator._handle)  # type: ignore[no-any-return]
 
 
 def kept_by_float16(weight: Tensor) -> bool:
