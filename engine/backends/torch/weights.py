@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,21 +114,28 @@ class WeightReader:
 
     def read(self, *names: str, device: torch.device) -> Tensor:
         """The named tensors, joined along their first dimension into one new tensor on `device`."""
-        weights = [self._weights[name] for name in names]
-        rows = [weight.shape[0] for weight in weights]
-        joined = torch.empty((sum(rows), *weights[0].shape[1:]), dtype=self._dtype, device=device)
-        for weight, part in zip(weights, joined.split(rows), strict=True):
-            part.copy_(self._stored(weight, device))
-        return joined
+        return self._joined(names, (self._stored(name, device) for name in names), device)
 
     def lend(self, *names: str, device: torch.device) -> tuple[Tensor, ...]:
-        """The named tensors on `device`, each where it lies if it is stored as wanted. A file may change: what is lent
-        is to be copied, and not kept."""
-        return tuple(self._stored(self._weights[name], device).to(device, self._dtype).contiguous() for name in names)
+        """The same in parts, where they lie if they are stored as wanted. A file may change: what is lent is to be
+        copied, and not kept."""
+        stored = tuple(self._stored(name, device) for name in names)
+        if all((each.dtype, each.device.type) == (self._dtype, device.type) for each in stored):
+            return tuple(each.contiguous() for each in stored)
+        return (self._joined(names, stored, device),)
 
-    def _stored(self, weight: StoredWeight, device: torch.device) -> Tensor:
+    def _joined(self, names: Sequence[str], parts: Iterable[Tensor], device: torch.device) -> Tensor:
+        shapes = [self._weights[name].shape for name in names]
+        rows = [shape[0] for shape in shapes]
+        joined = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=device)
+        for part, room in zip(parts, joined.split(rows), strict=True):
+            room.copy_(part)
+        return joined
+
+    def _stored(self, name: str, device: torch.device) -> Tensor:
         if self._cancelled():
             raise LoadCancelled("loading was cancelled while reading the weights")
+        weight = self._weights[name]
         tensor = weight.read(device)
         self._done_bytes = min(self._done_bytes + weight.stored_bytes, self._total_bytes)
         self._report(LoadProgress(phase="weights", done=self._done_bytes, total=self._total_bytes))
