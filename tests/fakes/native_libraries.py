@@ -1,4 +1,5 @@
-"""The native kernels for each instruction set that this machine can run, and those for AMX on tiles in memory."""
+"""The native kernels for each instruction set that this machine can run, and those for AMX and for bfloat16 where their
+instructions are written out."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from engine.backends.torch.native import build
 from engine.backends.torch.native.build import InstructionSet, build_library, cache_folder, find_compiler
 from engine.backends.torch.native.library import NativeLibrary
 
-LibraryName = InstructionSet | Literal["amx-bf16 emulated"]
+LibraryName = InstructionSet | Literal["amx-bf16 emulated", "avx512-bf16 emulated"]
 EMULATED: LibraryName = "amx-bf16 emulated"
+EMULATED_BFLOAT16: LibraryName = "avx512-bf16 emulated"
 
 _NEEDS: dict[InstructionSet, set[str]] = {
     "amx-bf16": {"amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni", "avx512vl", "avx512bw"},
@@ -21,6 +23,7 @@ _NEEDS: dict[InstructionSet, set[str]] = {
     "avx2": {"avx2", "fma"},
 }
 _TILES = Path(__file__).with_name("amx_tiles.h")
+_BFLOAT16 = Path(__file__).with_name("bfloat16_instructions.h")
 
 
 def cpu_runs(isa: InstructionSet) -> bool:
@@ -41,6 +44,12 @@ LIBRARIES: tuple[LibraryName, ...] = (
 )
 """The same with AMX, on tiles in memory too."""
 
+ATTENDING: tuple[LibraryName, ...] = (
+    *SETS,
+    *((EMULATED_BFLOAT16,) if "avx512" in SETS and "avx512-bf16" not in SETS else ()),
+)
+"""Those that lay keys and values in different ways: all but AMX, by written out instructions where the CPU lacks them."""
+
 
 def native_set(isa: InstructionSet) -> NativeLibrary:
     """The library for `isa`, made if it is not there yet."""
@@ -49,10 +58,16 @@ def native_set(isa: InstructionSet) -> NativeLibrary:
 
 def native(name: LibraryName) -> NativeLibrary:
     """The library of that name, which is one of LIBRARIES."""
-    if name != "amx-bf16 emulated":
-        return native_set(name)
-    version = hashlib.sha256(_TILES.read_bytes()).hexdigest()[:16]
-    tiles = (f'-DERICLLM_TILES="{_TILES}"', f"-DTILES_VERSION=0x{version}")
-    flags = (*build.ISA_FLAGS[SETS[0]], "-DERICLLM_AMX", *tiles, "-O1")  # compiled in two thirds of the time
-    with mock.patch.object(build, "ISA_FLAGS", {**build.ISA_FLAGS, "amx-bf16": flags}):
-        return NativeLibrary("amx-bf16", build_library("amx-bf16", cache_folder()))
+    if name == "amx-bf16 emulated":
+        return _emulated("amx-bf16", SETS[0], _TILES, "-DERICLLM_AMX", f'-DERICLLM_TILES="{_TILES}"')
+    if name == "avx512-bf16 emulated":
+        return _emulated("avx512-bf16", "avx512", _BFLOAT16, "-include", str(_BFLOAT16))
+    return native_set(name)
+
+
+def _emulated(isa: InstructionSet, runs: InstructionSet, header: Path, *flags: str) -> NativeLibrary:
+    """The kernels for `isa`, of instructions that `runs` has and others that `header` writes out."""
+    version = f"-DHEADER_VERSION=0x{hashlib.sha256(header.read_bytes()).hexdigest()[:16]}"
+    emulating = (*build.ISA_FLAGS[runs], *flags, version, "-O1")  # compiled in two thirds of the time
+    with mock.patch.object(build, "ISA_FLAGS", {**build.ISA_FLAGS, isa: emulating}):
+        return NativeLibrary(isa, build_library(isa, cache_folder()))

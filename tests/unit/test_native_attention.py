@@ -10,7 +10,7 @@ import torch
 from engine.backends.torch.native.library import NativeLibrary
 from engine.config import CacheBits
 from tests.fakes.attending import Kernel, Shape, expected
-from tests.fakes.native_libraries import SETS, native_set
+from tests.fakes.native_libraries import ATTENDING, native
 
 TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 5e-6}
 BITS: tuple[CacheBits, ...] = (16, 8, 4)
@@ -33,9 +33,9 @@ CUTS: tuple[Sequence[int], ...] = ([1] * 9 + [291], [2, 30, 100, 3, 165], [150] 
 pytestmark = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 
 
-@pytest.fixture(scope="module", params=SETS)
+@pytest.fixture(scope="module", params=ATTENDING)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    return native_set(request.param)
+    return native(request.param)
 
 
 @pytest.fixture(autouse=True)

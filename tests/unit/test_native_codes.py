@@ -13,7 +13,7 @@ from engine.backends.torch.native.library import NativeLibrary
 from engine.config import CacheBits
 from tests.fakes.attending import Attending, Kernel, Shape, seeded
 from tests.fakes.coded_pages import Coded, made, turned
-from tests.fakes.native_libraries import SETS, native_set
+from tests.fakes.native_libraries import ATTENDING, native
 
 TOKENS, CUTS = 150, (40, 1, 1, 90, 18)
 NEAR_CODES, NEAR_SCALES = 2e-4, 2e-3
@@ -26,9 +26,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=SETS)
+@pytest.fixture(scope="module", params=ATTENDING)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    return native_set(request.param)
+    return native(request.param)
 
 
 @pytest.fixture(autouse=True)

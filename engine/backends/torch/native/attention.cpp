@@ -90,7 +90,7 @@ class Attention {
             const int64_t key = block * kBlock;
             const View view = pages_.read(lying, ahead, std::max<int64_t>(0, begin - key), std::min(kBlock, end - key));
             for (int64_t tile = 0; tile < group.tiles; ++tile)
-                attend_tile(task, group, tile, block, view, Pages::kCopies || tile ? view : ahead, state);
+                attend_tile(task, group, tile, block, view, tile ? view : ahead, state);
             lying = ahead;
         }
         if (task.split >= 0) {

@@ -22,6 +22,7 @@ static_assert(kTile == kLanes, "a vector has one unit of each token of a tile");
 
 // How sums of products of units are made. Value: what the rows have.  kPerUnit: how many numbers make a unit; a single one
 // is a float whatever the rows have.  Kept: a unit of a query or of its probabilities, as it is multiplied; `kept` makes it.
+// kFetches: whether units of the next block are worth fetching meanwhile.
 template <class ValueOfRows>
 struct Single {
     using Value = ValueOfRows;
@@ -29,6 +30,7 @@ struct Single {
     using One = Floats;
     using Kept = float;
     static constexpr int64_t kPerUnit = 1;
+    static constexpr bool kFetches = true;
     static Kept kept(const Value* unit) { return to_float(*unit); }
     static Wide wide(const uint32_t* units) { return load(reinterpret_cast<const float*>(units)); }
     static One one(const Kept* unit) { return all(*unit); }
@@ -56,6 +58,7 @@ struct Pair {
     using One = __m512bh;
     using Kept = uint32_t;
     static constexpr int64_t kPerUnit = 2;
+    static constexpr bool kFetches = true;
     static Kept kept(const Value* unit) { return static_cast<Kept>(unit[1].bits) << 16 | unit[0].bits; }
     static Wide wide(const uint32_t* units) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(units)); }
     static One one(const Kept* unit) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(*unit))); }
@@ -75,6 +78,7 @@ struct Pair {
     using Wide = Halves;
     using One = Halves;
     static constexpr int64_t kPerUnit = 2;
+    static constexpr bool kFetches = true;
     static Kept kept(const Value* unit) { return {to_float(unit[0]), to_float(unit[1])}; }
     static Wide wide(const uint32_t* units) { return {firsts_of(units), seconds_of(units)}; }
     static One one(const Kept* unit) { return {all(unit->first), all(unit->second)}; }

@@ -20,6 +20,12 @@ template <class Value>
 using DecodedInto = Single<Value>;
 #endif
 
+// Units that were decoded, and lie in the nearest caches already.
+template <class Units>
+struct Decoded : Units {
+    static constexpr bool kFetches = false;
+};
+
 // The scales of the two halves of a row.
 struct Scales {
     Floats first, second;
@@ -28,7 +34,7 @@ struct Scales {
 // How the codes of a row stand for units.  place: of what is number `one` of sixteen and number `two` of two.
 // keys: of the scales of sixteen tokens.  values: of those of two tokens.  put: both halves, `stride` units apart where
 // they are units of their own.
-template <class Kind>
+template <class Units>
 struct Order {
     static constexpr int64_t place(int64_t one, int64_t two) { return two * kLanes + one; }
     static Scales keys(Floats scales) { return {scales, scales}; }
@@ -64,8 +70,7 @@ template <class ValueOfRows, class Codes>
 class CodedPages {
   public:
     using Value = ValueOfRows;
-    using Kind = DecodedInto<Value>;
-    static constexpr bool kCopies = true;
+    using Kind = Decoded<DecodedInto<Value>>;
 
     explicit CodedPages(const Layer& layer)
         : size_(layer.head_dim), spread_(layer.spread), group_(layer.group), codes_(kTile * size_ * Codes::kBits / 8) {}
@@ -79,8 +84,9 @@ class CodedPages {
     void lay_key(const Heads<Value>& heads, int64_t row, int64_t head, float* spare, char* tile, int64_t column) const {
         heads.widen(row, head, spare);
         auto* codes = encoded(spare);
-        for (int64_t i = 0; i < size_; ++i)
-            Codes::put(tile + i / 2 * Codes::kRowBytes, Order<Kind>::place(column, i % 2), codes[i]);
+        char* codes_row = tile;
+        for (int64_t i = 0; i < size_; i += 2, codes_row += Codes::kRowBytes)
+            for (int64_t n = 0; n < 2; ++n) Codes::put(codes_row, InOrder::place(column, n), codes[i + n]);
         put_scales(spare, tile, column);
     }
 
@@ -89,8 +95,8 @@ class CodedPages {
         heads.widen_as_it_is(row, head, spare);
         auto* codes = encoded(spare);
         char* rows = tile + column / 2 * (size_ / kLanes) * Codes::kRowBytes;
-        for (int64_t i = 0; i < size_; ++i)
-            Codes::put(rows + i / kLanes * Codes::kRowBytes, Order<Kind>::place(i % kLanes, column % 2), codes[i]);
+        for (int64_t i = 0; i < size_; i += kLanes, rows += Codes::kRowBytes)
+            for (int64_t n = 0; n < kLanes; ++n) Codes::put(rows, InOrder::place(n, column % 2), codes[i + n]);
         put_scales(spare, tile, column);
         if (column % 2 == 0 && last)  // see PlainPages
             for (int64_t g = 0; g < size_ / group_; ++g) scales_of(tile)[g * kTile + column + 1] = 0;
@@ -116,6 +122,8 @@ class CodedPages {
     void restore(float* attended) const { hadamard(attended, size_, spread_); }
 
   private:
+    using InOrder = Order<DecodedInto<Value>>;
+
     static const char* at(const uint32_t* tile) { return reinterpret_cast<const char*>(tile); }
     uint16_t* scales_of(char* tile) const { return reinterpret_cast<uint16_t*>(tile + codes_); }
     const uint16_t* scales_of(const char* tile) const { return reinterpret_cast<const uint16_t*>(tile + codes_); }
@@ -138,7 +146,7 @@ class CodedPages {
         constexpr int64_t kStride = kTile, kUnits = 2 / Kind::kPerUnit;
         for (int64_t g = 0; g < size_ / group_; ++g) {
             fetch(ahead + codes_ + g * kTile * 2);
-            const Scales scales = Order<Kind>::keys(load_halves(scales_of(tile) + g * kTile));
+            const Scales scales = InOrder::keys(load_halves(scales_of(tile) + g * kTile));
             for (int64_t row = g * group_ / 2; row < (g + 1) * group_ / 2; ++row)
                 decode(tile, ahead, row, scales, to + row * kUnits * kTile, kStride);
         }
@@ -152,7 +160,7 @@ class CodedPages {
             float scales[kTile];
             store(scales, load_halves(scales_of(tile) + g * kTile));
             for (int64_t token = 0; token < kTile; token += 2) {
-                const Scales two = Order<Kind>::values(scales + token);
+                const Scales two = InOrder::values(scales + token);
                 for (int64_t i = g * group_; i < (g + 1) * group_; i += kLanes)
                     decode(tile, ahead, token / 2 * rows + i / kLanes, two, to + token / 2 * kUnits * size_ + i, size_);
             }
@@ -163,7 +171,7 @@ class CodedPages {
         Floats first, second;
         Codes::both(tile + row * Codes::kRowBytes, first, second);
         fetch(ahead + row * Codes::kRowBytes);
-        Order<Kind>::put(first * scales.first, second * scales.second, to, stride);
+        InOrder::put(first * scales.first, second * scales.second, to, stride);
     }
 
     const int64_t size_, spread_, group_;

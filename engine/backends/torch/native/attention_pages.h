@@ -33,7 +33,6 @@ class PlainPages {
   public:
     using Kind = KindOfUnits;
     using Value = typename Kind::Value;
-    static constexpr bool kCopies = false;
 
     explicit PlainPages(const Layer& layer) : size_(layer.head_dim) {}
 

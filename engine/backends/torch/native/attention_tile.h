@@ -48,7 +48,7 @@ void multiply_keys(const typename Kind::Kept* queries, int64_t units, const uint
         typename Kind::Wide wide[C];
         for (int64_t c = 0; c < C; ++c) {
             wide[c] = Kind::wide(keys[c] + u * kTile);
-            fetch(ahead[c] + u * kTile);
+            if (Kind::kFetches) fetch(ahead[c] + u * kTile);
         }
         for (int64_t r = 0; r < R; ++r) {
             const typename Kind::One one = Kind::one(queries + u * kMaxRows + r);
@@ -89,7 +89,7 @@ void multiply_values(const typename Kind::Kept* kept, int64_t begin, int64_t end
             typename Kind::Wide wide[C];
             for (int64_t c = 0; c < C; ++c) {
                 wide[c] = Kind::wide(values + s * size + c * kLanes);
-                fetch(next + s * size + c * kLanes);
+                if (Kind::kFetches) fetch(next + s * size + c * kLanes);
             }
             for (int64_t r = 0; r < R; ++r) {
                 const typename Kind::One one = Kind::one(weights + r * kKeptUnits<Kind> + s);

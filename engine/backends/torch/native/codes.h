@@ -46,6 +46,17 @@ inline Floats to_floats(__m128i codes) {
 #endif
 }
 
+// Whole numbers from -128 to 127.
+inline void store(int8_t* to, Floats x) {
+#if defined(__AVX512F__)
+    const __m128i codes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v));
+#else
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)), 0xd8);
+    const __m128i codes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+#endif
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), codes);
+}
+
 constexpr int64_t kRowCodes = 2 * kLanes;  // that lie together
 
 // A row of kRowCodes codes.  kBits: of each.  both: the first and the second half of them.
@@ -78,27 +89,33 @@ struct Nibbles {
 
 // --- heads -----------------------------------------------------------------------------------------------------------
 
-// Sylvester's matrix of sixteen.
-struct Signs {
-    alignas(64) float rows[kLanes][kLanes] = {};
+// 1 and -1 in turns, `run` of each.
+inline Floats signs(int64_t run) {
+    float found[kLanes];
+    for (int64_t n = 0; n < kLanes; ++n) found[n] = n / run % 2 ? -1.0f : 1.0f;
+    return load(found);
+}
 
-    constexpr Signs() {
-        for (int64_t r = 0; r < kLanes; ++r)
-            for (int64_t c = 0; c < kLanes; ++c) {
-                bool odd = false;
-                for (int64_t bits = r & c; bits; bits >>= 1) odd ^= bits & 1;
-                rows[r][c] = odd ? -1.0f : 1.0f;
-            }
-    }
-};
+// Sixteen numbers times Sylvester's matrix of sixteen: sums and differences of those 1, 2, 4 and 8 apart.
+inline Floats turned(Floats x) {
+#if defined(__AVX512F__)
+    x = fused(x, signs(1), Floats{_mm512_permute_ps(x.v, 0xb1)});
+    x = fused(x, signs(2), Floats{_mm512_permute_ps(x.v, 0x4e)});
+    x = fused(x, signs(4), Floats{_mm512_shuffle_f32x4(x.v, x.v, 0xb1)});
+    return fused(x, signs(8), Floats{_mm512_shuffle_f32x4(x.v, x.v, 0x4e)});
+#else
+    x = fused(x, signs(1), Floats{_mm256_permute_ps(x.low, 0xb1), _mm256_permute_ps(x.high, 0xb1)});
+    x = fused(x, signs(2), Floats{_mm256_permute_ps(x.low, 0x4e), _mm256_permute_ps(x.high, 0x4e)});
+    x = fused(x, signs(4), Floats{_mm256_permute2f128_ps(x.low, x.low, 1), _mm256_permute2f128_ps(x.high, x.high, 1)});
+    return fused(x, signs(8), Floats{x.high, x.low});
+#endif
+}
 
 // Turn each `spread` of `size` numbers by a Hadamard matrix. `spread` is a power of 2 that sixteen divides.
 inline void hadamard(float* numbers, int64_t size, int64_t spread) {
-    static constexpr Signs kSigns;
     const Floats share = all(static_cast<float>(1.0 / std::sqrt(static_cast<double>(spread))));
     for (int64_t i = 0; i < size; i += kLanes) {
-        Floats sums = all(0.0f);
-        for (int64_t n = 0; n < kLanes; ++n) sums = fused(all(numbers[i + n]), load(kSigns.rows[n]), sums);
+        const Floats sums = turned(load(numbers + i));
         store(numbers + i, spread == kLanes ? sums * share : sums);
     }
     for (int64_t step = kLanes; step < spread; step *= 2) {
@@ -114,12 +131,16 @@ inline void hadamard(float* numbers, int64_t size, int64_t spread) {
 
 // The first of the numbers that are furthest from 0; NaN where one is.
 inline float furthest(const float* numbers, int64_t count) {
-    Floats sizes = all(0.0f);
-    for (int64_t i = 0; i < count; i += kLanes) sizes = most(magnitude(load(numbers + i)), sizes);
-    const float size = highest(sizes);
+    Floats above = all(0.0f), below = all(0.0f);
+    for (int64_t i = 0; i < count; i += kLanes) {
+        above = most(load(numbers + i), above);
+        below = most(all(0.0f) - load(numbers + i), below);
+    }
+    const float highest_of_all = highest(above), lowest = -highest(below);
+    if (highest_of_all != -lowest) return highest_of_all > -lowest ? highest_of_all : lowest;
     for (int64_t i = 0; i < count; ++i)
-        if (!(std::fabs(numbers[i]) < size)) return numbers[i];
-    return size;
+        if (!(std::fabs(numbers[i]) < highest_of_all)) return numbers[i];
+    return highest_of_all;
 }
 
 // Codes of `size` turned numbers, each as a whole byte, and a scale for each `group` of them. A group with a number that
@@ -134,9 +155,7 @@ void encode(const float* numbers, int64_t size, int64_t group, int8_t* codes, ui
         scales[first / group] = scale;
         for (int64_t i = first; i < first + group; i += kLanes) {
             const Floats whole = rounded(load(numbers + i) / all(units == 0.0f ? 1.0f : units));
-            float bounded[kLanes];
-            store(bounded, least(most(whole, low), high));
-            for (int64_t n = 0; n < kLanes; ++n) codes[i + n] = static_cast<int8_t>(bounded[n] * kStep);
+            store(codes + i, least(most(whole, low), high) * all(kStep));
         }
     }
 }
