@@ -48,7 +48,7 @@ ATTENDING: tuple[LibraryName, ...] = (
     *SETS,
     *((EMULATED_BFLOAT16,) if "avx512" in SETS and "avx512-bf16" not in SETS else ()),
 )
-"""Those that lay keys and values in different ways: all but AMX, by written out instructions where the CPU lacks them."""
+"""Those that lay keys and values in different ways, by instructions written out where the CPU lacks them."""
 
 
 def native_set(isa: InstructionSet) -> NativeLibrary:
