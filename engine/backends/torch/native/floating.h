@@ -8,7 +8,7 @@ namespace ericllm::floating {
 
 #if defined(__AVX512F__)
 
-constexpr int64_t kTileRows = 12;  // x 2 blocks: 24 of 32 registers accumulate
+constexpr int64_t kTileRows = 14;  // x 2 blocks: 28 of 32 registers accumulate
 template <int kInputs>
 constexpr int64_t blocks_for(int64_t rows) {
     return rows <= 6 ? 4 : 2;
