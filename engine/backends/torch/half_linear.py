@@ -45,8 +45,8 @@ def halves_available() -> bool:
 
 
 def _caller(operator: Any) -> Callable[[Tensor, Any], Tensor]:
-    """What calls `operator`. Given something opaque, torch first looks for what stands in for that while it compiles, for
-    13 us, more than a small layer takes; its dispatcher does not."""
+    """What calls `operator`. Given something opaque, torch first looks for what stands in for that while it compiles,
+    for 13 us, more than a small layer takes. Its dispatcher does not."""
     call = getattr(torch._C, "_dispatch_call_boxed", None)
     return operator if call is None else partial(call, operator._handle)
 
