@@ -38,9 +38,10 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         if not self._on_cpu:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = x.float() if x.dtype != torch.float32 else x.clone()
+        wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self._least)
-        return wide.mul_(self._scaled).div_(length).to(x.dtype)
+        weighed = torch.mul(wide, self._scaled) if wide is x else wide.mul_(self._scaled)
+        return weighed.div_(length).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
