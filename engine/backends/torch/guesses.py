@@ -20,27 +20,33 @@ _MOST_SKIPPED = 64
 
 class Lookup:
     """Finds where the last tokens of a text stood before (prompt lookup decoding, Saxena 2023): what followed there is
-    what may follow now. Grows by one token in O(1)."""
+    what may follow now. A token costs O(1), when a guess is next made."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
+        self._noted = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Note the tokens that come after those before."""
-        for token_id in token_ids:
-            for length in (LONG, SHORT):  # noted only now, so that the end of the text does not find itself
-                if len(self._tokens) >= length:
-                    self._after[tuple(self._tokens[-length:])] = len(self._tokens)
-            self._tokens.append(token_id)
+        """The tokens that come after those before."""
+        self._tokens.extend(token_ids)
 
     def guess(self, most: int) -> list[int]:
         """The `most` tokens that followed when the text last went as it ends now; the longer likeness counts."""
+        self._note()
         for length in (LONG, SHORT):
             start = self._after.get(tuple(self._tokens[-length:])) if len(self._tokens) >= length else None
             if start is not None:
                 return self._going_round(start, most)
         return []
+
+    def _note(self) -> None:
+        """What follows each run of tokens; nothing does yet at the end, which so does not find itself."""
+        for at in range(self._noted, len(self._tokens)):
+            for length in (LONG, SHORT):
+                if at >= length:
+                    self._after[tuple(self._tokens[at - length : at])] = at
+        self._noted = len(self._tokens)
 
     def _going_round(self, start: int, count: int) -> list[int]:
         """The tokens from `start` on, and from there again where the text ends before."""

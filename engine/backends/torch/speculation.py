@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 
 from engine.backends.base import DraftPosition
 from engine.backends.faults import device_is_lost, reason
@@ -19,6 +20,7 @@ from engine.backends.torch.scheduler import Scheduler
 from engine.backends.torch.sequences import Plan
 from engine.backends.torch.sequences import Sequence as TokenSequence
 from engine.backends.torch.step_time import StepTime
+from engine.backends.torch.upkeep import Upkeep
 
 _logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ RowOf = Callable[[str], SampleRow]
 
 class Speculation:
     """The guesses of a worker. lookup: whether texts are looked up.  draft: what guesses where that finds nothing.
-    most: tokens ahead.  time, passes: what steps of the main model and passes of the draft model take.
+    most: tokens ahead.  time, passes: what steps of the main model and passes of the draft model take.  clock: seconds.
 
     told: by position ahead, how many were computed with, and how many of those held.
     """
@@ -41,6 +43,7 @@ class Speculation:
         most: int | None = None,
         time: StepTime | None = None,
         passes: StepTime | None = None,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         most = MAX_AHEAD if most is None else most
         self.told: tuple[DraftPosition, ...] = ()
@@ -49,6 +52,8 @@ class Speculation:
         self._time = StepTime() if time is None else time
         self._lookup = Guesses(most if lookup else 0, self._time)
         self._drafting = Drafting(most, self._time, StepTime() if passes is None else passes)
+        self._upkeep, self._clock, self._passes_s = Upkeep(), clock, 0.0
+        self._token_s = 0.0
         self._failed = False
         self._foreseeable: set[str] = set()
         self._drafted: set[str] = set()
@@ -77,8 +82,13 @@ class Speculation:
         spare = scheduler.limits.places - decodes
         if not self._on or spare <= 0 or scheduler.waiting or len(scheduler.running) > decodes:
             return
-        if any(sequence.missing > 1 for sequence in plan.sequences):
+        if any(sequence.missing > 1 for sequence in plan.sequences) or not self._upkeep.due():
             return
+        began_s, self._passes_s = self._clock(), 0.0
+        self._add(plan, scheduler, row_of, spare)
+        self._upkeep.spent(self._clock() - began_s - self._passes_s)
+
+    def _add(self, plan: Plan, scheduler: Scheduler, row_of: RowOf, spare: int) -> None:
         guesses = self._lookup.plan([sequence.id for sequence in plan.sequences], spare)
         if self.draft is not None and not self._failed:
             found = self._guess(plan, scheduler, row_of, guesses)
@@ -91,6 +101,8 @@ class Speculation:
         if self._on:
             self._time.observe(rows, seconds)
             self._drafting.stepped(decodes, seconds)
+            self._upkeep.stepped(seconds)
+            self._token_s = self._time.seconds(decodes) / decodes
 
     def came(self, sequence: TokenSequence, guessed: int, token_ids: Sequence[int], scheduler: Scheduler) -> None:
         """A sequence for which so many tokens were guessed has got these."""
@@ -103,6 +115,7 @@ class Speculation:
             self._drafting.came(sequence.id, guessed, held)
             self.draft.came(sequence, held, scheduler.pool)
         if guessed:
+            self._upkeep.saved(held * self._token_s - guessed * self._time.row_s)
             self.told = tuple(self._counted(guessed, held))
 
     def _guess(
@@ -129,13 +142,17 @@ class Speculation:
             for name, turn in turns.items()
         }
         try:
-            return dict(self.draft.guess(granted, row_of, scheduler.pool, self._drafting.passed))
+            return dict(self.draft.guess(granted, row_of, scheduler.pool, self._passed))
         except Exception as error:
             if device_is_lost(error):
                 raise
             _logger.warning("the draft model guesses no more: %s", reason(error), exc_info=error)
             self._failed = True
             return {}
+
+    def _passed(self, rows: int, seconds: float, near: bool) -> None:
+        self._passes_s += seconds
+        self._drafting.passed(rows, seconds, near)
 
     def _counted(self, guessed: int, held: int) -> Iterator[DraftPosition]:
         for position in range(max(guessed, len(self.told))):
