@@ -35,7 +35,12 @@ class SteadyTime(StepTime):
 def eager(backend: TorchBackend, *, most: int | None = None, lookup: bool = False) -> TorchBackend:
     """Have a loaded backend guess wherever it can, as if that cost nothing: how fast the machine is decides nothing."""
     backend._speculation = Speculation(
-        lookup=lookup, draft=backend._draft, most=most, time=SteadyTime(1.0), passes=SteadyTime(0.0)
+        lookup=lookup,
+        draft=backend._draft,
+        most=most,
+        time=SteadyTime(1.0),
+        passes=SteadyTime(0.0),
+        clock=lambda: 0.0,
     )
     return backend
 

@@ -27,6 +27,12 @@ def test_looking_that_finds_nothing_costs_a_hundredth_at_most(share: float) -> N
     assert cost_s < 2 * FREE_SHARE * 20_000 * STEP_S
 
 
+def test_a_single_long_look_at_the_beginning_is_forgiven() -> None:
+    upkeep = Upkeep()
+    run(upkeep, 1, looking_s=5 * STEP_S)
+    assert upkeep.due()
+
+
 def test_looking_that_costs_next_to_nothing_goes_on() -> None:
     assert run(Upkeep(), 5_000, looking_s=0.9 * FREE_SHARE * STEP_S)[0] == 5_000
 

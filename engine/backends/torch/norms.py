@@ -40,7 +40,8 @@ class RmsNorm:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self._least)
-        weighed = torch.mul(wide, self._scaled) if wide is x else wide.mul_(self._scaled)
+        ours = x.dtype != torch.float32  # a copy: may be written to
+        weighed = wide.mul_(self._scaled) if ours else torch.mul(wide, self._scaled)
         return weighed.div_(length).to(x.dtype)
 
 
