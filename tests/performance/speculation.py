@@ -1,7 +1,8 @@
 """What guessing ahead brings and costs. `python -m tests.performance.speculation [--shape demo | 0.5b] [--requests N]`
 
-The backend alone answers N requests at once, greedily, without guesses and with each kind of them, interleaved; printed
-are medians of generated tokens per second, once all have their first token, and the share of guesses that held.
+The backend alone answers N requests at once, greedily, without guesses and with each kind of them, interleaved; one
+that is done makes room for another. Printed are medians of generated tokens per second, from where the first N have a
+token until there is no other, and the share of guesses that held.
 
 demo: the demo model answers conversations that no training saw; it looks them up (ngram), or has a draft model of two
 random layers that is never right (useless).  A synthetic shape: its layers from the third on change next to nothing, so
@@ -32,6 +33,9 @@ from engine.demo.examples import encode
 from engine.models.synthetic import SHAPES, make_synthetic
 
 KEPT_LAYERS, DAMPED, SEED = 2, 0.02, 977
+LENGTHS = 3
+"""Requests of a round, for each that is answered at once."""
+
 MAX_PROMPTS = 64
 _ENDS = ("o_proj.weight", "down_proj.weight")
 Weights = Mapping[str, torch.Tensor]
@@ -108,22 +112,36 @@ def prompts(shape: str, count: int) -> list[list[int]]:
     return [each.ids[: max(2, each.answer.index(True) if any(each.answer) else 2)] for each in examples]
 
 
-def rate(backend: TorchBackend, asked: Sequence[Sequence[int]], tokens: int) -> float:
-    """Tokens per second from where every request has its first one."""
-    came = [0] * len(asked)
-    for number, ids in enumerate(asked):
-        params = SamplingParams(temperature=0, max_tokens=tokens)
-        backend.submit(BackendRequest(id=str(number), prompt_ids=ids, params=params))
-    began_s, before = 0.0, 0
-    while backend.has_work():
+def rate(backend: TorchBackend, asked: Sequence[Sequence[int]], at_once: int, tokens: int) -> float:
+    """Tokens per second while so many requests are answered at once, one that is done making room for the next."""
+    params = SamplingParams(temperature=0, max_tokens=tokens)
+    came: dict[str, int] = {}
+    waiting = iter(asked)
+
+    def submit() -> bool:
+        ids = next(waiting, None)
+        if ids is not None:
+            name = str(len(came))
+            came[name] = 0
+            backend.submit(BackendRequest(id=name, prompt_ids=list(ids), params=params))
+        return ids is not None
+
+    for _ in range(at_once):
+        submit()
+    began_s, before, full = 0.0, 0, True
+    while full:
         for event in backend.step():
-            number = int(event.request_id)
-            came[number] += event.token_id is not None
-            if came[number] >= tokens:
+            came[event.request_id] += event.token_id is not None
+            if came[event.request_id] >= tokens:
                 backend.cancel(event.request_id)
-        if not began_s and all(came):
-            began_s, before = time.perf_counter(), sum(came)
-    return (sum(came) - before) / (time.perf_counter() - began_s)
+            if event.finish is not None or came[event.request_id] >= tokens:
+                full = submit() and full
+        if not began_s and all(came.values()):
+            began_s, before = time.perf_counter(), sum(came.values())
+    taken_s = time.perf_counter() - began_s
+    for name in came:
+        backend.cancel(name)
+    return (sum(came.values()) - before) / taken_s
 
 
 def main() -> None:
@@ -138,12 +156,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder, kinds = models(given.shape, Path(made))
         backends = {name: load(folder, settings, given.tokens) for name, settings in kinds.items()}
-        asked = prompts(given.shape, given.requests * (given.rounds + 1))
+        each = LENGTHS * given.requests
+        asked = prompts(given.shape, each * (given.rounds + 1))
         rates: dict[str, list[float]] = {name: [] for name in kinds}
         for number in range(given.rounds + 1):
-            some = asked[number * given.requests : (number + 1) * given.requests]
+            some = asked[number * each : (number + 1) * each]
             for name in [*kinds][number % len(kinds) :] + [*kinds][: number % len(kinds)]:
-                found = rate(backends[name], some, given.tokens if number else min(24, given.tokens))
+                found = rate(backends[name], some, given.requests, given.tokens if number else min(24, given.tokens))
                 if number:
                     rates[name].append(found)
         for name, found_rates in rates.items():
