@@ -58,3 +58,14 @@ def _compile_kernels() -> None:
         if (libraries := sys.modules.get("tests.fakes.native_libraries")) is not None:
             for name in libraries.LIBRARIES:
                 libraries.native(name)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """torch computes with two threads, on however many cores."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)

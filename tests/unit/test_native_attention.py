@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -30,20 +30,15 @@ SHAPES = {
 }
 CUTS: tuple[Sequence[int], ...] = ([1] * 9 + [291], [2, 30, 100, 3, 165], [150] + [1] * 150, [127, 1, 1, 127, 44])
 
-pytestmark = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+pytestmark = [
+    pytest.mark.usefixtures("two_threads"),
+    pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"]),
+]
 
 
 @pytest.fixture(scope="module", params=ATTENDING)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
     return native(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ NEAR_CODES, NEAR_SCALES = 2e-4, 2e-3
 may change."""
 
 pytestmark = [
+    pytest.mark.usefixtures("two_threads"),
     pytest.mark.parametrize("bits", [8, 4]),
     pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"]),
 ]
@@ -29,14 +28,6 @@ pytestmark = [
 @pytest.fixture(scope="module", params=ATTENDING)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
     return native(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 def fed(library: NativeLibrary, size: int, dtype: torch.dtype, bits: CacheBits) -> tuple[Kernel, Attending]:

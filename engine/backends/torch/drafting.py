@@ -49,6 +49,7 @@ class Drafting:
     model take.
 
     overall: the share of guesses that hold, of all requests lately.  balance_s: what guesses saved less what they cost.
+    token_s: what a step without guesses takes for each of its tokens.
     """
 
     def __init__(self, most: int, time: StepTime, passes: StepTime) -> None:
@@ -56,7 +57,7 @@ class Drafting:
         self.balance_s = 0.0
         self._most, self._time, self._passes = most, time, passes
         self._holds: dict[str, float] = {}
-        self._token_s = 0.0
+        self.token_s = 0.0
         self._started = False
         self._planned = self._idle = 0
         self._wait = _FIRST_WAIT
@@ -104,7 +105,7 @@ class Drafting:
         plain_s = self._time.seconds(decodes)
         if not self._started:
             self.balance_s, self._started = _CREDIT_STEPS * plain_s, True
-        self._token_s = plain_s / decodes
+        self.token_s = plain_s / decodes
         saved = self.balance_s + TRIAL_SHARE * seconds
         self.balance_s = max(-_MOST_LOST_STEPS * plain_s, min(_MOST_SAVED_STEPS * plain_s, saved))
 
@@ -115,11 +116,11 @@ class Drafting:
             share += _LEARNS * ((position < held) - share)
             self.overall += _LEARNS_OVERALL * ((position < held) - self.overall)
         self._holds[name] = share
-        self.balance_s += held * self._token_s - guessed * self._time.row_s
+        self.balance_s += held * self.token_s - guessed * self._time.row_s
 
     def _turns(self, candidates: Sequence[Candidate], counts: Sequence[int], budget: int) -> dict[str, Turn]:
         """Those that are near first; the others catch up as far as that is paid for."""
-        lost_too_much = self.balance_s <= -_MOST_LOST_STEPS * self._token_s
+        lost_too_much = self.balance_s <= -_MOST_LOST_STEPS * self.token_s
         turns: dict[str, Turn] = {}
         chosen = (pair for pair in zip(candidates, counts, strict=True) if pair[1])
         for each, count in sorted(chosen, key=lambda pair: pair[0].behind):

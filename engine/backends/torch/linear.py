@@ -162,7 +162,7 @@ class LinearFactory:
             if key not in self._halves_trusted:
                 self._may_halve = _agree(half, weight.half().float(), bias)
                 self._halves_trusted.add(key)
-        except RuntimeError:
+        except (RuntimeError, TypeError, AttributeError):  # of operators that are torch's own affair
             self._may_halve = False
         return half if self._may_halve else None
 

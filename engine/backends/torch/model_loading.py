@@ -24,6 +24,7 @@ from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
 from engine.backends.torch.native.kernels import PATIENT_S, WAIT_S, native_library, quantised_library
 from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.opaque import dtype_name
 from engine.backends.torch.quantised_size import keeps_halves
 from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.backends.torch.shared_weights import weight_store
@@ -81,7 +82,9 @@ def load_decoder(
     report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
     reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
     files = {*checkpoint.files, path / "config.json", *(spec.lora.iterdir() if spec.lora else ())}
-    halves = native is None and places[0].type == "cpu" and keeps_halves(spec, _name(dtype), config.checkpoint_dtype)
+    halves = (
+        native is None and places[0].type == "cpu" and keeps_halves(spec, dtype_name(dtype), config.checkpoint_dtype)
+    )
     own = nullcontext(OwnWeights())  # halves are opaque
     with (
         own if halves else weight_store(path, files, dtype, places, cancelled, native, spec.weights) as store,
@@ -121,10 +124,6 @@ def _computed_with(
     if spec.weights != "auto":
         native = quantised_library(spec.weights, dtype, device, cancelled)
     return dtype, native
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _idle_parameters(config: ModelConfig) -> int:

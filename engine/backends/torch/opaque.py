@@ -58,7 +58,7 @@ def put_together(address: int, shape: Sequence[int], dtype: torch.dtype, layout:
         (ctypes.c_int64 * 2)(rows, columns),
         (ctypes.c_int64 * 2)(columns, 1),
         ctypes.c_int64(0),
-        ctypes.c_int32(getattr(library, f"aoti_torch_dtype_{_name(dtype)}")()),
+        ctypes.c_int32(getattr(library, f"aoti_torch_dtype_{dtype_name(dtype)}")()),
         ctypes.c_int32(library.aoti_torch_device_type_cpu()),
         ctypes.c_int32(0),
         ctypes.byref(handle),
@@ -98,7 +98,8 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY))
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As ModelSpec.dtype has it, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -53,7 +53,6 @@ class Speculation:
         self._lookup = Guesses(most if lookup else 0, self._time)
         self._drafting = Drafting(most, self._time, StepTime() if passes is None else passes)
         self._upkeep, self._clock, self._passes_s = Upkeep(), clock, 0.0
-        self._token_s = 0.0
         self._failed = False
         self._foreseeable: set[str] = set()
         self._drafted: set[str] = set()
@@ -102,7 +101,6 @@ class Speculation:
             self._time.observe(rows, seconds)
             self._drafting.stepped(decodes, seconds)
             self._upkeep.stepped(seconds)
-            self._token_s = self._time.seconds(decodes) / decodes
 
     def came(self, sequence: TokenSequence, guessed: int, token_ids: Sequence[int], scheduler: Scheduler) -> None:
         """A sequence for which so many tokens were guessed has got these."""
@@ -115,7 +113,7 @@ class Speculation:
             self._drafting.came(sequence.id, guessed, held)
             self.draft.came(sequence, held, scheduler.pool)
         if guessed:
-            self._upkeep.saved(held * self._token_s - guessed * self._time.row_s)
+            self._upkeep.saved(held * self._drafting.token_s - guessed * self._time.row_s)
             self.told = tuple(self._counted(guessed, held))
 
     def _guess(

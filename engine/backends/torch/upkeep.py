@@ -28,7 +28,8 @@ class Upkeep:
     def due(self) -> bool:
         """Whether to look for guesses beside the step that is planned now."""
         self._looks = not self._resting
-        self._resting -= not self._looks
+        if not self._looks:
+            self._resting -= 1
         return self._looks
 
     def spent(self, seconds: float) -> None:

@@ -14,7 +14,7 @@ from engine.backends.torch.linear import Linear, PackedLinear, PlainLinear
 from engine.backends.torch.native.layer import Form, NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.native.rows import aligned
-from engine.backends.torch.opaque import Packed, can_put_together, put_together, taken_apart
+from engine.backends.torch.opaque import Packed, can_put_together, dtype_name, put_together, taken_apart
 from engine.backends.torch.sealed import SealedFile, UnsealedFile
 from engine.backends.torch.weight_store import Made, Make
 
@@ -69,7 +69,7 @@ class SharedWriter:
             return aligned(shape, dtype)
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
         memory, start, offset = self._file.reserve(size_bytes)
-        place = _Place(offset, size_bytes, shape, _name_of(dtype))
+        place = _Place(offset, size_bytes, shape, dtype_name(dtype))
         room = _tensor_over(self._mapped(memory), start, place)
         self._rooms[room.data_ptr()] = place
         return room
@@ -138,7 +138,7 @@ class SharedWriter:
         assert self._file is not None, "what is made for this worker alone is not put there"
         parts = _bytes_of(tensor)
         memory, start, offset = self._file.append(parts.view())
-        place = _Place(offset, parts.size_bytes, tuple(tensor.shape), _name_of(tensor.dtype), parts.layout, native)
+        place = _Place(offset, parts.size_bytes, tuple(tensor.shape), dtype_name(tensor.dtype), parts.layout, native)
         self._places[key] = place
         self.shared_bytes += parts.size_bytes
         return _tensor_over(self._mapped(memory), start, place)
@@ -203,10 +203,6 @@ def _bytes_of(tensor: Tensor) -> Packed:
     if tensor.is_mkldnn:
         return taken_apart(tensor)
     return Packed(tensor.data_ptr(), tensor.nbytes, b"")
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _as_tensor(memory: memoryview) -> Tensor:
