@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from console.api.context import ApiContext
 from console.api.described import describes
@@ -123,16 +123,21 @@ class Operations:
     @describes("Prometheus metrics", answer="text/plain")
     async def _metrics(self, request: web.Request) -> web.Response:
         encode, content_type = _encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})
+        return web.Response(body=encode(self._registry, escaping=ALLOWUTF8), headers={"Content-Type": content_type})
 
 
-def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    """What writes metrics as a client accepts them, and the content type of that; the usual format where its version
-    is no number."""
+def _encoder(accept: str) -> tuple[Callable[..., bytes], str]:
+    """The writer of the metrics format that a client accepts, and its content type; the plain text format where the
+    version is no number.
+
+    All names here are valid without escaping, colons included, so no escaping scheme is offered: the library's own
+    would rename vLLM's metrics, whose samples then belong to no declared family.
+    """
     try:
-        return choose_encoder(accept)
+        encode, content_type = choose_encoder(accept)
     except TypeError:
-        return choose_encoder("")
+        encode, content_type = choose_encoder("")
+    return encode, content_type.partition("; escaping=")[0]
 
 
 def is_stalled(worker: WorkerReading, stall_s: float) -> bool:

@@ -1,17 +1,22 @@
-"""What reads vLLM's metrics reads ours: its example dashboards, our own dashboard, and vllmstat."""
+"""What reads vLLM's metrics reads ours: its example dashboards, our own dashboard, Prometheus itself, and vllmstat."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from console.api.operations import Operations
@@ -19,8 +24,19 @@ from engine.config import EngineConfig
 from tests.api.harness import PATIENCE_S, Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate
 from tests.fakes.model import fake_spec
+from tests.fakes.ports import free_port
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "ericllm.json"
+DASHBOARDS = sorted((Path(__file__).parents[2] / "docs" / "grafana").glob("*.json"))
+OPENMETRICS = "application/openmetrics-text"
+ACCEPTS = {
+    "Prometheus 2": f"{OPENMETRICS};version=1.0.0,{OPENMETRICS};version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5",
+    "Prometheus 3": f"{OPENMETRICS};version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;q=0.3,*/*;q=0.1",
+    "dots": f"{OPENMETRICS};version=1.0.0;escaping=dots",
+    "text 1.0.0": "text/plain;version=1.0.0;escaping=underscores",
+    "text 0.0.4": "text/plain;version=0.0.4",
+    "anything": "*/*",
+}
+"""What clients of /metrics accept, by who they are."""
 NAME = re.compile(r"\b(?:vllm:|ericllm_|http_)\w+")
 SPARSE = {"vllm:spec_decode_num_accepted_tokens_per_pos_total"}
 """There are samples only where tokens are guessed ahead."""
@@ -77,12 +93,18 @@ VLLM_BUCKETS = {
 """vLLM's, those of lengths for a context of 4096 tokens."""
 
 
-async def scraped(api: Served) -> dict[str, list[tuple[dict[str, str], float]]]:
+async def families(api: Served, accept: str = "text/plain") -> list[Metric]:
+    """All metric families in the format that is accepted."""
+    async with api.http.get("/metrics", headers={"Accept": accept}) as response:
+        is_openmetrics = response.content_type == OPENMETRICS
+        parse = openmetrics.text_string_to_metric_families if is_openmetrics else text_string_to_metric_families
+        return list(parse(await response.text()))
+
+
+async def scraped(api: Served, accept: str = "text/plain") -> dict[str, list[tuple[dict[str, str], float]]]:
     """The samples by name: (labels, value)."""
-    async with api.http.get("/metrics") as response:
-        families = list(text_string_to_metric_families(await response.text()))
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in families:
+    for family in await families(api, accept):
         found.setdefault(family.name + ("_total" if family.type == "counter" else ""), [])
         for sample in family.samples:
             found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
@@ -175,15 +197,115 @@ def queries(node: Any) -> Iterator[str]:
             yield from queries(each)
 
 
-async def test_our_dashboard_asks_for_nothing_that_is_not_there(api: Served) -> None:
-    asked = {name for query in queries(json.loads(DASHBOARD.read_bytes())) for name in NAME.findall(query)}
-    assert sorted(asked - set(await worked(api))) == []
-    for noun in ("device", "worker", "queue", "spec_decode"):
+def asked_for() -> set[str]:
+    """The names of all series that our dashboards ask Prometheus for."""
+    asked = {
+        name for path in DASHBOARDS for query in queries(json.loads(path.read_bytes())) for name in NAME.findall(query)
+    }
+    for noun in ("device", "worker", "queue", "spec_decode", "vllm:"):
         assert any(noun in name for name in asked), noun
+    return asked
 
 
-def test_our_dashboard_has_panels_that_do_not_overlap() -> None:
-    panels = json.loads(DASHBOARD.read_bytes())["panels"]
+@pytest.mark.parametrize("accept", ACCEPTS.values(), ids=ACCEPTS)
+async def test_our_dashboards_ask_for_nothing_that_is_not_there(api: Served, accept: str) -> None:
+    await worked(api)
+    assert sorted(asked_for() - set(await scraped(api, accept))) == []
+
+
+@pytest.mark.parametrize("accept", ACCEPTS.values(), ids=ACCEPTS)
+async def test_every_sample_belongs_to_a_family_that_was_declared(api: Served, accept: str) -> None:
+    await worked(api)
+    assert [family.name for family in await families(api, accept) if family.type == "unknown"] == []
+
+
+@asynccontextmanager
+async def prometheus(folder: Path, targets: dict[str, str]) -> AsyncIterator[aiohttp.ClientSession]:
+    """A real Prometheus that scrapes; a client of its HTTP API, once every target was scraped. targets: host and port
+    by job."""
+    program = shutil.which("prometheus")
+    assert program is not None, (
+        "metrics are tested with a real Prometheus: apt-get install --no-install-recommends prometheus"
+    )
+    jobs = [{"job_name": job, "static_configs": [{"targets": [address]}]} for job, address in targets.items()]
+    config = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": jobs}
+    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    address = f"127.0.0.1:{free_port()}"
+    running = await asyncio.create_subprocess_exec(
+        *(program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"),
+        *(f"--web.listen-address={address}", "--log.level=error"),
+    )
+    try:
+        async with aiohttp.ClientSession(f"http://{address}") as http, asyncio.timeout(PATIENCE_S):
+            while not await _all_scraped(http, len(targets)):
+                assert running.returncode is None
+                await asyncio.sleep(0.1)
+            yield http
+    finally:
+        running.terminate()
+        await running.wait()
+
+
+async def _all_scraped(http: aiohttp.ClientSession, targets: int) -> bool:
+    try:
+        async with http.get("/api/v1/query", params={"query": "up == 1"}) as response:
+            return response.status == 200 and len((await response.json())["data"]["result"]) == targets
+    except aiohttp.ClientConnectionError:
+        return False
+
+
+@asynccontextmanager
+async def as_text(api: Served) -> AsyncIterator[str]:
+    """Host and port of a relay that asks for the older format, which no setting of Prometheus 2.42 does."""
+
+    async def relay(_: web.Request) -> web.Response:
+        async with api.http.get("/metrics", headers={"Accept": "text/plain;version=0.0.4"}) as response:
+            return web.Response(body=await response.read(), headers={"Content-Type": response.headers["Content-Type"]})
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", relay)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield "{}:{}".format(*runner.addresses[0][:2])
+    finally:
+        await runner.cleanup()
+
+
+async def test_prometheus_stores_both_formats_under_the_names_that_dashboards_ask_for(
+    api: Served, tmp_path: Path
+) -> None:
+    """A name without samples, as of a device that tells no temperature, is one that Prometheus knows the meaning of."""
+    await worked(api)
+    named = {name for name, samples in (await scraped(api)).items() if samples}
+    async with as_text(api) as relay, prometheus(tmp_path, {"own": api.url[len("http://") :], "text": relay}) as http:
+        async with http.get("/api/v1/query", params={"query": "vllm:num_requests_running"}) as response:
+            found = (await response.json())["data"]["result"]
+        assert {(each["metric"]["job"], each["metric"]["model_name"]) for each in found} == {
+            ("own", "fake"),
+            ("text", "fake"),
+        }
+        for job in ("own", "text"):
+            mine = f'{{job="{job}"}}'
+            async with http.get("/api/v1/label/__name__/values", params={"match[]": mine}) as response:
+                stored = set((await response.json())["data"])
+            assert sorted(named - stored) == [], job
+            async with http.get("/api/v1/targets/metadata", params={"match_target": mine}) as response:
+                declared = {each["metric"].removesuffix("_total") for each in (await response.json())["data"]}
+            assert sorted(name for name in asked_for() - stored if name.removesuffix("_total") not in declared) == [], (
+                job
+            )
+
+
+def test_our_dashboards_have_panels_that_do_not_overlap() -> None:
+    for path in DASHBOARDS:
+        check_panels(json.loads(path.read_bytes())["panels"])
+
+
+def check_panels(panels: list[dict[str, Any]]) -> None:
+    """Fail where two of them share a place, or a number."""
     taken: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]
