@@ -38,6 +38,8 @@ class MixtureMlp:
     shared: SharedExpert | None = None
 
     def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
+        if not len(x):  # nothing is drawn from in this step
+            return x
         chosen, weights = self._route(x)
         places = chosen.flatten()
         order = places.argsort(stable=True)
