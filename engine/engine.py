@@ -297,6 +297,12 @@ class Engine:
         return self._pulse.snapshot()
 
     @property
+    def published(self) -> Snapshot:
+        """The snapshot that was published last: at most `publish_s` old, and never older than the last change of a
+        model or worker. Nothing is built for it."""
+        return self._pulse.published
+
+    @property
     def publish_s(self) -> float:
         """Seconds between two snapshots."""
         return self._pulse.publish_s

@@ -65,6 +65,11 @@ class Pulse:
             pass  # another thread, with no loop
         return self._published
 
+    @property
+    def published(self) -> Snapshot:
+        """The one published last, at most `publish_s` old; from any thread."""
+        return self._published
+
     def publish_for(self, hertz: float) -> None:
         """Publish as often as a screen shows it, and 4 times a second at least; from any thread."""
         self.publish_s = 1 / max(_PUBLISH_HZ, hertz)

@@ -64,7 +64,7 @@ class Admin:
 
     @describes("All that the console shows", answer=Snapshot, group="admin")
     async def _snapshot(self, request: web.Request) -> web.Response:
-        return json_response(self._engine.snapshot())
+        return json_response(self._engine.published)
 
     @describes("The load that was asked for last", answer=LoadReport, group="admin")
     async def _last_load(self, request: web.Request) -> web.Response:
@@ -153,7 +153,7 @@ class Admin:
     @describes("Restart a worker", answer=AdminModels, group="admin")
     async def _restart(self, request: web.Request) -> web.Response:
         worker_id = request.match_info["id"]
-        there = [worker.id for worker in self._engine.snapshot().workers]
+        there = [worker.id for worker in self._engine.published.workers]
         if worker_id not in there:
             raise NotFound(f"There is no worker {worker_id}; there are: {', '.join(there) or 'none'}")
         await self._engine.restart_worker(worker_id)
@@ -162,4 +162,4 @@ class Admin:
     def _overview(self) -> web.Response:
         last = self._loads.last
         load = None if last is None else last.report()
-        return json_response(AdminModels(models=self._engine.snapshot().models, load=load))
+        return json_response(AdminModels(models=self._engine.published.models, load=load))

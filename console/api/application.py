@@ -48,7 +48,7 @@ def application(
             guarding(addresses, settings.cors_origins, settings.allowed_hosts, on_loopback),
             authorizing(traffic, door),
             receiving(settings),
-            speaking(dialects),
+            speaking(traffic, dialects),
             ending(settings),
         ],
         client_max_size=settings.max_body_bytes,

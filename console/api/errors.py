@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
 from aiohttp import web
 
-from engine.errors import EngineError
+from engine.errors import EngineError, LoadCancelled
 
 RETRY_AFTER_S = 1.0
 
@@ -142,7 +143,7 @@ def envelope(error: EngineError) -> ErrorEnvelope:
     return ErrorEnvelope(
         ErrorBody(
             message=error.message[:LONGEST_MESSAGE],
-            type=_type_of(error.http_status),
+            type=_type_of(error),
             param=None if param is None else str(param)[:LONGEST_MESSAGE],
             code=error.code,
         )
@@ -174,15 +175,18 @@ def _plain(value: object) -> str:
     raise NotImplementedError
 
 
-def _type_of(status: int) -> str:
-    match status:
+def is_server_side(error: EngineError) -> bool:
+    """True where nothing is wrong with the request: the server failed, or its operator ended the work."""
+    return error.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR or isinstance(error, RequestCancelled | LoadCancelled)
+
+
+def _type_of(error: EngineError) -> str:
+    match error.http_status:
         case 401 | 403:
             return "authentication_error"
         case 404:
             return "not_found_error"
         case 429:
             return "rate_limit_error"
-        case status if status >= 500:
-            return "server_error"
         case _:
-            return "invalid_request_error"
+            return "server_error" if is_server_side(error) else "invalid_request_error"

@@ -183,7 +183,7 @@ class Generation:
         """What a reader is told instead of an answer that did not end by itself."""
         match delta.finish:
             case "cancelled":
-                return self._cut_by or RequestCancelled("The request was cancelled on the server")
+                return self._cut_by or RequestCancelled("The request was cancelled by the operator of this server")
             case "timeout" if delta.error is not None and not any(self._output_tokens):
                 return from_info(delta.error)
             case "error":

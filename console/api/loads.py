@@ -86,7 +86,7 @@ class Load:
         download = self._operator.finding()
         if download is not None:
             return download.progress
-        models = self._engine.snapshot().models
+        models = self._engine.published.models
         return next((model.status.progress for model in models if model.status.state == "loading"), None)
 
 

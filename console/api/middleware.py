@@ -45,7 +45,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def counting(traffic: Traffic, dialects: Dialects) -> Middleware:
-    """Counts, logs one line per request, and turns work away while the server stops; who only looks is answered."""
+    """Counts, and logs one line per request."""
 
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -57,11 +57,7 @@ def counting(traffic: Traffic, dialects: Dialects) -> Middleware:
         call.request_id = _id_of(request)
         status: int | None = None
         try:
-            if traffic.closing and not only_looks(request.method, request.headers):
-                response: web.StreamResponse = failed(request, EngineClosed("The server is stopping"))
-                response.force_close()
-            else:
-                response = await handler(request)
+            response = await handler(request)
             status = response.status
             return response
         finally:
@@ -98,8 +94,11 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return failed(request, InternalError("The server failed to answer; its log says why"))
 
 
-def speaking(dialects: Dialects) -> Middleware:
-    """Tells which dialect a request is in; one that is switched off is as good as not there."""
+def speaking(traffic: Traffic, dialects: Dialects) -> Middleware:
+    """Determines the dialect of a request; one that is switched off is a 404.
+
+    While the server stops, work is turned away in the shape of its dialect; who only looks is answered.
+    """
 
     @web.middleware
     async def speak(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -112,6 +111,10 @@ def speaking(dialects: Dialects) -> Middleware:
                     path=request.path,
                     dialect=dialect.name,
                 )
+        if traffic.closing and not only_looks(request.method, request.headers):
+            response = failed(request, EngineClosed("The server is stopping"))
+            response.force_close()
+            return response
         return await handler(request)
 
     return speak

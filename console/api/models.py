@@ -72,7 +72,7 @@ class Models:
 
     def _cards(self) -> dict[str, ModelCard]:
         """By name: one that is ready goes before one of the same name that sleeps."""
-        answering = [model for model in self._context.engine.snapshot().models if model.status.state in ANSWERING]
+        answering = [model for model in self._context.engine.published.models if model.status.state in ANSWERING]
         answering.sort(key=lambda model: ANSWERING.index(model.status.state))
         cards: dict[str, ModelCard] = {}
         for model in answering:

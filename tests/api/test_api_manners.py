@@ -4,15 +4,53 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from console.api.errors import envelope
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
+from engine.errors import LoadCancelled
 from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate
 
 KEYED = ApiSettings(port=0, api_key="open sesame")
+TALK = [{"role": "user", "content": "x"}]
+Asked = tuple[str, dict[str, Any]]
+ENDINGS: dict[str, tuple[Asked, Any, Any]] = {
+    "openai": (("/v1/completions", {"prompt": "x"}), "server_error", "server_error"),
+    "openai chat": (("/v1/chat/completions", {"messages": TALK}), "server_error", "server_error"),
+    "ericllm": (("/generate", {"prompt": "x"}), "server_error", "server_error"),
+    "anthropic": (
+        ("/v1/messages", {"model": "fake", "max_tokens": 99, "messages": TALK}),
+        "api_error",
+        "overloaded_error",
+    ),
+    "ollama": (("/api/chat", {"model": "fake", "messages": TALK, "stream": False}), None, None),
+    "tgi": (("/generate", {"inputs": "x"}), "incomplete_generation", "overloaded"),
+    "kobold": (("/api/v1/generate", {"prompt": "x"}), "server_error", "service_unavailable"),
+    "textgen": (("/api/v1/generate", {"prompt": "x", "max_new_tokens": 9}), "server_error", "server_error"),
+}
+"""By dialect: what is asked, and the type of error, None where its shape has none, that says of an answer that the
+operator cancelled, and of one that the server stopped, whose doing it was."""
+
+
+def type_and_sentence(answer: Any) -> tuple[Any, str]:
+    """Of an error in any dialect's shape."""
+    match answer:
+        case {"error": str(sentence), **others}:
+            return others.get("error_type"), sentence
+        case {"error": {"type": kind, "message": sentence}} | {"detail": {"type": kind, "msg": sentence}}:
+            return kind, sentence
+    raise AssertionError(answer)
+
+
+async def answered(api: Served, asked: Asked) -> tuple[int, Any]:
+    """The status and the body."""
+    path, body = asked
+    async with api.http.post(path, json=body) as response:
+        return response.status, await response.json()
 
 
 @pytest.mark.parametrize(
@@ -142,6 +180,38 @@ async def test_a_request_that_the_operator_cancels_is_never_a_short_answer(paced
     await api.until_row(state="prefill")
     api.engine.cancel(api.engine.snapshot().requests[0].id)
     assert (await asking)["code"] == "request_cancelled"
+
+
+@pytest.mark.parametrize("dialect", ENDINGS)
+async def test_what_the_operator_cancels_is_said_as_the_server_s_doing(paced_api: Served, dialect: str) -> None:
+    asked, kind, _ = ENDINGS[dialect]
+    asking = asyncio.create_task(answered(paced_api, asked))
+    await paced_api.until_row(state="prefill")
+    paced_api.engine.cancel(paced_api.engine.snapshot().requests[0].id)
+    status, answer = await asking
+    assert status == 499
+    assert type_and_sentence(answer) == (kind, "The request was cancelled by the operator of this server")
+
+
+@pytest.mark.parametrize("dialect", ENDINGS)
+async def test_what_a_stopping_server_ends_or_turns_away_is_said_as_its_doing(paced_api: Served, dialect: str) -> None:
+    asked, _, kind = ENDINGS[dialect]
+    begun = asyncio.create_task(answered(paced_api, asked))
+    await paced_api.until_row(state="prefill")
+    stopping = asyncio.create_task(paced_api.server.stop(drain_s=1000))
+    await paced_api.draining()
+    status, answer = await answered(paced_api, asked)
+    assert (status, *type_and_sentence(answer)) == (503, kind, "The server is stopping")
+    stopping.cancel()
+    await paced_api.server.stop(drain_s=0)
+    status, answer = await begun
+    stopped = "The server was stopped before the answer was complete"
+    assert (status, *type_and_sentence(answer)) == (503, kind, stopped)
+
+
+def test_a_load_that_the_operator_cancels_is_no_fault_of_the_request() -> None:
+    kind = envelope(LoadCancelled("the load was cancelled")).error.type
+    assert kind == "server_error"
 
 
 async def test_an_answer_that_its_worker_fails_is_an_error_and_never_a_short_answer(tmp_path: Path) -> None:

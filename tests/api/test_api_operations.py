@@ -11,8 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from console.api.operations import is_stalled
 from console.api.server import ApiSettings
-from engine.snapshot import WorkerReading
+from engine.engine import Engine
+from engine.snapshot import Snapshot, WorkerReading
 from tests.api.harness import Served, serving
+from tests.api.operators import FolderOperator
 from tests.fakes.backend import FakeBackend, Gate
 
 VLLM_NAMES = {
@@ -180,3 +182,39 @@ async def test_the_root_says_what_this_is(api: Served) -> None:
         about = await response.json()
     assert (about["name"], about["model"], about["state"]) == ("EricLLM Console", "fake", "ready")
     assert "/v1/chat/completions" in about["endpoints"]
+
+
+POLLED = (
+    "/health",
+    "/ready",
+    "/metrics",
+    "/v1/models",
+    "/v1/models/fake",
+    "/api/tags",
+    "/api/ps",
+    "/api/v1/model",
+    "/info",
+    "/admin/models",
+    "/admin/snapshot",
+)
+
+
+async def test_who_polls_reads_the_snapshot_that_was_published_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Building one takes the longer the more requests there are, and some of these need no key."""
+    async with serving(tmp_path, operator=FolderOperator(tmp_path)) as api:
+        built: list[str] = []
+
+        def snapshot(engine: Engine) -> Snapshot:
+            built.append("one more")
+            return engine.published
+
+        monkeypatch.setattr(Engine, "snapshot", snapshot)
+        for path in POLLED:
+            async with api.http.get(path) as response:
+                assert response.status == 200, path
+            assert not built, path
+        await api.post("/api/show", model="fake")
+        await api.post("/api/v1/model", action="list")
+        assert not built

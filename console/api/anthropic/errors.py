@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from console.api.errors import is_server_side
 from console.api.naming import told_as
 from engine.errors import EngineError
 
@@ -37,7 +38,7 @@ class AnthropicError(msgspec.Struct, frozen=True, tag="error", tag_field="type")
 
 def anthropic_error(error: EngineError) -> AnthropicError:
     """The error in Anthropic's shape."""
-    otherwise = "api_error" if error.http_status >= 500 else "invalid_request_error"
+    otherwise = "api_error" if is_server_side(error) else "invalid_request_error"
     kind = _TYPES.get(error.http_status, otherwise)
     body = AnthropicErrorBody(kind, told_as(error, _NAMES))
     return AnthropicError(body, request_id=str(error.details.get("request_id", "")))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from console.api.errors import is_server_side
 from console.api.naming import told_as
 from engine.errors import EngineError
 
@@ -35,18 +36,16 @@ class KoboldError(msgspec.Struct, frozen=True):
 
 def tells(error: EngineError) -> KoboldError:
     """The error in KoboldCpp's shape."""
-    return KoboldError(Detail(told_as(error, _NAMES), _type_of(error.http_status)))
+    return KoboldError(Detail(told_as(error, _NAMES), _type_of(error)))
 
 
-def _type_of(status: int) -> str:
-    match status:
+def _type_of(error: EngineError) -> str:
+    match error.http_status:
         case 401 | 403:
             return "unauthorized"
         case 404 | 405:
             return "not_found"
         case 429 | 503:
             return "service_unavailable"
-        case status if status >= 500:
-            return "server_error"
         case _:
-            return "bad_input"
+            return "server_error" if is_server_side(error) else "bad_input"

@@ -68,7 +68,7 @@ class Telling:
     @describes("What is to be known of the models; none is loaded or unloaded here", body=ModelBody, answer=Named)
     async def _act(self, request: web.Request) -> web.Response:
         body = await read(request, ModelBody, absent=b"{}")
-        models = [model for model in self._context.engine.snapshot().models if model.status.state in ANSWERING]
+        models = [model for model in self._context.engine.published.models if model.status.state in ANSWERING]
         match body.action:
             case "":
                 return json_response(Named(self._name()))

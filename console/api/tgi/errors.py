@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from console.api.errors import is_server_side
 from console.api.naming import told_as
 from engine.errors import EngineError
 
@@ -20,11 +21,11 @@ class TgiError(msgspec.Struct, frozen=True):
 
 def tells(error: EngineError) -> TgiError:
     """The error in TGI's shape."""
-    return TgiError(told_as(error, _NAMES), _type_of(error.http_status))
+    return TgiError(told_as(error, _NAMES), _type_of(error))
 
 
-def _type_of(status: int) -> str:
-    match status:
+def _type_of(error: EngineError) -> str:
+    match error.http_status:
         case 401 | 403:
             return "authentication"
         case 404 | 405:
@@ -33,7 +34,5 @@ def _type_of(status: int) -> str:
             return "overloaded"
         case 499 | 504:
             return "incomplete_generation"
-        case status if status >= 500:
-            return "generation"
         case _:
-            return "validation"
+            return "generation" if is_server_side(error) else "validation"
