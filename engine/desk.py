@@ -138,7 +138,7 @@ class Desk:
             before=before,
         )
         tokens = 0
-        gaps: Counter[tuple[float, int]] = Counter()  # requests of one step mostly have the same
+        gaps: Counter[float] = Counter()  # requests of one step mostly have the same
         for output in batch.outputs:
             request = replica.active.get(output.request_id)
             if request is None:
@@ -148,9 +148,9 @@ class Desk:
             if output.finish is not None:
                 del replica.active[output.request_id]
                 self._finish(request, output.finish, _error_of(output, replica.id))
-        for (seconds, each), requests in gaps.items():
-            self._metrics.gap(now, seconds, each, requests)
-            usage.gap(seconds, each, requests)
+        for seconds, times in gaps.items():
+            self._metrics.gap(now, seconds, times)
+            usage.gap(seconds, times)
         usage.stepped(batch.steps, tokens, batch.stats, before)
         if tokens:
             replica.rate.add(now, tokens)
@@ -182,17 +182,16 @@ class Desk:
         request.timeline.left(now)
         request.lane.enter(request, now)
 
-    def _take(self, request: Request, output: RequestOutput, now: float, gaps: Counter[tuple[float, int]]) -> None:
-        """Hand an output to its request; the time since its last one, with its tokens, is counted into `gaps`."""
+    def _take(self, request: Request, output: RequestOutput, now: float, gaps: Counter[float]) -> None:
+        """Hand an output to its request; the times between its tokens are counted into `gaps`."""
+        between: Sequence[float] = ()
         if output.token_ids:
-            if request.first_token is None:
-                request.first_token = now
+            begins = request.first_token is None
+            between = request.add_tokens(output.token_ids, output.gaps, now)
+            gaps.update(between)
+            if begins:
                 self._prompted(request, output, now)
-            elif request.last_token is not None:
-                gaps[now - request.last_token, len(output.token_ids)] += 1
-            request.last_token = now
             request.timeline.came(now, len(output.token_ids))
-            request.generated.extend(output.token_ids)
         elif output.finish is not None and output.error is None and not request.params.max_tokens:
             self._prompted(request, output, now)
         if output.prompt_logprobs or output.vector:
@@ -202,6 +201,7 @@ class Desk:
             output.text,
             output.token_ids,
             output.logprobs,
+            gaps=between,
             cached_tokens=request.cached_tokens,
             ttft_s=request.ttft_s,
         )

@@ -5,9 +5,11 @@ What /metrics tells of each model is counted in `engine.usage`.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from itertools import repeat
+import math
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Mapping
+from itertools import accumulate
 
 import msgspec
 
@@ -54,29 +56,37 @@ class Rate:
 
 
 class Window:
-    """The samples of the last `window_s` seconds (of the newest few thousand at most)."""
+    """The samples of the last `window_s` seconds (of the newest few thousand that differ at most)."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
-        self._samples: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
+        self._samples: deque[tuple[float, float, int]] = deque(maxlen=_MAX_SAMPLES)
 
     def add(self, now: float, value: float, times: int = 1) -> None:
         """Take a sample, `times` times."""
-        self._samples.extend(repeat((now, value), times))
+        self._samples.append((now, value, times))
 
     def percentiles(self, now: float) -> Percentiles:
         """p50, p95 and p99 of the samples still in the window."""
         while self._samples and self._samples[0][0] < now - self._window_s:
             self._samples.popleft()
-        ordered = sorted(value for _, value in self._samples)
-        return Percentiles(p50=percentile(ordered, 0.50), p95=percentile(ordered, 0.95), p99=percentile(ordered, 0.99))
+        counts: Counter[float] = Counter()
+        for _, value, times in self._samples:
+            counts[value] += times
+        p50, p95, p99 = percentiles(counts, 0.50, 0.95, 0.99)
+        return Percentiles(p50=p50, p95=p95, p99=p99)
 
 
-def percentile(ordered: Sequence[float], share: float) -> float | None:
-    """The value that `share` of the sorted samples do not exceed (nearest rank); None for no samples."""
-    if not ordered:
-        return None
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+def percentiles(counts: Mapping[float, int], *shares: float) -> list[float | None]:
+    """The values that these shares of the samples do not exceed (nearest rank); None each for no samples.
+
+    counts: how often each value was sampled.
+    """
+    if not counts:
+        return [None] * len(shares)
+    values = sorted(counts)
+    ranks = list(accumulate(counts[value] for value in values))
+    return [values[bisect_left(ranks, max(1, math.ceil(share * ranks[-1])))] for share in shares]
 
 
 class Metrics:
@@ -94,7 +104,7 @@ class Metrics:
         self._finished: dict[str, int] = {}
         self._counts = dict.fromkeys((name for name in Totals.__struct_fields__ if name != "finished"), 0)
         self._second_tokens = {"prompt_tokens": 0, "output_tokens": 0}
-        self._second_samples: dict[str, list[float]] = {TTFT: [], ITL: []}
+        self._second_samples: dict[str, Counter[float]] = {TTFT: Counter(), ITL: Counter()}
 
     def meter(self, model: str) -> UsageMeter:
         """What counts for all models of that name, the same each time."""
@@ -121,9 +131,9 @@ class Metrics:
         self._second_tokens["output_tokens"] += tokens
         self.output_rate.add(now, tokens)
 
-    def gap(self, now: float, seconds: float, tokens: int, requests: int = 1) -> None:
-        """For each of `requests` requests, `tokens` tokens came `seconds` after those before, all at once."""
-        self._sample(ITL, now, seconds / tokens, requests)
+    def gap(self, now: float, seconds: float, times: int = 1) -> None:
+        """That many tokens came `seconds` after the one before."""
+        self._sample(ITL, now, seconds, times)
 
     def finished(self, now: float, reason: FinishReason, e2e_s: float) -> None:
         """A request ended. Only whole answers count into latencies: one that was cut short says nothing of speed."""
@@ -151,9 +161,9 @@ class Metrics:
             if mark.knob and mark.model == model and mark.settled_at is None:
                 self._marks[index] = msgspec.structs.replace(mark, settled_at=at)
 
-    def _sample(self, name: str, now: float, value: float, requests: int = 1) -> None:
-        self.windows[name].add(now, value, requests)
-        self._second_samples[name].extend(repeat(value, requests))
+    def _sample(self, name: str, now: float, value: float, times: int = 1) -> None:
+        self.windows[name].add(now, value, times)
+        self._second_samples[name][value] += times
 
     # -- what is shown ------------------------------------------------------------------------------------------
 
@@ -169,8 +179,8 @@ class Metrics:
         device_memory: tuple[float, ...] = (),
     ) -> None:
         """Close the second that ends now: add it to the history and bring the percentiles up to date."""
-        ttft = sorted(self._second_samples[TTFT])
-        itl = sorted(self._second_samples[ITL])
+        ttft_p50, ttft_p95 = percentiles(self._second_samples[TTFT], 0.50, 0.95)
+        itl_p50, itl_p95 = percentiles(self._second_samples[ITL], 0.50, 0.95)
         second = Second(
             at=at,
             output_tokens=self._second_tokens["output_tokens"],
@@ -180,15 +190,15 @@ class Metrics:
             kv_usage=kv_usage,
             device_utilisation=device_utilisation,
             device_memory=device_memory,
-            ttft_p50=percentile(ttft, 0.50),
-            ttft_p95=percentile(ttft, 0.95),
-            itl_p50=percentile(itl, 0.50),
-            itl_p95=percentile(itl, 0.95),
+            ttft_p50=ttft_p50,
+            ttft_p95=ttft_p95,
+            itl_p50=itl_p50,
+            itl_p95=itl_p95,
         )
         self.history = (*self.history[-(HISTORY_SECONDS - 1) :], second)
         self.recent = {name: window.percentiles(now) for name, window in self.windows.items()}
         self._second_tokens = dict.fromkeys(self._second_tokens, 0)
-        self._second_samples = {name: [] for name in self._second_samples}
+        self._second_samples = {name: Counter() for name in self._second_samples}
 
     @property
     def marks(self) -> tuple[Mark, ...]:

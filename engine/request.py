@@ -76,6 +76,7 @@ class Request:
     deaths: workers that died in a row while they worked on it, without a token to show for it.
     taken: how many it had generated when its worker began to work on it, None before that.
     prompt_told: whether its reader has the prompt's log-probabilities.
+    gaps_s, num_gaps: sum and number of the times between its tokens (see `add_tokens`).
     created_at: unix time.
     """
 
@@ -107,6 +108,8 @@ class Request:
     dispatched: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+    gaps_s: float = 0.0
+    num_gaps: int = 0
     finished: float | None = None
     finish: FinishReason | None = None
     error: ErrorInfo | None = None
@@ -131,9 +134,24 @@ class Request:
     @property
     def itl_s(self) -> float | None:
         """Mean seconds between tokens."""
-        if self.first_token is None or self.last_token is None or len(self.generated) < 2:
-            return None
-        return (self.last_token - self.first_token) / (len(self.generated) - 1)
+        return self.gaps_s / self.num_gaps if self.num_gaps else None
+
+    def add_tokens(self, token_ids: Sequence[int], gaps: Sequence[float], now: float) -> Sequence[float]:
+        """Add tokens that arrived at `now` and return the seconds before each of them, none for the first of all.
+
+        gaps: as its worker measured them. Tokens for which it has none, the first after a move to another worker,
+        share the time since the last one arrived: their client waited for just that.
+        """
+        if self.first_token is None or self.last_token is None:
+            self.first_token = now
+        elif unmeasured := len(token_ids) - len(gaps):
+            paused_s = max(0.0, now - self.last_token - sum(gaps))
+            gaps = [*[paused_s / unmeasured] * unmeasured, *gaps]
+        self.last_token = now
+        self.gaps_s += sum(gaps)
+        self.num_gaps += len(gaps)
+        self.generated.extend(token_ids)
+        return gaps
 
     def worker_died(self) -> None:
         """Count the death of its worker where it may be to blame: the worker had begun with it, and no token came of

@@ -17,14 +17,15 @@ from engine.snapshot import RequestRow
 class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What is new since the delta before.
 
-    token_ids: every new id, shown or not; logprobs: one per id where asked for.  text may be "" while it is held back
-    for a stop string or an unfinished character.  output_tokens: all so far.  finish is set on the last delta only;
-    error says why where finish is "error".  prompt_logprobs: as in TokenEvent, in one delta at most.  vector: of a
-    request to embed, in the last one.
+    token_ids: every new id, shown or not; logprobs: one per id where asked for.  gaps: seconds between tokens, one for
+    each that has one before it.  text may be "" while it is held back for a stop string or an unfinished character.
+    output_tokens: all so far.  finish is set on the last delta only; error says why where finish is "error".
+    prompt_logprobs: as in TokenEvent, in one delta at most.  vector: of a request to embed, in the last one.
     """
 
     text: str = ""
     token_ids: list[int] = []
+    gaps: list[float] = []
     logprobs: list[TokenLogprob] = []
     finish: FinishReason | None = None
     error: ErrorInfo | None = None
@@ -48,6 +49,7 @@ class RequestStream:
         "_ended",
         "_error",
         "_finish",
+        "_gaps",
         "_logprobs",
         "_news",
         "_on_cancel",
@@ -72,6 +74,7 @@ class RequestStream:
         self._on_cancel = on_cancel
         self._text: list[str] = []
         self._token_ids: list[int] = []
+        self._gaps: list[float] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self._vector = b""
@@ -103,6 +106,7 @@ class RequestStream:
         delta = StreamDelta(
             text="".join(self._text),
             token_ids=self._token_ids,
+            gaps=self._gaps,
             logprobs=self._logprobs,
             finish=self._finish,
             error=self._error,
@@ -113,7 +117,7 @@ class RequestStream:
             prompt_logprobs=self._prompt_logprobs,
             vector=self._vector,
         )
-        self._text, self._token_ids, self._logprobs = [], [], []
+        self._text, self._token_ids, self._gaps, self._logprobs = [], [], [], []
         self._prompt_logprobs = ()
         return delta
 
@@ -149,6 +153,7 @@ class RequestStream:
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprob],
         *,
+        gaps: Sequence[float] = (),
         cached_tokens: int,
         ttft_s: float | None,
     ) -> None:
@@ -156,6 +161,7 @@ class RequestStream:
         if text:
             self._text.append(text)
         self._token_ids.extend(token_ids)
+        self._gaps.extend(gaps)
         if logprobs:
             self._logprobs.extend(logprobs)
         self._output_tokens += len(token_ids)

@@ -185,9 +185,9 @@ class UsageMeter:
         if ttft_s is not None:
             self._histograms[TTFT].observe(ttft_s)
 
-    def gap(self, seconds: float, tokens: int, requests: int = 1) -> None:
-        """For each of `requests` requests, `tokens` tokens came `seconds` after those before, all at once."""
-        self._histograms[ITL].observe(seconds / tokens, tokens * requests)
+    def gap(self, seconds: float, times: int = 1) -> None:
+        """That many tokens came `seconds` after the one before."""
+        self._histograms[ITL].observe(seconds, times)
 
     def stepped(self, steps: int, output_tokens: int, stats: BackendStats, before: BackendStats) -> None:
         """A worker did `steps`, which brought so many tokens; stats are those after them and before."""

@@ -55,20 +55,19 @@ class Meter:
         self.ttft_s, self.itl_s = [], []
         return found
 
-    def came(self, asked: float, last: float | None, now: float, tokens: int) -> None:
-        """Tokens of a request that was sent at `asked` and last had some at `last`."""
+    def came(self, asked: float, last: float | None, now: float, tokens: int, gaps: Sequence[float]) -> None:
+        """Tokens of a request that was sent at `asked` and last had some at `last`. gaps: seconds between them."""
         self.tokens += tokens
-        if last is None:
-            if asked >= self.since:
-                self.ttft_s.append(now - asked)
-        elif last >= self.since:
-            self.itl_s.append((now - last) / tokens)
+        if last is None and asked >= self.since:
+            self.ttft_s.append(now - asked)
+        if (asked if last is None else last) >= self.since:
+            self.itl_s += gaps
 
-    def ended(self, asked: float, first: float, last: float, tokens: int) -> None:
-        """A whole answer: does it keep the SLO?"""
+    def ended(self, asked: float, first: float, gaps: Sequence[float]) -> None:
+        """A whole answer: does it keep the SLO? gaps: seconds between its tokens."""
         if asked < self.since:
             return
-        itl_s = (last - first) / (tokens - 1) if tokens > 1 else 0.0
+        itl_s = sum(gaps) / len(gaps) if gaps else 0.0
         in_time = self.slo.ttft_s is None or first - asked <= self.slo.ttft_s
         self.judged += 1
         self.kept += in_time and (self.slo.itl_s is None or itl_s <= self.slo.itl_s)
@@ -133,16 +132,18 @@ class Load:
                 await asyncio.sleep(_WAIT_S)
 
     async def _read(self, stream: RequestStream) -> None:
-        asked, first, last, tokens = time.perf_counter(), None, None, 0
+        asked, first, last = time.perf_counter(), None, None
+        gaps: list[float] = []
         async for delta in stream:
             now = time.perf_counter()
             if delta.token_ids:
-                self._meter.came(asked, last, now, len(delta.token_ids))
-                first, last, tokens = first or now, now, tokens + len(delta.token_ids)
+                self._meter.came(asked, last, now, len(delta.token_ids), delta.gaps)
+                first, last = first or now, now
+                gaps += delta.gaps
             if delta.error is not None:
                 raise from_info(delta.error)
-        if first is not None and last is not None:
-            self._meter.ended(asked, first, last, tokens)
+        if first is not None:
+            self._meter.ended(asked, first, gaps)
 
     def _request(self, share: float) -> GenerateRequest:
         """The next one, with a prompt that no other begins like. share: of the answer that the mix has for it."""

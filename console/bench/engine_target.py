@@ -105,6 +105,7 @@ class EngineTarget:
                     raise TargetFailed(said)
                 yield Chunk(
                     tokens=len(delta.token_ids),
+                    gaps_s=delta.gaps,
                     output_tokens=delta.output_tokens,
                     prompt_tokens=delta.prompt_tokens,
                     cached_tokens=delta.cached_tokens,

@@ -29,13 +29,15 @@ class Record:
     """One request as its client saw it.
 
     sent_s: since the run began.  chunks: seconds since it was sent, and the tokens that came then; none where the
-    model ended its answer before it began.  end_s: when its stream ended, since it was sent.  output_tokens: as the
-    target told, else as they came.  error: "" where answered.
+    model ended its answer before it began.  measured_gaps_s: seconds between tokens, where the target measured them.
+    end_s: when its stream ended, since it was sent.  output_tokens: as the target told, else as they came.
+    error: "" where answered.
     """
 
     item: Item
     sent_s: float = 0.0
     chunks: list[tuple[float, int]] = field(default_factory=list)
+    measured_gaps_s: list[float] = field(default_factory=list)
     end_s: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -53,9 +55,17 @@ class Record:
         return self.chunks[-1][0] if self.chunks else self.end_s
 
     @property
+    def times_s(self) -> list[float]:
+        """Seconds from sending it to each of its tokens, as the target measured what lies between them; where it
+        measured nothing, to each chunk."""
+        if not self.measured_gaps_s or self.ttft_s is None:
+            return [at_s for at_s, _ in self.chunks]
+        return list(itertools.accumulate(self.measured_gaps_s, initial=self.ttft_s))
+
+    @property
     def gaps_s(self) -> list[float]:
-        """Seconds between what came, one after the other."""
-        return [after - before for (before, _), (after, _) in itertools.pairwise(self.chunks)]
+        """Seconds between tokens as the target measured them; where it did not, between chunks."""
+        return self.measured_gaps_s or [after - before for before, after in itertools.pairwise(self.times_s)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +204,7 @@ async def ask(target: Target, record: Record, began_s: float) -> None:
                 came = max(chunk.tokens, (chunk.output_tokens or 0) - counted) if chunk.tokens else 0
                 if came:
                     record.chunks.append((now_s, came))
+                    record.measured_gaps_s += chunk.gaps_s
                 counted += came
                 _note(record, chunk, counted)
     except EngineError as error:

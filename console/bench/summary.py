@@ -1,7 +1,7 @@
 """Numbers out of records, under the names that vLLM's serving bench gives them, so that results compare.
 
 TTFT: to the first token.  TPOT: a request's time after its first token, per further token.  ITL: between two chunks of
-a stream.  E2EL: to the last token.
+a stream; of an engine in this process between two tokens, as its worker made them.  E2EL: to the last token.
 """
 
 from __future__ import annotations

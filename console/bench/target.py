@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
 import msgspec
@@ -21,13 +21,15 @@ class TargetFailed(EngineError):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """What came at once. tokens: new ones, as far as this chunk shows.
+    """What came at once. tokens: new ones, as far as this chunk shows.  gaps_s: seconds between tokens where the
+    target measured them, one for each that has one before it.
 
     output_tokens, prompt_tokens, cached_tokens: of the whole request so far, where the target tells; None where not.
     last: nothing comes after it; told where an answer does not end with its connection.
     """
 
     tokens: int = 0
+    gaps_s: Sequence[float] = ()
     output_tokens: int | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None

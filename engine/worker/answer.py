@@ -19,9 +19,14 @@ MAX_TRIES = 64
 
 @dataclass(slots=True)
 class Output:
-    """What the current step brought for one request so far."""
+    """What the steps since the last message brought for one request so far.
+
+    gaps: as in RequestOutput.  num_timed: tokens whose step is over.
+    """
 
     token_ids: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    num_timed: int = 0
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -51,6 +56,7 @@ class Output:
         return protocol.RequestOutput(
             request_id=request_id,
             token_ids=self.token_ids,
+            gaps=self.gaps,
             text=self.text,
             logprobs=self.logprobs,
             finish=self.finish,

@@ -30,11 +30,15 @@ class Outbox:
     while many answers go on at once in short steps, those of several steps go together: the more answers, the longer,
     and none for longer than HELD_S, as far as the last step tells how long the next one takes. The first token of an
     answer and the last one go at once, before the others.
+
+    The time between two tokens is that between the ends of their steps, however late they are sent; several tokens of
+    one step share the time since those before.
     """
 
     def __init__(self) -> None:
         self.done = Done()
         self._outputs: dict[str, Output] = {}
+        self._last_token_s: dict[str, float] = {}
         self._since_s = 0.0
         self._held = False
 
@@ -53,6 +57,7 @@ class Outbox:
     def drop(self, request_id: str) -> None:
         """Tell nothing of a request."""
         self._outputs.pop(request_id, None)
+        self._last_token_s.pop(request_id, None)
 
     def stepped(self, began_s: float, ended_s: float, answers: int) -> bool:
         """A step ran from `began_s` to `ended_s`, on the worker's clock, and went on with so many answers; whether
@@ -63,6 +68,8 @@ class Outbox:
         self.done.steps += 1
         self.done.seconds += step_s
         self.done.answers += answers
+        for request_id, output in self._outputs.items():
+            self._time(request_id, output, ended_s)
         crowd = len(self._outputs)
         until_s = self._since_s + min(HELD_S, crowd / MESSAGES_PER_S)
         self._held = crowd >= CROWD and ended_s + step_s <= until_s
@@ -79,4 +86,16 @@ class Outbox:
                 del self._outputs[request_id]
         else:
             self._outputs, self._held = {}, False
+        for request_id, output in taken.items():
+            if output.finish is not None:
+                self._last_token_s.pop(request_id, None)
         return [output.message(request_id) for request_id, output in taken.items() if not output.empty]
+
+    def _time(self, request_id: str, output: Output, ended_s: float) -> None:
+        """Note when the tokens came that the step brought for a request."""
+        if new := len(output.token_ids) - output.num_timed:
+            last_s = self._last_token_s.get(request_id)
+            if last_s is not None:
+                output.gaps += [(ended_s - last_s) / new] * new
+            self._last_token_s[request_id] = ended_s
+            output.num_timed += new

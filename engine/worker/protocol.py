@@ -135,11 +135,13 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     token_ids: new ids (all of them, whether shown or not); text: new visible text, "" while it is held back for a
     stop string or an unfinished character. A resumed request emits only what comes after its `generated` ids.
+    gaps: seconds between tokens as the worker made them, one for each token that has one of this worker's before it.
     prompt_logprobs, vector: as in TokenEvent.
     """
 
     request_id: str
     token_ids: list[int] = []
+    gaps: list[float] = []
     text: str = ""
     logprobs: list[TokenLogprob] = []
     finish: FinishReason | None = None

@@ -178,16 +178,16 @@ async def test_where_nothing_is_answered_the_reason_is_told(tmp_path: Path) -> N
 
 def test_first_tokens_of_requests_from_before_the_turn_are_not_counted() -> None:
     meter = Meter(Slo(ttft_s=0.5, itl_s=0.1), since=10.0, began=10.0)
-    meter.came(9.5, None, 11.0, 1)
-    meter.came(9.5, 9.9, 11.0, 1)
-    meter.ended(9.5, 11.0, 12.0, 2)
-    meter.came(10.5, None, 10.9, 1)
-    meter.came(10.5, 10.9, 11.3, 4)
-    meter.ended(10.5, 10.9, 11.3, 5)
+    meter.came(9.5, None, 11.0, 1, [])
+    meter.came(9.5, 9.9, 11.0, 1, [1.1])
+    meter.ended(9.5, 11.0, [1.0])
+    meter.came(10.5, None, 10.9, 1, [])
+    meter.came(10.5, 10.9, 11.3, 4, [0.05, 0.05, 0.1, 0.3])
+    meter.ended(10.5, 10.9, [0.05, 0.05, 0.1, 0.3])
     found = meter.cut(12.0)
     assert (found.tokens, found.judged, found.kept, found.seconds) == (7, 1, 0, 2.0)
     assert found.ttft_s == pytest.approx([0.4])
-    assert found.itl_s == pytest.approx([0.1])
+    assert found.itl_s == [0.05, 0.05, 0.1, 0.3]
     assert meter.cut(13.0).tokens == 0
 
 

@@ -131,6 +131,14 @@ async def test_an_answer_of_no_tokens_that_ended_well_is_no_failure() -> None:
     assert (found.error, found.output_tokens, found.ttft_s) == ("", 0, None)
 
 
+async def test_times_between_tokens_are_those_that_the_target_measured_however_they_arrive() -> None:
+    found = await kept(Chunk(tokens=1), Chunk(tokens=3, gaps_s=[0.25, 0.5, 0.25]), Chunk(tokens=1, gaps_s=[2.0]))
+    assert found.gaps_s == [0.25, 0.5, 0.25, 2.0]
+    assert found.ttft_s is not None
+    assert [at_s - found.ttft_s for at_s in found.times_s] == pytest.approx([0.0, 0.25, 0.75, 1.0, 3.0])
+    assert summarised(Run((found,), seconds=1.0))["mean_itl_ms"] == pytest.approx(750)
+
+
 async def test_a_target_that_never_gives_a_token_ends_the_run() -> None:
     with pytest.raises(TargetFailed, match="the answer had no tokens"):
         await Crowd(_Told(Chunk(prompt_tokens=3))).closed([iter([item(0), item(1)])])

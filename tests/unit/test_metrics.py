@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.metrics import HISTORY_SECONDS, Metrics, Rate, Window, percentile
+from engine.metrics import HISTORY_SECONDS, Metrics, Rate, Window, percentiles
 
 
 def tick(metrics: Metrics, now: float, **gauges: object) -> None:
@@ -29,11 +29,28 @@ def test_a_rate_that_just_began_is_not_diluted() -> None:
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 1), (0.5, 50), (0.95, 95), (0.99, 99), (1.0, 100)])
 def test_percentiles_are_nearest_rank(share: float, expected: int) -> None:
-    assert percentile(range(1, 101), share) == expected
+    assert percentiles(dict.fromkeys(range(1, 101), 1), share) == [expected]
 
 
 def test_percentiles_of_nothing_are_none() -> None:
     assert Window().percentiles(0.0).p50 is None
+
+
+def test_a_value_counts_as_often_as_it_was_sampled() -> None:
+    window = Window()
+    window.add(0.0, 1.0, times=99)
+    window.add(0.0, 9.0)
+    found = window.percentiles(1.0)
+    assert (found.p50, found.p99) == (1.0, 1.0)
+    window.add(0.0, 9.0, times=100)
+    assert window.percentiles(1.0).p95 == 9.0
+
+
+def test_a_crowd_of_requests_does_not_shorten_the_window() -> None:
+    window = Window()
+    for step in range(600):
+        window.add(step / 10, 5.0 if step < 60 else 1.0, times=512)
+    assert window.percentiles(60.0).p95 == 5.0
 
 
 def test_samples_leave_the_window() -> None:
@@ -47,7 +64,7 @@ def test_a_second_of_history_holds_what_happened_in_it_alone() -> None:
     metrics = Metrics()
     metrics.started(0.5, prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
     metrics.produced(0.5, 2)
-    metrics.gap(0.6, 0.1, 2)
+    metrics.gap(0.6, 0.05, 2)
     tick(metrics, 1.0, running=1, queued=4, kv_usage=0.25, device_utilisation=(0.5, None))
     tick(metrics, 2.0)
     first, second = metrics.history

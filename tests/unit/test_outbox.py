@@ -82,3 +82,47 @@ def test_what_is_dropped_is_not_told() -> None:
     fill(outbox, 2)
     outbox.drop("r0")
     assert [output.request_id for output in outbox.take()] == ["r1"]
+
+
+def test_each_token_has_the_time_of_its_own_step_however_long_it_is_held() -> None:
+    outbox, ended_s = Outbox(), 0.0
+    for step_s in (SHORT_S, SHORT_S / 2, SHORT_S / 4):
+        fill(outbox)
+        ended_s += step_s
+        assert not outbox.stepped(ended_s - step_s, ended_s, CROWD)
+    assert [output.gaps for output in outbox.take()] == [pytest.approx([SHORT_S / 2, SHORT_S / 4])] * CROWD
+    fill(outbox)
+    outbox.stepped(ended_s + 0.1, ended_s + 0.2, CROWD)
+    assert [output.gaps for output in outbox.take()] == [pytest.approx([0.2])] * CROWD
+
+
+def test_tokens_of_one_step_share_the_time_since_those_before() -> None:
+    outbox = Outbox()
+    for ended_s, tokens in ((1.0, 2), (1.3, 3)):
+        outbox.of("r").token_ids += [7] * tokens
+        outbox.stepped(ended_s - 0.1, ended_s, 1)
+    [output] = outbox.take()
+    assert (len(output.token_ids), output.gaps) == (5, pytest.approx([0.1] * 3))
+
+
+def test_a_step_without_a_token_counts_for_the_next_one() -> None:
+    outbox = Outbox()
+    fill(outbox, 1)
+    outbox.stepped(0.0, 1.0, 1)
+    outbox.stepped(1.0, 1.4, 0)
+    fill(outbox, 1)
+    outbox.stepped(1.4, 1.5, 1)
+    assert outbox.take()[0].gaps == pytest.approx([0.5])
+
+
+def test_a_request_that_comes_back_begins_without_a_time_between_tokens() -> None:
+    outbox = Outbox()
+    for leave in (lambda: outbox.drop("r0"), lambda: setattr(outbox.of("r0"), "finish", "length")):
+        fill(outbox, 1)
+        outbox.stepped(0.0, 1.0, 1)
+        leave()
+        outbox.take()
+        fill(outbox, 1)
+        outbox.stepped(8.0, 9.0, 1)
+        assert [output.gaps for output in outbox.take()] == [[]]
+        outbox.drop("r0")

@@ -85,12 +85,12 @@ class Long(Plan, frozen=True, kw_only=True):
 
 
 def gaps(streams: list[Record], long: Record) -> Values:
-    """What lay between two chunks of any stream while the long prompt was being read, and before it came."""
+    """What lay between two tokens of any stream while the long prompt was being read, and before it came."""
     began_s, read_s = long.sent_s, long.sent_s + (long.ttft_s or long.end_s)
     before: list[float] = []
     meanwhile: list[float] = []
     for record in streams:
-        at = [record.sent_s + when for when, _ in record.chunks]
+        at = [record.sent_s + when for when in record.times_s]
         for start, end in itertools.pairwise(at):
             if end <= began_s:
                 before.append(1000 * (end - start))
