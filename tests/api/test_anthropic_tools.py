@@ -116,6 +116,38 @@ async def test_the_client_puts_a_streamed_call_together(tmp_path: Path) -> None:
     assert message.stop_reason == "tool_use"
 
 
+async def test_a_call_that_max_tokens_cuts_off_is_a_block_of_what_is_whole_streamed_or_not(tmp_path: Path) -> None:
+    named = {"type": "tool", "name": "get_weather"}
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "zone": "CET"}}\n</tool_call>'
+    cuts = (("get_w", None), ('get_weather", ', {}), ('{"city": "Par', {}), ('"zone": "C', {"city": "Paris"}))
+    async with calling(tmp_path, saying(call, then=EOS_ID)) as api:
+        for last, used in cuts:
+            body: dict[str, Any] = {"max_tokens": call.index(last) + len(last), "messages": HELLO, "model": "fake"}
+            body["tool_choice"] = named
+            answer = await ask(api, **body)
+            tools: Any = [WEATHER]
+            async with (
+                anthropic.AsyncAnthropic(base_url=api.url, api_key="x", max_retries=0) as client,
+                client.messages.stream(**body, tools=tools) as stream,
+            ):
+                message = await stream.get_final_message()
+            blocks = [] if used is None else [("tool_use", "get_weather", used)]
+            assert [(block["type"], block["name"], block["input"]) for block in answer["content"]] == blocks
+            assert [(block.type, block.name, block.input) for block in message.content] == blocks
+            assert answer["stop_reason"] == message.stop_reason == "max_tokens"
+
+
+async def test_a_named_tool_is_used_once_and_has_an_id_as_anthropic_writes_them(tmp_path: Path) -> None:
+    async with calling(tmp_path, saying(PARIS * 9, then=EOS_ID)) as api:
+        answer = await ask(api, tool_choice={"type": "tool", "name": "get_weather"}, max_tokens=400)
+        events = await events_of(api, tool_choice={"type": "tool", "name": "get_weather"}, max_tokens=400)
+    [block] = answer["content"]
+    [started] = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    for each in (block, started):
+        assert (each["type"], each["name"], each["id"][:6]) == ("tool_use", "get_weather", "toolu_")
+    assert answer["stop_reason"] == "tool_use"
+
+
 async def test_a_call_that_breaks_off_is_text(tmp_path: Path) -> None:
     async with calling(tmp_path, saying(BROKEN, then=EOS_ID)) as api:
         answer = await ask(api)

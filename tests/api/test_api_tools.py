@@ -173,13 +173,51 @@ async def test_a_malformed_call_is_given_as_content_without_its_control_token(tm
     }
 
 
-async def test_a_call_that_max_tokens_cuts_off_is_given_as_content(tmp_path: Path) -> None:
-    async with serving_tools(tmp_path, HERMES, saying(PARIS, then=EOS_ID)) as api:
-        answer = await api.post(CHAT, messages=HELLO, tools=[WEATHER], max_tokens=len(PARIS) - 20)
+def streamed(events: list[Any]) -> tuple[str, list[tuple[str, str]], str | None]:
+    """What a stream says, the names and arguments of its calls, and why it ended."""
+    said, calls = "", dict[int, tuple[str, str]]()
+    for delta in deltas_of(events):
+        said += delta.get("content") or ""
+        for piece in delta.get("tool_calls", []):
+            name, arguments = calls.get(piece["index"], ("", ""))
+            function = piece["function"]
+            calls[piece["index"]] = (name or function["name"], arguments + function.get("arguments", ""))
+    return said, list(calls.values()), events[-2]["choices"][0]["finish_reason"]
+
+
+def answered(answer: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str | None]:
+    """The same of a whole answer."""
     [choice] = answer["choices"]
-    assert choice["finish_reason"] == "length"
-    assert choice["message"]["content"] == PARIS[:-20]
-    assert "tool_calls" not in choice["message"]
+    functions = [call["function"] for call in choice["message"].get("tool_calls", [])]
+    calls = [(function["name"], function["arguments"]) for function in functions]
+    return choice["message"]["content"] or "", calls, choice["finish_reason"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_a_call_that_max_tokens_cuts_off_is_a_partial_call_streamed_or_not(tmp_path: Path, choice: str) -> None:
+    async with serving_tools(tmp_path, HERMES, saying(PARIS, then=EOS_ID)) as api:
+        body = {"messages": HELLO, "tools": [WEATHER], "tool_choice": choice}
+        for tokens in range(1, len(PARIS)):
+            whole = answered(await api.post(CHAT, **body, max_tokens=tokens))
+            assert streamed(await api.events(CHAT, **body, max_tokens=tokens)) == whole
+            said, calls, finish = whole
+            assert finish == "length"
+            if PARIS[:tokens].startswith("<tool_call>") or choice == "required":
+                assert said == ""
+            if tokens > len(named := '<tool_call>\n{"name": "get_weather",'):
+                [(name, arguments)] = calls
+                assert name == "get_weather"
+                assert '{"city": "Paris"}'.startswith(arguments)
+                assert arguments or tokens <= len(named + ' "arguments": ')
+
+
+async def test_a_model_that_would_call_for_ever_calls_a_named_tool_once(tmp_path: Path) -> None:
+    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
+    named = {"type": "function", "function": {"name": "now"}}
+    async with serving_tools(tmp_path, HERMES, saying(now * 9, then=EOS_ID)) as api:
+        answer = await api.post(CHAT, messages=HELLO, tools=[NOW], tool_choice=named, max_tokens=400)
+    assert answered(answer) == ("", [("now", "{}")], "tool_calls")
+    assert answer["usage"]["completion_tokens"] <= len(now)
 
 
 async def test_one_call_is_kept_where_parallel_calls_are_not_wanted(tmp_path: Path) -> None:

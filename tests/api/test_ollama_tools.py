@@ -94,6 +94,20 @@ async def test_a_call_has_an_id_and_its_place(tmp_path: Path) -> None:
     assert len({call["id"] for call in calls}) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_call_that_num_predict_cuts_off_has_the_arguments_that_are_whole(tmp_path: Path, stream: bool) -> None:
+    call = PARIS.replace('"Paris"', '"Paris", "zone": "CET"')
+    async with calling(tmp_path, saying(call, then=EOS_ID)) as api:
+        options = {"num_predict": call.index("CET") + 1}
+        client = ollama.AsyncClient(host=api.url)
+        answer: Any = await client.chat("fake", HELLO, tools=[get_weather], options=options, stream=stream)
+        parts = [part async for part in answer] if stream else [answer]
+    [found] = [found for part in parts for found in part.message.tool_calls or ()]
+    assert (found.function.name, found.function.arguments) == ("get_weather", {"city": "Paris"})
+    assert "".join(part.message.content or "" for part in parts) == ""
+    assert parts[-1].done_reason == "length"
+
+
 async def test_a_call_that_breaks_off_is_text(tmp_path: Path) -> None:
     broken = PARIS.removesuffix("}}</tool_call>") + " oh"
     async with calling(tmp_path, saying(broken, then=EOS_ID)) as api:

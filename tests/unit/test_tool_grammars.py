@@ -138,11 +138,14 @@ def test_strict_tools_are_held_to_their_schema_when_the_model_calls_at_will(
         assert all(json.loads(call.arguments)["city"] in CITIES for call in calls)
 
 
-def test_one_call_is_all_that_is_allowed_where_no_parallel_calls_are_wanted(
-    tmp_path: Path, written: ToolFormat
+@pytest.mark.parametrize(
+    ("choice", "parallel"), [(ToolChoice("required"), False), (ToolChoice("required", "now"), True)]
+)
+def test_one_call_is_all_that_is_allowed_where_no_parallel_calls_are_wanted_or_the_tool_is_named(
+    tmp_path: Path, written: ToolFormat, choice: ToolChoice, parallel: bool
 ) -> None:
     tokenizer = model_of(tmp_path, written, control=True)
-    one = tool_use(tokenizer, [NOW], ToolChoice("required"), parallel=False)
+    one = tool_use(tokenizer, [NOW], choice, parallel=parallel)
     mask, text = mask_of(tokenizer, one), written_at_random(tokenizer, one, 0, [])
     for token_id in tokenizer.encode(text, add_special_tokens=False):
         mask.accept(token_id)

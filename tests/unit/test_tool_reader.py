@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console.api.tools import CallArguments, CallBegan, CallBroken, CallEnded, CallReader, Piece, Said, Tool, whole
+from console.api.tools import (
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallCut,
+    CallEnded,
+    CallReader,
+    Piece,
+    Said,
+    Tool,
+    whole,
+)
 from console.api.tools.formats import FORMATS, ToolFormat
 
 WEATHER = Tool(
@@ -215,19 +226,48 @@ def test_any_split_gives_the_same_calls_and_the_same_text(
     assert summed([*pieces, *apart.finish()]) == together
 
 
-@settings(max_examples=200, deadline=None)
-@given(case=st.sampled_from(CASES), cut_off=st.integers(0, 10**4))
-def test_an_answer_cut_off_anywhere_loses_no_character_of_a_broken_call(
-    case: tuple[str, int, str, str, Calls], cut_off: int
+@pytest.mark.parametrize(("name", "which", "text", "said", "calls"), CASES, ids=IDS)
+def test_an_answer_cut_off_anywhere_has_its_whole_calls_one_partial_call_and_no_markup(
+    name: str, which: int, text: str, said: str, calls: Calls
 ) -> None:
-    name, which, text, _, _ = case
-    text = text[: cut_off % (len(text) + 1)]
-    said, calls = whole(reader_of(name, which), text)
-    kept, sent = "".join(said.split()), "".join(text.split())
-    if not calls:
-        assert kept == sent
-    else:  # what was said before the calls, and what came of the next one
-        assert any(sent.startswith(kept[:i]) and sent.endswith(kept[i:]) for i in range(len(kept) + 1))
+    _, complete = whole(reader_of(name, which), text)
+    openings = of(name, which).shape.openings
+    for end in range(len(text) if calls else 0):
+        words, found = whole(reader_of(name, which), text[:end])
+        assert [call.name for call in found] == [called for called, _ in calls][: len(found)]
+        assert not any(call.cut for call in found[:-1])
+        for call, entire in zip(found, complete, strict=False):
+            assert entire.arguments.startswith(call.arguments) if call.cut else call.arguments == entire.arguments
+        beyond = words.strip().removeprefix(said.strip()).strip()
+        maybe_text = any(opening.startswith(beyond) for opening in openings)
+        bare = of(name, which).bare and not found and words == text[:end]
+        assert said.strip().startswith(words.strip()) or maybe_text or bare
+
+
+@pytest.mark.parametrize(("name", "which", "text", "said", "calls"), CASES, ids=IDS)
+def test_an_answer_held_to_calls_has_no_text_wherever_it_is_cut_off(
+    name: str, which: int, text: str, said: str, calls: Calls
+) -> None:
+    for end in range(len(text) if calls and not said else 0):
+        words, _ = whole(reader_of(name, which, required=True), text[:end])
+        assert words == ""
+
+
+def test_a_partial_call_stops_before_the_tag_that_the_answer_ends_within() -> None:
+    head = "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"
+    for tail in ("", "\n", "\n</para"):
+        said, [call] = whole(reader_of("Qwen3-Coder"), head + tail)
+        assert (said, call.arguments, call.cut) == ("", '{"city": "Par', True)
+    _, [call] = whole(reader_of("Qwen3-Coder"), head + "is\n</parameter>\n<parameter=days>\n1")
+    assert call.arguments == '{"city": "Paris", "days": '
+
+
+def test_an_answer_ends_with_calls_only_where_all_are_whole() -> None:
+    text = '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "now", "arguments": {"a'
+    reader = reader_of("Hermes")
+    pieces = [*reader.feed(text), *reader.finish()]
+    assert [type(piece) for piece in pieces][-2:] == [CallArguments, CallCut]
+    assert not reader.called
 
 
 def test_arguments_are_given_as_they_come_after_the_name() -> None:
@@ -273,9 +313,9 @@ def test_only_the_first_of_several_calls_is_given_where_one_was_asked_for() -> N
 
 def test_control_tokens_that_mark_calls_are_never_given_as_text() -> None:
     written = of("DeepSeek V3.1")
-    text = "a<｜tool▁call▁end｜> b<｜tool▁calls▁begin｜> c<｜tool▁call▁begin｜>d"
+    text = "a<｜tool▁call▁end｜> b<｜tool▁calls▁begin｜> c<｜tool▁call▁begin｜>d e"
     reader = CallReader(written, TOOLS, hidden=written.shape.markers)
-    assert summed([*reader.feed(text), *reader.finish()])[0] == "a b cd"
+    assert summed([*reader.feed(text), *reader.finish()])[0] == "a b cd e"
 
 
 def test_ids_are_short_where_the_template_wants_them_so() -> None:

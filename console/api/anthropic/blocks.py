@@ -19,7 +19,7 @@ from console.api.tools import CallArguments, CallBegan, CallReader, Piece, Said,
 def blocks_of(text: str, reader: CallReader | None) -> list[Block]:
     """Those of a whole answer; reader: what finds its calls, None where there are none."""
     said, calls = (text, ()) if reader is None else whole(reader, text)
-    used = [ToolUseBlock(call.id, call.name, arguments_of(call.arguments)) for call in calls]
+    used = [ToolUseBlock(call.id, call.name, arguments_of(call.arguments, cut=call.cut)) for call in calls]
     return [TextBlock(said), *used] if said else [*used]
 
 

@@ -64,7 +64,7 @@ class Messages:
         use = await _tool_use(body, model)
         params = use.applied(_params(body, model))
         prompt = await _prompt(body, model, use)
-        call = _Call(model, params, use.reader())
+        call = _Call(model, params, use.reader("toolu_"))
         with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
             if not body.stream:
                 return json_response(await call.whole(generation))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from console.api.ollama.answers import ToolCalled, ToolFunction
-from console.api.tools import CallArguments, CallBegan, CallEnded, CallReader, Said, arguments_of
+from console.api.tools import CallArguments, CallBegan, CallCut, CallEnded, CallReader, Said, arguments_of
 
 
 class CallCollector:
@@ -15,7 +15,8 @@ class CallCollector:
         self._arguments: list[str] = []
 
     def read(self, text: str, *, ended: bool) -> tuple[str, list[ToolCalled]]:
-        """What more of the answer says, and the calls that it completes; one that breaks off was none."""
+        """Return what more of the answer says, and the calls that it completes or ends within; one that breaks off
+        was none."""
         if self._reader is None:
             return text, []
         said: list[str] = []
@@ -28,8 +29,8 @@ class CallCollector:
                     self._began, self._arguments = piece, []
                 case CallArguments(text=more):
                     self._arguments.append(more)
-                case CallEnded(index=index) if self._began is not None:
-                    arguments = arguments_of("".join(self._arguments))
+                case CallEnded(index=index) | CallCut(index=index) if self._began is not None:
+                    arguments = arguments_of("".join(self._arguments), cut=isinstance(piece, CallCut))
                     calls.append(ToolCalled(self._began.id, ToolFunction(index, self._began.name, arguments)))
                 case _:
                     self._began = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
+from pydantic_core import from_json
 
 ToolMode = Literal["none", "auto", "required"]
 
@@ -40,19 +41,25 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole call. arguments: a JSON object, as text."""
+    """A call. arguments: a JSON object, as text.  cut: the answer ended within the call, and so does that text."""
 
     id: str
     name: str
     arguments: str
+    cut: bool = False
 
 
 JsonObject = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 """A JSON object as it was written, which nothing reads on its way."""
 
 
-def arguments_of(text: str) -> JsonObject:
-    """A call's arguments as a part of a JSON document that has one line. Within strings, line breaks are escaped."""
+def arguments_of(text: str, *, cut: bool = False) -> JsonObject:
+    """A call's arguments as a part of a JSON document that has one line. Within strings, line breaks are escaped.
+
+    cut: the text ends too early: the object has the values that are whole, as clients read a stream that ends there.
+    """
+    if cut:
+        return msgspec.Raw(msgspec.json.encode(from_json(text, allow_partial=True) if text else {}))
     return msgspec.Raw(text.replace("\r", " ").replace("\n", " ").encode())
 
 
@@ -84,9 +91,15 @@ class CallEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallBroken(msgspec.Struct, frozen=True, tag=True):
-    """The call will never be whole: the model went astray within it, or was cut off. Its text follows as `Said`."""
+    """The call is none: the model went astray within it. Its text follows as `Said`."""
 
     index: int
 
 
-Piece = Said | CallBegan | CallArguments | CallEnded | CallBroken
+class CallCut(msgspec.Struct, frozen=True, tag=True):
+    """The answer ended within the call, which stays as far as it came."""
+
+    index: int
+
+
+Piece = Said | CallBegan | CallArguments | CallEnded | CallBroken | CallCut

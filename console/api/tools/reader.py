@@ -13,6 +13,7 @@ from console.api.tools.calls import (
     CallArguments,
     CallBegan,
     CallBroken,
+    CallCut,
     CallEnded,
     Piece,
     Said,
@@ -33,33 +34,44 @@ class CallReader:
     """Reads one answer. What is found depends on the text, not on how it is split into pieces.
 
     Text before a call is given at once, but for white space at its end and what may begin a call. A call is given as
-    soon as it has a name; one that turns out to be none, or that the answer ends within, is broken off, and all of its
-    text is given as what is said, so that nothing is lost.
+    soon as it has a name; one that turns out to be none is broken off, and all of its text is given as what is said, so
+    that nothing is lost. One that the answer ends within stays as far as it came, and its markers are no text.
 
     tools: a bare call (`ToolFormat.bare`) must be of one of them.  one: calls after the first are left out.
-    hidden: markers that are control tokens; they are never given as text.
+    required: the answer is held to calls, so that an end of it which may begin one does.
+    hidden: markers that are control tokens; they are never given as text.  id_prefix: of the calls' ids.
     """
 
     def __init__(
-        self, written: ToolFormat, tools: Sequence[Tool], *, one: bool = False, hidden: Sequence[str] = ()
+        self,
+        written: ToolFormat,
+        tools: Sequence[Tool],
+        *,
+        one: bool = False,
+        required: bool = False,
+        hidden: Sequence[str] = (),
+        id_prefix: str = "call_",
     ) -> None:
         self._format = written
         self._schemas = {tool.name: tool.schema for tool in tools}
         self._one = one
+        self._required = required
         self._hidden = tuple(hidden)
+        self._id_prefix = id_prefix
         self._source = Source()
         self._pieces: list[Piece] = []
         self._space = ""
         self._index = 0
         self._open = False
+        self._cut = False
         self._bare = False
         self._reading = self._read()
         self._advance()
 
     @property
     def called(self) -> bool:
-        """Whether there was a whole call."""
-        return self._index > 0
+        """Whether there was a call, and all are whole."""
+        return self._index > 0 and not self._cut
 
     def feed(self, text: str) -> list[Piece]:
         """What more text brings."""
@@ -70,10 +82,10 @@ class CallReader:
         """What the end of the text brings; nothing is held back after it."""
         self._source.end()
         pieces = self._advance()
-        if self._space and not self.called:
+        if self._space and not self._index:
             pieces = _joined([*pieces, Said(self._space)])
         self._space = ""
-        return pieces
+        return [piece for piece in pieces if not isinstance(piece, Said)] if self._required else pieces
 
     # What shapes tell of the calls that they read.
 
@@ -132,13 +144,25 @@ class CallReader:
         try:
             yield from self._format.shape.read(self._source, self, opening)
         except Malformed as error:
-            if not self._bare or self._open:
-                log.warning("A tool call of the model is malformed, and given as text: %s", error)
-            if self._open:
-                self._give(CallBroken(self._index))
-                self._open = False
-            self._say((lead if self._index == before else "") + self._source.taken)
+            maybe_text = self._bare and not self._open and self._index == before
+            if self._source.ended and not maybe_text:
+                self._end_within_call()
+            else:
+                if not maybe_text:
+                    log.warning("A tool call of the model is malformed, and given as text: %s", error)
+                if self._open:
+                    self._give(CallBroken(self._index))
+                    self._open = False
+                self._say((lead if self._index == before else "") + self._source.taken)
         self._source.mark()
+
+    def _end_within_call(self) -> None:
+        """Nothing of what is left is text; the call is cut off where it has a name already."""
+        if self._open:
+            self._give(CallCut(self._index))
+            self._cut = not (self._one and self._index)
+        self._open, self._space = False, ""
+        self._source.drop()
 
     def _say(self, text: str) -> None:
         """Give text, but for the white space at its end: it belongs to a call that may follow."""
@@ -157,7 +181,7 @@ class CallReader:
     def _new_id(self) -> str:
         if self._format.short_ids:
             return "".join(secrets.choice(_SHORT) for _ in range(_SHORT_ID))
-        return f"call_{uuid.uuid4().hex[:24]}"
+        return f"{self._id_prefix}{uuid.uuid4().hex[:24]}"
 
 
 def whole(reader: CallReader, text: str) -> tuple[str, tuple[ToolCall, ...]]:
@@ -173,9 +197,10 @@ def whole(reader: CallReader, text: str) -> tuple[str, tuple[ToolCall, ...]]:
                 begun[index] = (piece, [])
             case CallArguments(index=index, text=more):
                 begun[index][1].append(more)
-            case CallEnded(index=index):
+            case CallEnded(index=index) | CallCut(index=index):
                 began, arguments = begun[index]
-                calls.append(ToolCall(id=began.id, name=began.name, arguments="".join(arguments)))
+                cut = isinstance(piece, CallCut)
+                calls.append(ToolCall(id=began.id, name=began.name, arguments="".join(arguments), cut=cut))
             case CallBroken():
                 pass
     return "".join(said), tuple(calls)

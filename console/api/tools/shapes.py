@@ -68,7 +68,7 @@ class JsonCalls:
         else:
             yield from _read_objects(source, sink)
         if (yield from source.skip_space()) and self.closing:
-            yield from source.tries(self.closing)
+            yield from source.closes(self.closing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,10 @@ class NamedCalls:
             yield from source.expect(self.opening)
         while True:
             yield from self._read_one(source, sink)
-            if not (yield from source.skip_space()) or not (yield from source.tries(self.opening)):
+            if not (yield from source.skip_space()) or not (yield from source.closes(self.opening)):
                 break
         if self.section[1]:
-            yield from source.tries(self.section[1])
+            yield from source.closes(self.section[1])
 
     def _read_one(self, source: Source, sink: Schemas) -> Reading[None]:
         if self.kind:
@@ -117,10 +117,10 @@ class NamedCalls:
         yield from read_arguments(source, sink.arguments)
         sink.complete()
         yield from source.skip_space()
-        if self.fenced and (yield from source.tries("```")):
+        if self.fenced and (yield from source.closes("```")):
             yield from source.skip_space()
         if self.closing:
-            yield from source.tries(self.closing)
+            yield from source.closes(self.closing)
 
     def _name(self, text: str) -> str:
         return text.removeprefix("functions.").rpartition(":")[0] or text if self.numbered else text
@@ -195,7 +195,7 @@ class XmlCalls:
         sink.arguments("{}" if lead == "{" else "}")
         sink.complete()
         if (yield from source.skip_space()):
-            yield from source.tries("</tool_call>")
+            yield from source.closes("</tool_call>")
 
     def _another(self, source: Source) -> Reading[bool]:
         yield from source.skip_space()
@@ -222,14 +222,13 @@ def _read_xml_value(source: Source, sink: Sink, schema: Mapping[str, Any]) -> Re
     kinds = kinds_of(schema)
     if kinds == {"string"}:
         sink.arguments('"')
-        ended = yield from source.until(ends, lambda text: sink.arguments(_escaped(text)))
-        sink.arguments('"')
+        ended, tail = (yield from source.until(ends, lambda text: sink.arguments(_escaped(text)), partial=True)), '"'
     else:
         pieces: list[str] = []
-        ended = yield from source.until(ends, pieces.append)
-        sink.arguments(_as_json("".join(pieces), kinds))
+        ended, tail = (yield from source.until(ends, pieces.append)), _as_json("".join(pieces), kinds)
     if not ended:
         raise Malformed("a parameter has no end")
+    sink.arguments(tail)
 
 
 def _escaped(text: str) -> str:

@@ -19,12 +19,16 @@ class Malformed(Exception):
 
 
 class Source:
-    """Text in pieces, read from its front. `taken` is what was read since `mark`, to be given back if need be."""
+    """Text in pieces, read from its front. `taken` is what was read since `mark`, to be given back if need be.
+
+    ended: no more text comes. A parser that finds the text malformed after that was waiting for more: all of it could
+    have begun what was looked for.
+    """
 
     def __init__(self) -> None:
+        self.ended = False
         self._text = ""
         self._at = 0
-        self._ended = False
         self._taken: list[str] = []
 
     def push(self, text: str) -> None:
@@ -34,7 +38,7 @@ class Source:
 
     def end(self) -> None:
         """No more text comes."""
-        self._ended = True
+        self.ended = True
 
     def mark(self) -> None:
         """Forget what was read so far."""
@@ -48,7 +52,7 @@ class Source:
     def more(self) -> Reading[bool]:
         """Whether any text is left, waiting for it."""
         while self._at >= len(self._text):
-            if self._ended:
+            if self.ended:
                 return False
             yield
         return True
@@ -86,20 +90,32 @@ class Source:
                 ahead = self._text[self._at : self._at + len(literal)]
                 if ahead == literal:
                     return self.take(len(literal))
-                if self._ended or not literal.startswith(ahead):
+                if self.ended or not literal.startswith(ahead):
                     break
                 yield
         return ""
+
+    def closes(self, literal: str) -> Reading[bool]:
+        """Take `literal` where the text goes on with it, or ends within it; whether all of it was there."""
+        found = yield from self.tries(literal)
+        if not found and self.ended and literal.startswith(self._text[self._at :]):
+            self.drop()
+        return bool(found)
+
+    def drop(self) -> None:
+        """Take all text that is there."""
+        self.take(len(self._text) - self._at)
 
     def expect(self, literal: str) -> Reading[None]:
         """Take `literal`; raises Malformed where the text goes on with something else."""
         if not (yield from self.tries(literal)):
             raise Malformed(f"{literal!r} is missing")
 
-    def until(self, markers: Sequence[str], give: Give) -> Reading[str]:
+    def until(self, markers: Sequence[str], give: Give, *, partial: bool = False) -> Reading[str]:
         """Give text away up to the first marker, which is taken and returned; "" at the end of the text.
 
         Of several markers, the one that begins first counts. Held back is only what may begin one.
+        partial: one that the text ends within is one as well, and no text.
         """
         while True:
             text = self._text[self._at :]
@@ -109,10 +125,11 @@ class Source:
                 if at:
                     give(self.take(at))
                 return self.take(len(marker))
-            sure = len(text) if self._ended else len(text) - _possible_start(text, markers)
+            sure = len(text) if self.ended and not partial else len(text) - _possible_start(text, markers)
             if sure:
                 give(self.take(sure))
-            if self._ended:
+            if self.ended:
+                self.drop()
                 return ""
             yield
 

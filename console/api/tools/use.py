@@ -30,12 +30,14 @@ class ToolUse:
     """Tools that the model is told of and may call.
 
     written: how it writes calls, None where it is told of no tools.  grammar: what the answer is held to.
+    required: that is calls and nothing else.
     shown_ids: control tokens that mark calls, which the text must show; hidden: what they are in the text.
     """
 
     tools: tuple[Tool, ...] = ()
     written: ToolFormat | None = None
     parallel: bool = True
+    required: bool = False
     grammar: Grammar | None = None
     shown_ids: tuple[int, ...] = ()
     hidden: tuple[str, ...] = ()
@@ -57,11 +59,18 @@ class ToolUse:
             )
         return msgspec.structs.replace(params, grammar=self.grammar, shown_token_ids=self.shown_ids)
 
-    def reader(self) -> CallReader | None:
-        """What reads one answer; None where it is text and nothing else."""
+    def reader(self, id_prefix: str = "call_") -> CallReader | None:
+        """What reads one answer; None where it is text and nothing else. id_prefix: of the calls' ids."""
         if self.written is None:
             return None
-        return CallReader(self.written, self.tools, one=not self.parallel, hidden=self.hidden)
+        return CallReader(
+            self.written,
+            self.tools,
+            one=not self.parallel,
+            required=self.required,
+            hidden=self.hidden,
+            id_prefix=id_prefix,
+        )
 
 
 NO_TOOLS = ToolUse()
@@ -70,7 +79,8 @@ NO_TOOLS = ToolUse()
 def tool_use(
     tokenizer: Tokenizer, tools: Sequence[Tool], choice: ToolChoice = AUTO, *, parallel: bool = True
 ) -> ToolUse:
-    """What a request with these tools comes to. parallel: whether one answer may make several calls.
+    """What a request with these tools comes to. parallel: whether one answer may make several calls; where the choice
+    names a tool, it makes one.
 
     A model that may call none is told of none. Raises InvalidRequest where it knows no tools or writes calls in a way
     that is not known here, and for a choice that there is not.
@@ -79,7 +89,7 @@ def tool_use(
     if not tools or choice.mode == "none":
         return NO_TOOLS
     written = known_format(tokenizer)
-    parallel = parallel and not _takes_one_call(tokenizer)
+    parallel = parallel and not choice.name and not _takes_one_call(tokenizer)
     marks = {marker: tokenizer.token_to_id(marker) for marker in written.shape.markers}
     shown = {mark: token_id for mark, token_id in marks.items() if token_id in tokenizer.special_ids}
     ids = {mark: token_id for mark, token_id in shown.items() if token_id is not None}
@@ -87,6 +97,7 @@ def tool_use(
         tools=tuple(tools),
         written=written,
         parallel=parallel,
+        required=choice.mode == "required",
         grammar=call_grammar(written, tools, choice, parallel, ids),
         shown_ids=tuple(ids.values()),
         hidden=tuple(ids),
