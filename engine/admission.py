@@ -24,7 +24,7 @@ def resolve_params(
     params.validate()
     refuse_lacking(params, model.backend)
     _check_tokens(prompt_ids, params, model.vocab_size)
-    room = _room(max(len(prompt_ids), len(params.negative_prompt_ids)), spec, model)
+    room = _room(prompt_ids, params, spec, model)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     return msgspec.structs.replace(
         params,
@@ -83,21 +83,24 @@ def _check_tokens(prompt_ids: Sequence[int], params: SamplingParams, vocab_size:
             )
 
 
-def _room(prompt_tokens: int, spec: ModelSpec, model: LoadedModel) -> int:
-    """Tokens that can be generated after the prompt; at least 1."""
-    if spec.max_input_len is not None and prompt_tokens > spec.max_input_len:
-        raise _too_long(prompt_tokens, spec.max_input_len, "prompts may have")
-    if prompt_tokens + 1 > model.max_model_len:
-        raise _too_long(prompt_tokens, model.max_model_len, "with the answer's first token it may have")
-    if prompt_tokens + 1 > model.kv_tokens:
-        raise _too_long(prompt_tokens, model.kv_tokens, "the KV pages of a worker hold")
-    return min(model.max_model_len, model.kv_tokens) - prompt_tokens
-
-
-def _too_long(prompt_tokens: int, limit: int, what: str) -> ContextLengthExceeded:
-    return ContextLengthExceeded(
-        f"the prompt has {prompt_tokens} tokens; {what} {limit}",
-        param="prompt",
-        prompt_tokens=prompt_tokens,
-        limit=limit,
+def _room(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, model: LoadedModel) -> int:
+    """Tokens that can be generated after the prompt, and after the negative one; at least 1."""
+    tokens, param = len(prompt_ids), "prompt"
+    if len(params.negative_prompt_ids) > tokens:
+        tokens, param = len(params.negative_prompt_ids), "negative_prompt"
+    limit, why = min(
+        (model.max_model_len - 1, f"with the answer's first token it may have {model.max_model_len}"),
+        (spec.max_input_len or model.max_model_len, f"prompts may have {spec.max_input_len}"),
+        (model.kv_tokens - 1, f"the KV pages of a worker hold {model.kv_tokens}"),
     )
+    if tokens > limit:
+        asked = {} if params.max_tokens is None else {"max_tokens": params.max_tokens}
+        raise ContextLengthExceeded(
+            f"the {param.replace('_', ' ')} has {tokens} tokens; {why}",
+            param=param,
+            prompt_tokens=tokens,
+            limit=limit,
+            max_model_len=model.max_model_len,
+            **asked,
+        )
+    return min(model.max_model_len, model.kv_tokens) - tokens

@@ -48,7 +48,11 @@ class InvalidRequest(EngineError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt (or prompt + max_tokens) cannot fit; details: prompt_tokens, max_tokens, limit."""
+    """The prompt cannot fit.
+
+    details: prompt_tokens, or the fewest that they can be, with `at_least` true; limit: most tokens that a prompt may
+    have; max_model_len: most tokens of prompt and answer together; max_tokens: asked for, absent where that is open.
+    """
 
     code = "context_length_exceeded"
 

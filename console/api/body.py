@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationErro
 from pydantic_core import CoreSchema, ErrorDetails, from_json
 
 from console.api.body_schema import completed
+from console.api.failing import begun
 from console.api.naming import AS_SENT
 from console.api.parameters import Refusal
 from engine.config import shown
@@ -35,6 +36,7 @@ class Body(BaseModel):
     clamped: fields that are brought into what there is room for, or what means the same, and how.
     refused_within: likewise `refused`, of what stands within a field; by that field's name as a path.
     internal: fields that are filled in from elsewhere, and unknown to clients.
+    prompt_field: which of them becomes the prompt; errors about that name it.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -45,6 +47,7 @@ class Body(BaseModel):
     clamped: ClassVar[Mapping[str, str]] = {}
     refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {}
     internal: ClassVar[frozenset[str]] = frozenset()
+    prompt_field: ClassVar[str] = "prompt"
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -114,6 +117,8 @@ async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") ->
 
     absent: what no body at all stands for.
     """
+    if (call := begun(request)) is not None:
+        call.prompt_field = schema.prompt_field
     return schema.parse(await request.read() or absent)
 
 

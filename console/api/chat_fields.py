@@ -31,6 +31,7 @@ class ConversationFields(Body):
     """
 
     refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {"messages[].": MESSAGE_REFUSED}
+    prompt_field = "messages"
 
     messages: Annotated[list[Any], MESSAGES]
     tools: list[ToolField] | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from engine.errors import EngineError, LoadCancelled
+from engine.errors import ContextLengthExceeded, EngineError, LoadCancelled
 
 RETRY_AFTER_S = 1.0
 
@@ -138,16 +138,32 @@ Tells = Callable[[EngineError], object]
 
 
 def envelope(error: EngineError) -> ErrorEnvelope:
-    """The error in OpenAI's shape."""
+    """The error in OpenAI's shape, and in its words where clients look for them."""
     param = error.details.get("param")
     return ErrorEnvelope(
         ErrorBody(
-            message=error.message[:LONGEST_MESSAGE],
+            message=_sentence(error)[:LONGEST_MESSAGE],
             type=_type_of(error),
             param=None if param is None else str(param)[:LONGEST_MESSAGE],
             code=error.code,
         )
     )
+
+
+def _sentence(error: EngineError) -> str:
+    """The message; of a prompt that is too long, it is OpenAI's two sentences: clients look for one or the other."""
+    match error.details:
+        case {"max_model_len": context, "prompt_tokens": tokens, "limit": limit} if isinstance(
+            error, ContextLengthExceeded
+        ):
+            field, least = error.details.get("param", "prompt"), "at least " if error.details.get("at_least") else ""
+            return (
+                f"This model's maximum context length is {context} tokens. However, your {field} resulted in "
+                f"{least}{tokens} tokens. Input tokens exceed the configured limit of {limit} tokens. "
+                f"Please reduce the length of the {field}."
+            )
+        case _:
+            return error.message
 
 
 def error_response(error: EngineError, tells: Tells = envelope) -> web.Response:

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from console.api.errors import LONGEST_MESSAGE, BodyTooSlow, error_response
+from console.api.naming import AS_SENT
 from console.api.scopes import ADMIN, LOOKING
 from console.api.traffic import Call, Ending, readable
 from engine.errors import EngineError, ModelLoadFailed
@@ -65,10 +66,13 @@ def note_left(request: web.Request) -> None:
 
 def as_told(request: web.Request, error: EngineError) -> EngineError:
     """An error as its client is told: with the id of its request in the details, for shapes that have room for it, and
-    without the paths of this machine, which are for operators to know. It is text whatever it quotes of the request."""
+    without the paths of this machine, which are for operators to know; `param` is the field that was sent, whatever the
+    engine calls it. It is text whatever it quotes of the request."""
     call = call_of(request)
     put = copy.copy(error)
     put.details = {**error.details, "request_id": call.request_id}
+    if put.details.get("param") == "prompt" and AS_SENT not in put.details:
+        put.details["param"] = call.prompt_field
     ours = error.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR or isinstance(error, ModelLoadFailed)
     if ours and not call.path.startswith(ADMIN):
         put.message = _PATH.sub(lambda found: found[0].rpartition("/")[2], error.message)

@@ -58,12 +58,13 @@ class ServedModel:
         Raises InvalidRequest naming `param` for an id that the model has no token for, and ContextLengthExceeded,
         before the work, for more of them than can fit.
         """
-        if len(token_ids) > (limit := self.loaded.max_model_len):
+        if len(token_ids) > (most := self.loaded.max_model_len):
             raise ContextLengthExceeded(
-                f"the prompt has {len(token_ids)} tokens; with the answer's first token it may have {limit}",
+                f"the prompt has {len(token_ids)} tokens; with the answer's first token it may have {most}",
                 param="prompt",
                 prompt_tokens=len(token_ids),
-                limit=limit,
+                limit=most - 1,
+                max_model_len=most,
             )
         self.check_token_ids(token_ids, param)
         if len(token_ids) < MANY_TOKENS:
@@ -71,13 +72,16 @@ class ServedModel:
         return await asyncio.to_thread(self.tokenizer.decode, token_ids)
 
     def _refuse_endless(self, characters: int) -> None:
-        least, limit = characters // self.tokenizer.longest_token, self.loaded.max_model_len
-        if least > limit:
+        least, most = characters // self.tokenizer.longest_token, self.loaded.max_model_len
+        if least > most:
             raise ContextLengthExceeded(
                 f"the prompt has {characters} characters, so {least} tokens at the very least; with the answer's first "
-                f"token it may have {limit}",
+                f"token it may have {most}",
                 param="prompt",
-                limit=limit,
+                prompt_tokens=least,
+                at_least=True,
+                limit=most - 1,
+                max_model_len=most,
             )
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:

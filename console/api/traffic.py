@@ -53,6 +53,7 @@ class Call:
     client: None until it is known whose the request is.  failure: None where all went well.
     sent_bytes: of an answer that is streamed.
     tells: how a failure is put for the client.  request_id: what its answer goes by.
+    prompt_field: what its body calls the prompt.
     began: whether an answer did; it cannot be another one any more.
     is_allowed: whether it still may be answered: keys are revoked while answers last.
     """
@@ -69,6 +70,7 @@ class Call:
     failure: Ending | None = None
     tells: Tells = envelope
     request_id: str = ""
+    prompt_field: str = "prompt"
     began: bool = False
     is_allowed: Callable[[], bool] = lambda: True
     client: _Client | None = None

@@ -53,16 +53,23 @@ def test_the_answer_fits_the_kv_pages_too() -> None:
 
 @pytest.mark.parametrize(
     ("prompt_tokens", "limits", "limit"),
-    [(100, {}, 100), (64, {"kv_tokens": 64}, 64), (11, {"max_input_len": 10}, 10)],
+    [(100, {}, 99), (64, {"kv_tokens": 64}, 63), (11, {"max_input_len": 10}, 10)],
 )
 def test_a_prompt_that_cannot_fit_is_refused_with_numbers(
     prompt_tokens: int, limits: dict[str, int], limit: int
 ) -> None:
     with pytest.raises(ContextLengthExceeded) as refused:
-        resolve(prompt_tokens, **limits)  # type: ignore[arg-type]
-    assert (refused.value.details["prompt_tokens"], refused.value.details["limit"]) == (prompt_tokens, limit)
+        resolve(prompt_tokens, SamplingParams(max_tokens=7), **limits)  # type: ignore[arg-type]
+    numbers = {"prompt_tokens": prompt_tokens, "limit": limit, "max_model_len": 100, "max_tokens": 7}
+    assert refused.value.details == {"param": "prompt", **numbers}
     assert str(prompt_tokens) in refused.value.message
-    assert str(limit) in refused.value.message
+    assert str(next(iter(limits.values()), 100)) in refused.value.message
+
+
+def test_a_negative_prompt_that_cannot_fit_is_named() -> None:
+    with pytest.raises(ContextLengthExceeded, match="the negative prompt has 100 tokens") as refused:
+        resolve(3, SamplingParams(negative_prompt_ids=(1,) * 100, cfg_scale=2.0))
+    assert refused.value.details["param"] == "negative_prompt"
 
 
 def test_the_longest_prompt_that_fits_gets_one_token() -> None:

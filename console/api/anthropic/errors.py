@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from console.api.errors import is_server_side
+from console.api.errors import LONGEST_MESSAGE, is_server_side
 from console.api.naming import told_as
-from engine.errors import EngineError
+from engine.errors import ContextLengthExceeded, EngineError
 
 _NAMES = {"stop": "stop_sequences"}
 """What Anthropic calls our fields."""
@@ -40,5 +40,15 @@ def anthropic_error(error: EngineError) -> AnthropicError:
     """The error in Anthropic's shape."""
     otherwise = "api_error" if is_server_side(error) else "invalid_request_error"
     kind = _TYPES.get(error.http_status, otherwise)
-    body = AnthropicErrorBody(kind, told_as(error, _NAMES))
+    body = AnthropicErrorBody(kind, _sentence(error)[:LONGEST_MESSAGE])
     return AnthropicError(body, request_id=str(error.details.get("request_id", "")))
+
+
+def _sentence(error: EngineError) -> str:
+    """The message; of a prompt that is too long, it begins as Anthropic's: clients go by that, and read its numbers."""
+    match error.details:
+        case {"prompt_tokens": tokens, "limit": limit} if isinstance(error, ContextLengthExceeded):
+            least = f", and {tokens} is the least that its characters come to" if error.details.get("at_least") else ""
+            return f"prompt is too long: {tokens} tokens > {limit} maximum{least}"
+        case _:
+            return told_as(error, _NAMES)

@@ -105,7 +105,8 @@ def _room(options: Options, model: ServedModel, prompt_tokens: int) -> int | Non
             f"{options.num_ctx - 1}, and a prompt is never cut",
             param="num_ctx",
             prompt_tokens=prompt_tokens,
-            limit=options.num_ctx,
+            limit=options.num_ctx - 1,
+            max_model_len=options.num_ctx,
         )
     room = options.num_ctx - prompt_tokens
     return room if asked is None else min(asked, room)

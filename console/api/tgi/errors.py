@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from console.api.errors import is_server_side
+from console.api.errors import LONGEST_MESSAGE, is_server_side
 from console.api.naming import told_as
-from engine.errors import EngineError
+from engine.errors import ContextLengthExceeded, EngineError
 
 _NAMES = {"max_tokens": "max_new_tokens", "lora": "adapter_id", "n": "best_of", "logprobs": "top_n_tokens"}
 """What TGI's clients call our fields."""
@@ -21,7 +21,24 @@ class TgiError(msgspec.Struct, frozen=True):
 
 def tells(error: EngineError) -> TgiError:
     """The error in TGI's shape."""
-    return TgiError(told_as(error, _NAMES), _type_of(error))
+    return TgiError(_sentence(error)[:LONGEST_MESSAGE], _type_of(error))
+
+
+def _sentence(error: EngineError) -> str:
+    """The message; of a prompt that is too long, it is TGI's own, which clients go by."""
+    match error.details:
+        case {"max_model_len": int(context), "prompt_tokens": tokens, "limit": int(limit)} if isinstance(
+            error, ContextLengthExceeded
+        ):
+            given = f"{'at least ' if error.details.get('at_least') else ''}{tokens}"
+            if limit < context - 1:
+                return f"Input validation error: `inputs` must have less than {limit + 1} tokens. Given: {given}"
+            return (
+                f"Input validation error: `inputs` tokens + `max_new_tokens` must be <= {context}. "
+                f"Given: {given} `inputs` tokens and {error.details.get('max_tokens', 1)} `max_new_tokens`"
+            )
+        case _:
+            return told_as(error, _NAMES)
 
 
 def _type_of(error: EngineError) -> str:

@@ -140,6 +140,7 @@ class Limits:
                 prompt_tokens=lengths[0],
                 negative_prompt_tokens=lengths[1],
                 limit=self.max_model_len,
+                max_model_len=self.max_model_len,
                 pool_tokens=self.pages * PAGE_TOKENS,
             )
 
