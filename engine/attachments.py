@@ -50,8 +50,10 @@ class Attachments:
                 workers.attach(adapter)
 
     def inherit(self, old: Attachments) -> None:
-        """Take over what another incarnation of the same model has."""
-        self._specs |= old._specs
+        """Take the adapters that another deployment of the same model has."""
+        for adapter in old._specs.values():
+            if self._specs.get(adapter.name) != adapter:
+                self._add(adapter)
 
     def changed(self) -> None:
         """Something happened to a worker: it may have answered."""

@@ -12,8 +12,9 @@ yet to compute, and what its steps were measured to cost (`engine.dispatch.worke
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.dispatch.choose import Slot
 from engine.dispatch.fairness import FairQueue
@@ -60,6 +61,16 @@ class Dispatcher:
         """How many requests of each client wait."""
         lost = Counter(request.client for line in (self._lost, self._suspects) for request in line)
         return dict(lost + Counter(self._queue.by_client()))
+
+    def waiting(self) -> Iterator[Request]:
+        """Every request that waits, in no particular order."""
+        return chain(self._suspects, self._lost, self._queue)
+
+    def check(self, active: Mapping[str, Request]) -> None:
+        """Prove the accounts; active: the requests that workers have, by wire id. Raises AssertionError."""
+        running = {wire_id: request.worker for wire_id, request in active.items()}
+        assert self._workers.running == running, f"sent out {self._workers.running}, at work {running}"
+        self._queue.check(Counter(request.client for request in active.values()))
 
     # -- in and out ---------------------------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from engine.desk import Desk
 from engine.devices import DeviceProbe, new_probe
 from engine.entrance import Entrance
 from engine.errors import EngineClosed, EngineError, NoModelLoaded
-from engine.fleet import Fleet, Serving
 from engine.knobs import Knobs, changed_fields
 from engine.log import LogRing
 from engine.metrics import Metrics
+from engine.models.manager import ModelManager, Serving
 from engine.observer import Observer
 from engine.pulse import Pulse
 from engine.records import RequestDetail, RequestText, text_of
@@ -54,7 +54,7 @@ class Engine:
         self._sampler = DeviceSampler(probe, lambda: new_probe(config.devices))
         self._observer = Observer(config, self._sampler)
         self._desk = Desk(self._metrics, self._left, self._text_of, self._observer.session)
-        self._fleet = Fleet(
+        self._models = ModelManager(
             config.validate(),
             backend_factory=backend_factory,
             new_host=new_host,
@@ -63,9 +63,9 @@ class Engine:
             sampler=self._sampler,
             on_change=self._changed,
         )
-        self._entrance = Entrance(self._fleet, self._desk)
+        self._entrance = Entrance(self._models, self._desk)
         self._pulse = Pulse(
-            self._fleet,
+            self._models,
             self._desk,
             metrics=self._metrics,
             sampler=self._sampler,
@@ -103,25 +103,25 @@ class Engine:
 
     @property
     def config(self) -> EngineConfig:
-        """The settings as `reconfigure` left them, the knobs being the first model's."""
-        return self._fleet.config
+        """The settings, the knobs being the first model's; without a model, those that the next one gets."""
+        return self._models.config
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the first model, loaded or loading its weights; else None."""
-        return self._fleet.roster.first.tokenizer if self._fleet.roster.first is not None else None
+        return self._models.first.tokenizer if self._models.first is not None else None
 
     def tokenizer_of(self, model: str) -> Tokenizer | None:
         """The tokenizer of the model that a name means; None where there is none of that name, or none loaded."""
         try:
-            return self._fleet.roster.named(model)[0].tokenizer
+            return self._models.named(model)[0].tokenizer
         except EngineError:
             return None
 
     @property
     def status(self) -> ModelStatus:
         """The first model and where it stands: what `snapshot().status` says, without building the rest of it."""
-        return self._fleet.roster.first.status() if self._fleet.roster.first is not None else ModelStatus()
+        return self._models.first.status() if self._models.first is not None else ModelStatus()
 
     async def serving(self, model: str = "") -> Serving:
         """The model that a name means ("" is the first, an adapter's name its model), once it answers.
@@ -130,7 +130,7 @@ class Engine:
         there are, NoModelLoaded with the state, QueueFull, RequestTimeout, EngineClosed.
         """
         self._refuse_if_closed()
-        return await self._fleet.serving(model)
+        return await self._models.serving(model)
 
     async def load(
         self,
@@ -149,22 +149,22 @@ class Engine:
         with nothing else loaded, the model is "failed".
         """
         self._refuse_if_closed()
-        config = msgspec.structs.replace(self.config, **changed_fields(knobs)).validate()
-        return await self._fleet.switch.load(spec, config, beside=beside)
+        config = msgspec.structs.replace(self._models.defaults, **changed_fields(knobs)).validate()
+        return await self._models.load(spec, config, beside=beside)
 
     async def devices(self, *, without: str | None = None) -> list[DeviceReading]:
         """The devices as placement sees them now, with what workers were promised set aside.
 
         without: a model ("" is the first) whose workers are taken as gone. Raises ModelNotFound, NoModelLoaded.
         """
-        return await self._fleet.read_devices(without)
+        return await self._models.read_devices(without)
 
     async def cancel_load(self) -> None:
         """Stop the load under way, if any; returns when its workers are gone. `load` then raises LoadCancelled.
 
         While the model that it replaces still drains, that one goes on.
         """
-        await self._fleet.switch.cancel_load()
+        await self._models.cancel_load()
 
     async def unload(self, model: str = "", drain_s: float = 30.0) -> None:
         """Give running requests `drain_s`, end the rest with an error, and unload. Cancels a load under way.
@@ -173,16 +173,18 @@ class Engine:
         """
         self._refuse_if_closed()
         gone = NoModelLoaded("the model was unloaded before the answer was complete")
-        await self._fleet.switch.unload(model, drain_s, gone)
+        await self._models.unload(model, drain_s, gone)
 
     async def reconfigure(self, *, model: str = "", **knobs: Unpack[Knobs]) -> None:
         """Set the targets of a model; growth and shrinking go on in the background and lose no request.
 
-        Workers that never got ready, or died too often, are tried again. Raises InvalidRequest out of range,
-        InsufficientMemory where another worker does not fit, ModelNotFound, EngineClosed; nothing is changed then.
+        A change of `workers` replaces those that never got ready or died too often; other knobs leave them. While the
+        model is being replaced by one of its name, or by any where no name is given, the new one gets the knobs too.
+        Raises InvalidRequest out of range, InsufficientMemory where another worker does not fit, ModelNotFound,
+        EngineClosed; nothing is changed then.
         """
         self._refuse_if_closed()
-        self._fleet.reconfigure(model, changed_fields(knobs))
+        self._models.reconfigure(model, changed_fields(knobs))
 
     async def restart_worker(self, worker_id: str) -> None:
         """Start a worker again: one that was left dead, or one that works, whose requests go on elsewhere.
@@ -190,7 +192,7 @@ class Engine:
         Raises InvalidRequest where there is none of that id, EngineClosed.
         """
         self._refuse_if_closed()
-        self._fleet.restart_worker(worker_id)
+        self._models.restart_worker(worker_id)
 
     async def drain_worker(self, worker_id: str) -> None:
         """Let a worker finish what it has, take nothing new, and go; its model is to have one worker less from now on.
@@ -198,7 +200,7 @@ class Engine:
         Raises InvalidRequest where there is none of that id, or none would be left to answer; EngineClosed.
         """
         self._refuse_if_closed()
-        self._fleet.drain_worker(worker_id)
+        self._models.drain_worker(worker_id)
 
     async def attach(self, adapter: AdapterSpec, model: str = "") -> None:
         """Make a LoRA adapter usable by requests of a model; returns when every ready worker has it.
@@ -207,12 +209,12 @@ class Engine:
         not fit the model, NoModelLoaded, ModelNotFound, EngineClosed; nothing is changed then.
         """
         self._refuse_if_closed()
-        await self._fleet.attach(adapter, model)
+        await self._models.attach(adapter, model)
 
     async def detach(self, adapter: str, model: str = "") -> None:
         """Forget a LoRA adapter; requests that use it finish with it. Raises ModelNotFound, EngineClosed."""
         self._refuse_if_closed()
-        self._fleet.detach(adapter, model)
+        self._models.detach(adapter, model)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -238,7 +240,7 @@ class Engine:
 
     def cancel_queued(self, model: str = "") -> int:
         """End every request that waits for a worker, of one model or of all; how many. Raises ModelNotFound."""
-        lane = self._fleet.roster.named(model)[0].lane if model else None
+        lane = self._models.named(model)[0].lane if model else None
         return self._desk.cancel_queued(lane)
 
     def finished_requests(self, after: int = 0) -> tuple[int, Sequence[RequestRow]]:
@@ -254,13 +256,13 @@ class Engine:
         """What may be told of its text: nothing, unless the settings allow it."""
         if not self.config.show_prompts:
             return None
-        deployment = self._fleet.roster.of_lane(request.lane)
+        deployment = self._models.of_lane(request.lane)
         tokenizer = deployment.tokenizer if deployment is not None else None
         return text_of(tokenizer, request.prompt_ids, request.generated) if tokenizer is not None else None
 
     def _left(self, request: Request) -> None:
         """A request ended: its worker stops computing it, and the next one takes its place."""
-        self._fleet.left(request)
+        self._models.left(request)
 
     def _refuse_if_closed(self) -> None:
         if self._refusing:
@@ -290,6 +292,10 @@ class Engine:
         self._refuse_if_closed()
         await self._observer.measure(len(self._desk.live))
 
+    def check(self) -> None:
+        """Prove the accounts of models, workers and requests; raises AssertionError with what disagrees."""
+        self._models.check()
+
     # -- what is shown ------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
@@ -317,18 +323,18 @@ class Engine:
 
     def _changed(self) -> None:
         """A worker or the model changed: there may be free places, and there is something to show."""
-        self._fleet.dispatch()
+        self._models.dispatch()
         self._pulse.publish()
 
     async def _close(self, drain_s: float) -> None:
-        await self._fleet.close(drain_s, _shut_down())
+        await self._models.close(drain_s, _shut_down())
         self._pulse.stop()
         await self._sampler.close()
         await self._observer.close()
         self._pulse.publish()
 
     def _kill_workers(self) -> None:
-        for replica in self._fleet.roster.replicas():
+        for replica in self._models.replicas():
             replica.kill()
 
 

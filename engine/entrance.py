@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from itertools import count
 
 from engine.admission import end_tokens, resolve_params, resolve_timeout, to_embed
-from engine.deployment import Deployment
 from engine.desk import Desk
 from engine.errors import ModelNotFound, NoModelLoaded
-from engine.fleet import Fleet
+from engine.models.deployment import Deployment
+from engine.models.manager import ModelManager
 from engine.request import GenerateRequest, Request, compact
 from engine.stream import RequestStream
 
@@ -19,8 +19,8 @@ from engine.stream import RequestStream
 class Entrance:
     """Belongs to the engine's loop."""
 
-    def __init__(self, fleet: Fleet, desk: Desk) -> None:
-        self._fleet = fleet
+    def __init__(self, models: ModelManager, desk: Desk) -> None:
+        self._models = models
         self._desk = desk
         self._orders = count(1)
 
@@ -33,7 +33,7 @@ class Entrance:
         model, tokenizer = deployment.require_ready()
         if asked.adapter and asked.adapter not in deployment.adapters:
             raise ModelNotFound(f"{deployment.spec.name} has no adapter {asked.adapter!r}", param="adapter")
-        config = self._fleet.config
+        config = self._models.defaults
         request_id = asked.id or f"gen-{secrets.token_hex(8)}"
         params = resolve_params(prompt_ids, asked.params, deployment.spec, model, seed=secrets.randbits(63))
         if asked.embed:
@@ -69,10 +69,10 @@ class Entrance:
     def _destination(self, asked: GenerateRequest) -> tuple[Deployment, Sequence[int]]:
         """The model that is to answer, and the prompt as its tokenizer has it: the model may have been replaced since
         the prompt was tokenized."""
-        made_for = self._fleet.roster.by_key(asked.key) if asked.key else None
+        made_for = self._models.by_key(asked.key) if asked.key else None
         if made_for is not None and made_for.state in ("ready", "draining"):
             return made_for, asked.prompt_ids
-        deployment, _ = self._fleet.roster.named(asked.model)
+        deployment, _ = self._models.named(asked.model)
         if not asked.key:
             return deployment, asked.prompt_ids
         if asked.encode is None or deployment.tokenizer is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,8 +25,6 @@ class Lane:
         self.longest_tokens = 0
         self._queue = queue
         self._live: dict[str, Request] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def queued(self) -> int:
@@ -53,16 +50,23 @@ class Lane:
         """Those requests now, whatever becomes of them meanwhile."""
         return tuple(self._live.values())
 
-    async def wait_idle(self) -> None:
-        """Return when no request is live."""
-        await self._idle.wait()
+    def places(self, active: Iterable[Request]) -> Iterator[tuple[str, Request]]:
+        """Every request of the model with the place where it is: "queued", or its worker's id.
+
+        active: the requests that its workers have. Raises AssertionError where the accounts disagree.
+        """
+        at_work = {request.wire_id: request for request in active}
+        self._queue.check(at_work)
+        found = [("queued", request) for request in self._queue.waiting()]
+        found += [(request.worker or "no worker", request) for request in at_work.values()]
+        assert {request.id for _, request in found} == self._live.keys(), f"{found} are not {list(self._live)}"
+        return iter(found)
 
     def enter(self, request: Request, now: float) -> None:
         """Queue a request, new here or back from a worker that was lost."""
         request.lane = self
         self.last_used = now
         self._live[request.id] = request
-        self._idle.clear()
         self._queue.add(request)
 
     def leave(self, request: Request, now: float) -> None:
@@ -70,16 +74,12 @@ class Lane:
         self.last_used = now
         self._queue.remove(request)
         self._live.pop(request.id, None)
-        if not self._live:
-            self._idle.set()
 
     def take_waiting(self) -> list[Request]:
         """Take out all that wait, in order; they are in no lane then."""
         waiting = self._queue.take_all()
         for request in waiting:
             self._live.pop(request.id, None)
-        if not self._live:
-            self._idle.set()
         return waiting
 
     def assign(self, slots: Sequence[Slot], now: float) -> list[tuple[Request, str]]:

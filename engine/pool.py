@@ -33,7 +33,6 @@ class Pool:
     new_id: a worker id that no model uses.  count: the workers of all models, which share the CPU cores.
     on_loaded: with what a new worker's load took of each device, and the bytes of its process.
     on_change: after every change of a replica's state or progress, and when requests came back to the queue.
-    on_dead: with the last reason, when no worker is left that could answer.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class Pool:
         busy: BusyTime,
         on_loaded: Callable[[Placement, Sequence[DeviceShare], int], None],
         on_change: Callable[[], None],
-        on_dead: Callable[[ErrorInfo], None],
     ) -> None:
         self._config = config
         self._orders = ModelOrders(spec, config)
@@ -65,7 +63,6 @@ class Pool:
         self._busy = busy
         self._on_loaded = on_loaded
         self._on_change = on_change
-        self._on_dead = on_dead
         self._replicas: dict[str, Replica] = {}
         self._unnoted: dict[str, Placement] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -83,6 +80,12 @@ class Pool:
     async def first_ready(self) -> LoadedModel:
         """Wait until one replica is ready; raises the first one's error once all of them have failed."""
         return await asyncio.shield(self._first)
+
+    def all_dead(self) -> ErrorInfo | None:
+        """The last reason why no worker is left that could answer; None while there is one."""
+        if any(replica.state not in ("failed", "stopping") for replica in self):
+            return None
+        return next((replica.last_error for replica in self if replica.last_error is not None), None)
 
     @property
     def staying(self) -> list[Replica]:
@@ -215,21 +218,21 @@ class Pool:
         """ReplicaOwner: a worker whose devices went away with their machine starts on others."""
         placement = self._place_anew(spec)
         if placement is None:
-            return spec
+            return self._orders.restarted(spec)
         _log.warning("%s is placed anew", replica.id, extra={"source": replica.id})
         return self._orders.placed(placement)
 
     def replica_changed(self, replica: Replica) -> None:
         """ReplicaOwner: the first one ready ends `first_ready`; so does the last one's failure."""
+        if replica.state == "ready" and replica.model is not None and not self._orders.follow(replica.model):
+            _log.warning("%s is restarted: it computes unlike the other workers of its model", replica.id)
+            replica.restart()
+            return
         if not self._first.done():
             if replica.model is not None:
                 self._first.set_result(replica.model)
             elif all(each.state in ("failed", "stopping") for each in self):
                 self._fail(each.last_error for each in self)
-        elif not self._stopped and all(each.state in ("failed", "stopping") for each in self):
-            error = next((each.last_error for each in self if each.last_error is not None), None)
-            if error is not None:
-                self._on_dead(error)
         self.settle(replica)
         self._on_change()
 
@@ -258,6 +261,7 @@ class Pool:
     def progress(self) -> LoadProgress | None:
         """The progress of the replica that is furthest behind among those that load."""
         loading = [replica.progress for replica in self if replica.progress is not None]
+        loading = [progress for progress in loading if progress.phase != "wait"] or loading
         return min(loading, key=lambda progress: progress.done / max(1, progress.total), default=None)
 
     def share_cores(self) -> None:

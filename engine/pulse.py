@@ -6,9 +6,9 @@ import asyncio
 import time
 
 from engine.desk import Desk
-from engine.fleet import Fleet
 from engine.log import LogRing
 from engine.metrics import Metrics
+from engine.models.manager import ModelManager
 from engine.observer import Observer
 from engine.sampler import DeviceSampler
 from engine.snapshot import Snapshot
@@ -23,7 +23,7 @@ class Pulse:
 
     def __init__(
         self,
-        fleet: Fleet,
+        models: ModelManager,
         desk: Desk,
         *,
         metrics: Metrics,
@@ -31,7 +31,7 @@ class Pulse:
         observer: Observer,
         log: LogRing,
     ) -> None:
-        self._fleet = fleet
+        self._models = models
         self._desk = desk
         self._metrics = metrics
         self._sampler = sampler
@@ -41,7 +41,7 @@ class Pulse:
         self._started = 0.0
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.publish_s = 1 / _PUBLISH_HZ
-        config = fleet.config
+        config = models.config
         self._published = Snapshot(at=time.time(), target_workers=config.num_workers, max_prompts=config.max_prompts)
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class Pulse:
             at=time.time(),
             now=asyncio.get_running_loop().time(),
             started=self._started,
-            fleet=self._fleet,
+            models=self._models,
             desk=self._desk,
             metrics=self._metrics,
             devices=self._sampler.latest,
@@ -93,18 +93,18 @@ class Pulse:
         self._timers["publish"] = asyncio.get_running_loop().call_later(self.publish_s, self._publish_and_repeat)
 
     def _tick(self) -> None:
-        loop, replicas = asyncio.get_running_loop(), self._fleet.roster.replicas()
+        loop, replicas = asyncio.get_running_loop(), self._models.replicas()
         now = loop.time()
         self._metrics.tick(
             now,
             time.time(),
-            running=len(self._desk.live) - self._fleet.queued,
-            queued=self._fleet.queued,
+            running=len(self._desk.live) - self._models.queued,
+            queued=self._models.queued,
             kv_usage=kv_usage(replicas),
             device_utilisation=tuple(device.utilisation for device in self._published.devices),
             device_memory=tuple(map(memory_usage, self._published.devices)),
         )
         self._observer.tick(now, time.time(), replicas)
-        self._fleet.tick(now)
-        self._sampler.poll(self._fleet.roster.pids())
+        self._models.tick(now)
+        self._sampler.poll(self._models.pids())
         self._timers["tick"] = loop.call_later(_TICK_S, self._tick)

@@ -181,6 +181,7 @@ class Replica:
         if self._stopping is None:
             self.state = "stopping"
             self._stopping = self._loop.create_task(self._stop(timeout_s))
+            self._give_back(WorkerFailed(f"worker {self.id} is stopped", worker=self.id).info)
             self._owner.replica_changed(self)
         return self._stopping
 
@@ -261,10 +262,6 @@ class Replica:
     def _stepped(self, batch: protocol.StepBatch) -> None:
         before, self.stats = self.stats, batch.stats
         self._owner.replica_stepped(self, batch, before)
-        if batch.stats.degraded and self.state in ("ready", "draining"):
-            # Its backend takes no more requests: others do, and a new worker takes its place once it has left.
-            reason = f"worker {self.id} is degraded: {batch.stats.degraded}"
-            self._died(WorkerFailed(reason, worker=self.id).info)
 
     def host_failed(self, error: ErrorInfo) -> None:
         """HostListener: the worker could not be started."""
@@ -282,9 +279,10 @@ class Replica:
     def _died(self, error: ErrorInfo, *, kill: bool = False) -> None:
         """The worker is no use any more: give its requests back, and start another one if it ever worked."""
         worked_s = self._vitals.worked_s
-        lost = self._let_go(kill=kill)
         if self.state == "stopping":
+            self._let_go(kill=kill)
             return
+        lost = self._let_go(kill=kill)
         self.last_error = error
         for request in lost:
             request.worker_died()
@@ -308,6 +306,11 @@ class Replica:
         lost = list(self.active.values())
         self.active.clear()
         return lost
+
+    def _give_back(self, reason: ErrorInfo) -> None:
+        lost, self.active = list(self.active.values()), {}
+        if lost:
+            self._owner.replica_lost(self, lost, reason)
 
     async def _stop(self, timeout_s: float) -> None:
         if self._retry is not None:

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from engine.config import DeviceShare
-from engine.deployment import Deployment
 from engine.desk import Desk
 from engine.devices import account
-from engine.fleet import Fleet
 from engine.insight_values import Insight
 from engine.metrics import Metrics
+from engine.models.deployment import Deployment
+from engine.models.manager import ModelManager
 from engine.replica import Replica
-from engine.roster import Roster
 from engine.snapshot import DeviceReading, ModelReading, ModelStatus, RequestRow, Snapshot
 from engine.usage import E2E, ITL, TTFT
 
@@ -24,7 +23,7 @@ def build_snapshot(
     at: float,
     now: float,
     started: float,
-    fleet: Fleet,
+    models: ModelManager,
     desk: Desk,
     metrics: Metrics,
     devices: Sequence[DeviceReading],
@@ -32,21 +31,20 @@ def build_snapshot(
     insight: Insight,
 ) -> Snapshot:
     """The engine at unix time `at`, which is `now` on the loop's clock."""
-    roster, config = fleet.roster, fleet.config
-    replicas, first = roster.replicas(), roster.first
-    queued = fleet.queued
+    config, replicas, first = models.config, models.replicas(), models.first
+    queued = models.queued
     return Snapshot(
         at=at,
         uptime_s=now - started,
         status=ModelStatus() if first is None else first.status(),
-        models=tuple(map(model_reading, roster)),
+        models=tuple(map(model_reading, models)),
         target_workers=config.num_workers,
         max_prompts=config.max_prompts,
         max_queue=config.max_queue,
-        devices=account(devices, _shares(roster), fleet.busy_time.shares(now)),
+        devices=account(devices, _shares(models), models.busy_time.shares(now)),
         workers=tuple(
             msgspec.structs.replace(replica.reading(now, deployment.config.max_prompts), model=deployment.spec.name)
-            for deployment in roster
+            for deployment in models
             for replica in deployment.replicas()
         ),
         requests=(*_live_rows(desk, replicas, now), *reversed(desk.recent)),
@@ -86,10 +84,10 @@ def prefix_hit_rate(replicas: Iterable[Replica]) -> float | None:
     return sum(each.prefix_hit_tokens for each in stats) / queried if queried else None
 
 
-def _shares(roster: Roster) -> dict[str, tuple[DeviceShare, ...]]:
+def _shares(models: ModelManager) -> dict[str, tuple[DeviceShare, ...]]:
     """What each worker holds; weights that a model's CPU workers have in one mapping count for the first of them."""
     shares: dict[str, tuple[DeviceShare, ...]] = {}
-    for deployment in roster:
+    for deployment in models:
         counted = 0
         for replica in deployment.replicas():
             held = replica.shares

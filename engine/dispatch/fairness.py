@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from itertools import count
 
 from engine.dispatch.heap import MutableHeap
@@ -43,6 +44,17 @@ class FairQueue:
 
     def __len__(self) -> int:
         return self._waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        """Every waiting request, in no particular order."""
+        return (request for client in self._clients.values() for request in client.waiting)
+
+    def check(self, running: Mapping[str, int]) -> None:
+        """Prove the accounts; running: requests at work of each client. Raises AssertionError."""
+        waiting = {name: len(client.waiting) for name, client in self._clients.items()}
+        assert self._waiting == sum(waiting.values()), f"{self._waiting} requests counted, {waiting} wait"
+        counted = {name: client.running for name, client in self._clients.items() if client.running}
+        assert counted == running, f"clients have {counted} requests at work, not {running}"
 
     def add(self, request: Request) -> None:
         """Queue a request."""

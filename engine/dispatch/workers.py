@@ -46,6 +46,11 @@ class Workers:
         self._typical_cost = StepCost()
         self._answer_tokens = _FIRST_ANSWER_TOKENS
 
+    @property
+    def running(self) -> dict[str, str]:
+        """The worker of each request that was sent to one, by wire id."""
+        return {wire_id: running.worker for wire_id, running in self._running.items()}
+
     def fit(self, request: Request, slots: Sequence[Slot], keys: Sequence[bytes] | None = None) -> Fit:
         """The best of the slots that are free, of which there is one at least; keys, where they are known already."""
         if keys is None:

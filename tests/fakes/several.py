@@ -30,7 +30,7 @@ class Room(StillProbe):
 
     def read(self, pids: Collection[int] = ()) -> Sequence[DeviceReading]:
         """The CPU, with what is left of its room."""
-        held = 0 if self.engine is None else len(self.engine._fleet.roster.replicas())
+        held = 0 if self.engine is None else len(self.engine._models.replicas())
         free = KEPT_FREE_BYTES + max(0, self._models - held) * WORKER_BYTES
         return [msgspec.structs.replace(self.readings[0], free_bytes=free)]
 

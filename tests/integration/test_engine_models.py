@@ -101,7 +101,7 @@ async def test_a_model_at_work_does_not_fall_asleep(tmp_path: Path) -> None:
         await engine.load(named(tmp_path, "a"))
         stream = engine.submit(ask("x"))
         await engine.reconfigure(idle_unload_s=0.001)
-        engine._fleet.tick(asyncio.get_running_loop().time() + 100)
+        engine._models.tick(asyncio.get_running_loop().time() + 100)
         assert states(engine) == {"a": "ready"}
         gate.open()
         assert (await read(stream)).last.finish == "length"
@@ -163,7 +163,7 @@ async def test_the_workers_of_all_models_share_the_cores(tmp_path: Path, monkeyp
     monkeypatch.setattr("engine.orders.usable_cores", lambda: 8)
 
     def threads() -> list[int]:
-        return [replica.orders.load.threads for replica in engine._fleet.roster.replicas()]
+        return [replica.orders.load.threads for replica in engine._models.replicas()]
 
     async with started(num_workers=2) as engine:
         await engine.load(named(tmp_path, "a"))

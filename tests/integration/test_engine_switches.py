@@ -135,7 +135,7 @@ async def test_a_second_load_is_refused_while_one_runs(tmp_path: Path) -> None:
 async def test_other_settings_of_the_same_model_take_over_what_waits_and_what_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.switch.SWITCH_DRAIN_S", 0.0)
+    monkeypatch.setattr("engine.models.handover.DRAIN_S", 0.0)
     gate, first, second = Gate(), FakeBackend(), FakeBackend()
     first.gate = gate
     async with room_for(1, Backends(first, second), max_prompts=1) as engine:

@@ -1,0 +1,618 @@
+"""Deployment: one model that the engine holds, with its workers, its queue, its knobs and its adapters.
+
+One task owns its state. Others send what they want (`serve`, `sleep`, `retire`, `keep`); the task moves one transition
+of TRANSITIONS at a time towards it, and looks again at what is wanted after every wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal
+
+import msgspec
+
+from engine.attachments import Attachments
+from engine.backends.base import LoadedModel
+from engine.config import AdapterSpec, DeviceShare, EngineConfig, ModelSpec
+from engine.context import EngineContext
+from engine.dispatcher import Dispatcher, Slot
+from engine.errors import (
+    EngineError,
+    ErrorInfo,
+    InsufficientMemory,
+    InvalidRequest,
+    LoadCancelled,
+    ModelLoadFailed,
+    ModelNotFound,
+    NoModelLoaded,
+)
+from engine.fitting import Fitting
+from engine.knobs import turns
+from engine.lane import Lane
+from engine.models.handover import Handover
+from engine.plan import Placement
+from engine.pool import Pool
+from engine.replica import Replica
+from engine.request import Request
+from engine.snapshot import DeviceReading, ModelState, ModelStatus
+from engine.tasks import detached
+from engine.text.tokenizer import Tokenizer
+
+_RETRY_AFTER_S = 5
+_log = logging.getLogger("engine")
+
+Desired = Literal["serving", "asleep", "gone"]
+
+TRANSITIONS: Mapping[ModelState, frozenset[ModelState]] = MappingProxyType(
+    {
+        "unloaded": frozenset({"loading"}),
+        "loading": frozenset({"ready", "failed", "idle", "unloaded"}),
+        "ready": frozenset({"draining", "unloading", "failed"}),
+        "draining": frozenset({"ready", "unloading", "failed"}),
+        "unloading": frozenset({"idle", "unloaded"}),
+        "idle": frozenset({"loading", "unloaded"}),
+        "failed": frozenset({"ready", "unloading"}),
+    }
+)
+"""The states that may follow each. A model begins and ends "unloaded"; "failed" with workers is left when one is
+restarted and becomes ready, and "idle" has given its memory back until it is asked for."""
+
+
+class IllegalTransition(RuntimeError):
+    """A defect: a state that may not follow the one before."""
+
+
+class Deployment:
+    """One model. key: unique in the engine; config: the engine's settings with this model's knobs.
+
+    gone: set once it has ended and holds nothing any more.  handover: while another model is being loaded in its place,
+    or it in another's.  successor: what has replaced it.  retired_by: the handover that has it leave, if one does.
+    """
+
+    def __init__(self, key: str, spec: ModelSpec, config: EngineConfig, context: EngineContext) -> None:
+        self.key = key
+        self.spec = spec
+        self.config = config
+        self.tokenizer: Tokenizer | None = None
+        self._salt = secrets.token_bytes(16)
+        queue = Dispatcher(ageing_s=config.ageing_s, page_tokens=config.page_tokens, salt=self._salt)
+        self.lane = Lane(queue, context.metrics.meter(spec.name), _now())
+        self.adapters = Attachments()
+        self.gone = asyncio.Event()
+        self.handover: Handover | None = None
+        self.successor: Deployment | None = None
+        self.retired_by: Handover | None = None
+        self._context = context
+        self._fitting = Fitting(spec, context.ledger)
+        self._pool: Pool | None = None
+        self._status = ModelStatus(since_s=time.time())
+        self._desired: Desired = "serving"
+        self._slept = False
+        self._wants_memory_of: Sequence[Deployment] = ()
+        self._arrival: asyncio.Future[LoadedModel] | None = None
+        self._load_error: EngineError | None = None
+        self._leave_at: float | None = None
+        self._leave_error: EngineError = NoModelLoaded(f"{spec.name} was unloaded", state="unloaded")
+        self._signal = asyncio.Event()
+        self.owner: asyncio.Task[None] | None = None
+
+    # -- status -------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ModelState:
+        """As in ModelStatus.state."""
+        return self._status.state
+
+    @property
+    def desired(self) -> Desired:
+        """The state that it moves to."""
+        return self._desired
+
+    @property
+    def arriving(self) -> bool:
+        """Whether it is on its way to being ready."""
+        return self._desired == "serving" and self.state in ("unloaded", "loading", "idle", "unloading")
+
+    @property
+    def model(self) -> LoadedModel | None:
+        """The result of its load, while it is loaded."""
+        return self._status.model
+
+    def status(self) -> ModelStatus:
+        """Its status now."""
+        progress = self._pool.progress() if self._pool is not None and self.state == "loading" else None
+        return msgspec.structs.replace(self._status, progress=progress)
+
+    def replicas(self) -> tuple[Replica, ...]:
+        """Its workers, oldest first."""
+        return tuple(self._pool) if self._pool is not None else ()
+
+    def slots(self) -> list[Slot]:
+        """The workers that take requests; while it drains, they still take those that wait."""
+        return self._pool.slots() if self._pool is not None and self.state in ("ready", "draining") else []
+
+    def require_ready(self) -> tuple[LoadedModel, Tokenizer]:
+        """The loaded model and tokenizer; a draining model still takes what is meant for it. Raises NoModelLoaded."""
+        if self.state in ("ready", "draining") and self.model is not None and self.tokenizer is not None:
+            return self.model, self.tokenizer
+        raise self.not_ready()
+
+    def not_ready(self) -> NoModelLoaded:
+        """The reason why it does not answer."""
+        name, error = self.spec.name, self._status.error
+        sentence, wait_s = {
+            "loading": (f"{name} is still loading", _RETRY_AFTER_S),
+            "draining": (f"{name} is being unloaded", _RETRY_AFTER_S),
+            "unloading": (f"{name} is being unloaded", _RETRY_AFTER_S),
+            "idle": (f"{name} sleeps until it is asked", _RETRY_AFTER_S),
+            "failed": (f"{name} has failed: {error.message if error is not None else 'why is not known'}", None),
+        }.get(self.state, ("no model is loaded", None))
+        return NoModelLoaded(sentence, state=self.state, retry_after_s=wait_s)
+
+    def idle_s(self, now: float) -> float:
+        """Seconds since a request last came or ended; 0 while any is live."""
+        return 0.0 if not self.lane.idle else now - self.lane.last_used
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it sleeps, falls asleep or wakes up: `serve` makes it answer."""
+        if self._desired == "gone":
+            return False
+        return self.state in ("idle", "unloading") or (self.state == "loading" and self._slept)
+
+    @property
+    def unloading(self) -> bool:
+        """Whether an operator has it leave."""
+        leaves = self._desired == "gone" and self.retired_by is None
+        return leaves and self.state in ("ready", "draining", "unloading")
+
+    def places(self) -> Iterator[tuple[str, Request]]:
+        """See Lane.places."""
+        return self.lane.places(request for replica in self.replicas() for request in replica.active.values())
+
+    # -- what others want ---------------------------------------------------------------------------------------
+
+    def serve(self, wants_memory_of: Sequence[Deployment] = ()) -> asyncio.Future[LoadedModel]:
+        """Want it ready. The future has the loaded model, or the EngineError that kept it from being ready.
+
+        wants_memory_of: failed models that leave; it is placed once they are gone.
+        """
+        assert not self.gone.is_set(), f"{self.key} is gone"
+        self._desired, self._wants_memory_of = "serving", wants_memory_of
+        if self.owner is None:
+            self._go("loading")
+            self.owner = detached(self._own())
+        self._signal.set()
+        return self.arrival()
+
+    def arrival(self) -> asyncio.Future[LoadedModel]:
+        """The result of the load under way, as `serve` returns it."""
+        if self._arrival is None:
+            self._arrival = asyncio.get_running_loop().create_future()
+            self._arrival.add_done_callback(lambda done: done.exception())
+        return self._arrival
+
+    def sleep(self) -> None:
+        """Want its memory back until it is asked for again; a request that came meanwhile keeps it awake."""
+        if self._desired == "serving":
+            self._desired = "asleep"
+            self._signal.set()
+
+    def retire(self, drain_s: float | None, error: EngineError, *, by: Handover | None = None) -> None:
+        """Want it gone: running requests have `drain_s` (None: as long as they take), then they end with `error`, or
+        move where the handover lets them. `gone` is set when nothing is left of it."""
+        self._desired = "gone"
+        self._leave_at = None if drain_s is None else _now() + drain_s
+        self._leave_error, self.retired_by = error, by
+        if self.owner is None:
+            self.gone.set()
+        self._signal.set()
+
+    def keep(self) -> None:
+        """Take back a `retire` where it still answers."""
+        if self._desired == "gone" and self.state in ("ready", "draining"):
+            self._desired, self._leave_at, self.retired_by = "serving", None, None
+            self._signal.set()
+
+    def cancel_load(self) -> asyncio.Future[LoadedModel] | None:
+        """Give up a load under way: it sleeps on, or is gone. The future to wait for, None where nothing loads."""
+        if not self.arriving:
+            return None
+        arrival = self.arrival()
+        if self._slept or self.state == "unloading":
+            self._desired, self._load_error = "asleep", self._cancelled()
+            self._signal.set()
+        else:
+            self.retire(0, self._cancelled())
+        return arrival
+
+    def wake_owner(self) -> None:
+        """Something changed that a transition may wait for."""
+        self._signal.set()
+
+    # -- transitions: the owner's alone -------------------------------------------------------------------------
+
+    async def _own(self) -> None:
+        """Move towards what is desired until it is gone."""
+        while not (self._desired == "gone" and self.state == "unloaded"):
+            self._signal.clear()
+            try:
+                moved = await self._advance()
+            except Exception as error:
+                _log.exception("%s: the model's state could not be changed", self.spec.name)
+                moved = await self._collapse(error)
+            if not moved:
+                await self._next_signal()
+        self._arrived(self._load_error or self._cancelled())
+        self.gone.set()
+        self._context.changed()
+
+    async def _advance(self) -> bool:
+        """Make the next transition; False where there is none to make now."""
+        state, desired = self.state, self._desired
+        if state == "loading" or (state == "idle" and desired == "serving"):
+            await self._load()
+        elif state == "idle" and desired == "gone":
+            self._go("unloaded")
+        elif state in ("ready", "draining") and (dead := self._all_dead()) is not None:
+            self._fail(dead)
+        elif state == "ready" and desired == "gone":
+            self._go("draining")
+        elif state == "ready" and desired == "asleep":
+            if self.lane.idle:
+                await self._unload("idle")
+            else:
+                self._desired = "serving"
+        elif state == "draining" and desired != "gone":
+            self._go("ready")
+        elif (state == "draining" and self._drained()) or (state == "failed" and desired == "gone"):
+            await self._unload("unloaded")
+        elif state == "failed" and (revived := self._revived()) is not None:
+            self._go("ready", revived)
+        else:
+            self._settle()
+            return False
+        return True
+
+    async def _next_signal(self) -> None:
+        """Wait until something happened that may call for a transition."""
+        deadline = self._leave_at if self.state == "draining" and not self.lane.idle else None
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._signal.wait()
+        except TimeoutError:
+            self._leave_at = None
+            if self.retired_by is not None:
+                self.retired_by.expire()
+            else:
+                self._context.desk.end(self.lane.live, self._leave_error.info)
+            self._signal.set()
+
+    def _settle(self) -> None:
+        """It is where it was to go, or cannot get there: who waits for it learns so."""
+        if self.state == "ready" and self._desired == "serving":
+            assert self.model is not None
+            self._arrived(self.model)
+        elif self.state == "failed" or (self.state == "idle" and self._desired == "asleep"):
+            self._arrived(self._load_error or self.not_ready())
+
+    def _arrived(self, result: LoadedModel | EngineError) -> None:
+        arrival, self._arrival = self._arrival, None
+        if arrival is None or arrival.done():
+            return
+        if isinstance(result, EngineError):
+            arrival.set_exception(result)
+        else:
+            arrival.set_result(result)
+
+    async def _load(self) -> None:
+        """loading -> ready when the first worker is, or "failed"; "idle" again where it slept, or gone, where it is not
+        wanted any more."""
+        if self.state == "idle":
+            self._slept = True
+            self._go("loading")
+        work = detached(self._bring_up())
+        work.add_done_callback(lambda _: self._signal.set())
+        while not work.done() and self._desired == "serving":
+            await self._signal.wait()
+            self._signal.clear()
+        error: EngineError | None = None
+        if self._desired != "serving":
+            error = self._cancelled()
+            self._abandon(error)
+            work.cancel()
+            await asyncio.wait((work,))
+        elif (failure := work.exception()) is not None:
+            error = _as_load_error(self.spec.name, failure)
+            self._abandon(error)
+        if error is None:
+            self._load_error = None
+            self._go("ready", work.result())
+            if self.handover is not None:
+                self.handover.complete()
+            return
+        self._load_error = error
+        await self._stop_workers()
+        if self._slept:
+            self._desired = "asleep" if self._desired == "serving" else self._desired
+            self._go("idle")
+        elif self._desired == "serving":
+            self._fail(error.info)
+        else:
+            self._go("unloaded")
+
+    async def _bring_up(self) -> LoadedModel:
+        """Read the folder, find places, start the workers, and wait for the first. Cancelled at any point, it leaves
+        the workers that it started to `_load`."""
+        async with self._context.load_lock:
+            for each in self._wants_memory_of:
+                await each.gone.wait()
+            await self._read()
+            await self._context.sample()
+            placements = await self._find_places()
+            self._pool = self._new_pool()
+            self._pool.grow(placements)
+            return await self._pool.first_ready()
+
+    async def _find_places(self) -> list[Placement]:
+        """Places for its workers, beside the model that it replaces, or in its memory once that is gone.
+
+        Raises InsufficientMemory with nothing changed where neither is possible.
+        """
+        old = self.handover.old if self.handover is not None else None
+        try:
+            return self._place_all()
+        except InsufficientMemory:
+            if self.handover is None or old is None or not old.replicas():
+                raise
+            self._place_all(old.replicas())
+        self.handover.make_room()
+        await old.gone.wait()
+        await self._context.sample()
+        return self._place_all()
+
+    def _place_all(self, gone: Sequence[Replica] = ()) -> list[Placement]:
+        return self.place(self.config.num_workers, self._context.devices(gone))
+
+    async def _unload(self, state: ModelState) -> None:
+        """unloading, then `state`: "unloaded" or "idle"."""
+        self._context.desk.end(self.lane.live, self._leave_error.info)
+        self._go("unloading")
+        await self._stop_workers()
+        self._go(state)
+
+    async def _stop_workers(self) -> None:
+        if self._pool is not None:
+            await self._pool.stop()
+        self._pool = None
+        self.adapters.give(None)
+
+    async def _collapse(self, error: Exception) -> bool:
+        """The owner itself failed: nothing runs on, and what waits learns why."""
+        failure = _as_load_error(self.spec.name, error)
+        self._load_error = failure
+        self._abandon(failure)
+        await self._stop_workers()
+        self._fail(failure.info)
+        return True
+
+    def _drained(self) -> bool:
+        """No request is left, and none of those that another model was to take may come back."""
+        handover = self.handover
+        returning = handover is not None and handover.old is self and handover is not self.retired_by and handover.held
+        return self.lane.idle and not returning
+
+    def _all_dead(self) -> ErrorInfo | None:
+        return self._pool.all_dead() if self._pool is not None else None
+
+    def _revived(self) -> LoadedModel | None:
+        return next((replica.model for replica in self.replicas() if replica.state == "ready"), None)
+
+    def _abandon(self, error: EngineError) -> None:
+        if self.handover is not None and self.handover.new is self:
+            self.handover.abandon(error)
+
+    def _cancelled(self) -> LoadCancelled:
+        return LoadCancelled(f"the load of {self.spec.name} was cancelled", model=self.spec.name)
+
+    def _go(self, state: ModelState, model: LoadedModel | None = None) -> None:
+        """Change the state, log it and show it. model: the result of a load, kept until the memory is given back."""
+        self._allow(state)
+        if model is not None:
+            self.lane.usage.loaded(model.max_model_len)
+        kept = self.model if state in ("ready", "draining", "unloading") else None
+        self._status = ModelStatus(state=state, spec=self.spec, model=model or kept, since_s=time.time())
+        _log.info("%s: %s", self.spec.name, state)
+        self._context.changed()
+
+    def _fail(self, error: ErrorInfo) -> None:
+        """No worker can answer: what waits ends with the reason."""
+        self._allow("failed")
+        if self._pool is None:  # else a dead worker may be restarted
+            self.tokenizer = None
+        self._status = ModelStatus(state="failed", spec=self.spec, error=error, since_s=time.time())
+        _log.error("%s: failed: %s", self.spec.name, error.message)
+        self._context.desk.end(self.lane.live, error)
+        self._context.changed()
+
+    def _allow(self, state: ModelState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransition(f"{self.spec.name} cannot go from {self.state} to {state}")
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def dispatch(self) -> None:
+        """Give waiting requests to workers with a free place."""
+        if self.lane.queued and self._pool is not None:
+            for request, worker in self._context.desk.assign(self.lane, self.slots()):
+                self._pool[worker].submit(request)
+
+    def left(self, request: Request) -> None:
+        """A request ended: it leaves its worker, and adapters that were kept for it alone may go."""
+        self._release(request)
+        self.adapters.settle(self.lane)
+        if self._desired != "serving":
+            self._signal.set()
+
+    def take_running(self) -> None:
+        """Take every request from its worker; they wait again, with what they have so far."""
+        for request in [each for each in self.lane.live if each.worker is not None]:
+            self._release(request)
+            self._context.desk.requeue(request)
+
+    def _release(self, request: Request) -> None:
+        if self._pool is not None and request.worker is not None:
+            self._pool.release(request)
+
+    # -- adapters -----------------------------------------------------------------------------------------------
+
+    async def attach(self, adapter: AdapterSpec) -> None:
+        """Make an adapter usable on every worker; returns when all that are ready have it.
+
+        Raises InvalidRequest or ModelLoadFailed with nothing changed, where one of them could not take it.
+        """
+        model, _ = self.require_ready()
+        if not model.adapters_per_request:
+            raise InvalidRequest(
+                f"the {model.backend} backend applies an adapter to every request: load {self.spec.name} with --lora",
+                param="adapter",
+            )
+        await self.adapters.attach(adapter)
+        _log.info("%s: adapter %s attached", self.spec.name, adapter.name)
+        self._context.changed()
+
+    def detach(self, name: str) -> None:
+        """New requests cannot name it any more; its memory is free when the last that uses it has ended.
+
+        Raises ModelNotFound.
+        """
+        if name not in self.adapters:
+            raise ModelNotFound(f"{self.spec.name} has no adapter {name!r}", param="name", model=name)
+        self.adapters.detach(name, self.lane)
+        _log.info("%s: adapter %s detached", self.spec.name, name)
+        self._context.changed()
+
+    # -- placement ----------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        """Read what the folder says of the model: what it needs, and its tokenizer. Raises ModelLoadFailed."""
+        try:
+            await self._fitting.read()
+            if self.tokenizer is None:
+                self.tokenizer = await asyncio.to_thread(Tokenizer.from_folder, self.spec.path)
+        except OSError as error:
+            raise ModelLoadFailed(f"{self.spec.name} cannot be read: {error}") from error
+
+    def place(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
+        """Placements of so many new workers; raises InsufficientMemory with the numbers."""
+        return self._fitting.place(workers, self.config, devices, held=bool(self.replicas()))
+
+    def _place_anew(self, spec: ModelSpec) -> Placement | None:
+        return self._fitting.anew(spec, self.config, self._context.devices())
+
+    def _loaded(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int) -> None:
+        detached(self._fitting.note(placement, used, resident_bytes))
+
+    # -- workers and knobs --------------------------------------------------------------------------------------
+
+    def share_cores(self) -> None:
+        """The number of all workers is another one."""
+        if self._pool is not None:
+            self._pool.share_cores()
+
+    def place_more(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
+        """Placements for the workers that are missing to `workers`, beyond those that drain and can be kept."""
+        if self._pool is None:
+            return []
+        kept = sum(replica.state not in ("failed", "stopping") for replica in self._pool)
+        missing = max(0, workers - kept)
+        return self.place(missing, devices) if missing else []
+
+    def turn(self, config: EngineConfig, placements: Sequence[Placement] | None) -> None:
+        """Take new knobs; growth and shrinking go on in the background.
+
+        placements: of the workers that are missing, those that failed counted in; None leaves the workers as they are.
+        """
+        before, self.config = self.config, config
+        self._mark(before)
+        if self._pool is None:
+            return
+        if config.max_prompts != before.max_prompts:
+            self._pool.set_max_prompts(config.max_prompts)
+        if config.step_tokens != before.step_tokens:
+            self._pool.set_step_tokens(config.step_tokens)
+        if config.threads != before.threads:
+            self._pool.set_threads(config.threads)
+        if placements is not None:
+            self._pool.resize(config.num_workers, placements)
+
+    def drain_worker(self, worker_id: str) -> None:
+        """Let one worker finish what it has and go; there is to be one less. One that goes already does so.
+
+        Raises InvalidRequest where no worker would be left to answer.
+        """
+        if self._pool is None or (leaving := self._pool[worker_id]) not in self._pool.staying:
+            return
+        others = [replica for replica in self._pool.staying if replica is not leaving]
+        if not others or (leaving.state != "failed" and all(replica.state == "failed" for replica in others)):
+            raise InvalidRequest(
+                f"{worker_id} is the last worker of {self.spec.name}: unload the model instead", param="worker"
+            )
+        before = self.config
+        self.config = msgspec.structs.replace(before, num_workers=max(1, before.num_workers - 1))
+        self._mark(before)
+        self._pool.shed(leaving)
+
+    def _mark(self, before: EngineConfig) -> None:
+        """A mark for each knob that was turned."""
+        metrics, model = self._context.metrics, self.spec.name
+        for turn in turns(before, self.config):
+            metrics.mark(time.time(), str(turn), knob=turn.knob, before=turn.before, after=turn.after, model=model)
+            _log.info("%s: %s", model, turn)
+
+    @property
+    def settled(self) -> bool:
+        """Whether its workers are as the knobs ask for."""
+        replicas, config = self.replicas(), self.config
+        as_many = len(replicas) == config.num_workers and all(replica.state == "ready" for replica in replicas)
+        return as_many and all(len(replica.active) <= config.max_prompts for replica in replicas)
+
+    def _new_pool(self) -> Pool:
+        pool = Pool(
+            msgspec.structs.replace(self.spec, prefix_salt=self._salt),
+            self.config,
+            new_host=self._context.new_host,
+            place_anew=self._place_anew,
+            new_id=self._context.new_worker_id,
+            count=self._context.num_workers,
+            lane=self.lane,
+            desk=self._context.desk,
+            metrics=self._context.metrics,
+            busy=self._context.busy,
+            on_loaded=self._loaded,
+            on_change=self._pool_changed,
+        )
+        self.adapters.give(pool)
+        return pool
+
+    def _pool_changed(self) -> None:
+        self.adapters.changed()
+        self._signal.set()
+        self._context.changed()
+
+
+def _as_load_error(name: str, error: BaseException) -> EngineError:
+    """The error of a load as one sentence; what nothing foresaw is logged with its traceback."""
+    if isinstance(error, EngineError):
+        return error
+    _log.error("%s: the load failed unexpectedly", name, exc_info=error)
+    return ModelLoadFailed(f"{name} could not be loaded: {type(error).__name__}: {error}")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,131 @@
+"""Handover: the requests of a model that another one replaces. None of them is lost.
+
+A request that names no model goes to the new one where it can be tokenized again; one that names the old model stays
+with it to the end. Where both are the same folder with other settings, all of them move, running ones included.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.admission import end_tokens, resolve_params, to_embed
+from engine.desk import Desk
+from engine.errors import EngineError, NoModelLoaded
+from engine.request import Request, compact
+
+if TYPE_CHECKING:
+    from engine.models.deployment import Deployment
+
+DRAIN_S = 30.0
+"""Seconds that a replaced model has for what it runs, where its memory is needed or where all of it can move."""
+
+
+class Handover:
+    """From `old` to `new`, from the order to load until `complete` or `abandon`. `held` waits for the new model and is
+    in no queue."""
+
+    def __init__(self, old: Deployment, new: Deployment, desk: Desk) -> None:
+        self.old, self.new = old, new
+        self._desk = desk
+        self._held: list[Request] = []
+        self.same_model = old.spec.path == new.spec.path
+        if self.same_model:
+            new.adapters.inherit(old.adapters)
+        old.handover = new.handover = self
+
+    @property
+    def held(self) -> list[Request]:
+        """Requests that wait for the new model."""
+        return [request for request in self._held if request.finish is None]
+
+    def make_room(self) -> None:
+        """Have the old model leave before the new one loads; what waits and can move is held back."""
+        self._hold()
+        self._retire_old(DRAIN_S)
+
+    def complete(self) -> None:
+        """The new model is ready: it gets what is held and what still waits, and the old one leaves."""
+        self._detach()
+        self.old.successor = self.new
+        if not self.old.gone.is_set():
+            self._hold()
+            self._retire_old(DRAIN_S if self.same_model else None)
+        self._deliver()
+
+    def abandon(self, error: EngineError) -> None:
+        """The new model does not come: what is held goes back to the old one, or ends where that is gone."""
+        self._detach()
+        if self.old.retired_by is self:
+            self.old.keep()
+        held, self._held = self.held, []
+        if self.old.state in ("ready", "draining"):
+            for request in held:
+                self._desk.requeue(request)
+            self.old.wake_owner()
+            self.old.dispatch()
+        else:
+            self._desk.end(held, error.info)
+
+    def expire(self) -> None:
+        """The old model's time is up: what it still has moves where it can, and ends where it cannot."""
+        if self.same_model:
+            self.old.take_running()
+            self._held += self.old.lane.take_waiting()
+            if self.old.successor is not None:
+                self._deliver()
+        else:
+            self._desk.end(self.old.lane.live, self._gone().info)
+
+    def _detach(self) -> None:
+        self.old.handover = self.new.handover = None
+
+    def _retire_old(self, drain_s: float | None) -> None:
+        self.old.retire(drain_s, self._gone(), by=self)
+
+    def _gone(self) -> NoModelLoaded:
+        old, new = self.old.spec.name, self.new.spec.name
+        return NoModelLoaded(f"{old} was unloaded to load {new} before the answer was complete", state="unloaded")
+
+    def _hold(self) -> None:
+        """Take what waits and can move out of the old queue."""
+        for request in self.old.lane.take_waiting():
+            if self._may_move(request, self.new):
+                self._held.append(request)
+            else:
+                self._desk.requeue(request)
+        self.old.dispatch()
+
+    def _deliver(self) -> None:
+        """Give what is held to the new model, or to the one that has replaced it since."""
+        heir = self.new
+        while heir.successor is not None and heir.state != "ready":
+            heir = heir.successor
+        held, self._held = self.held, []
+        for request in held:
+            try:
+                if not self._may_move(request, heir):
+                    raise self._gone()
+                self._admit(request, heir)
+            except EngineError as error:
+                self._desk.end((request,), error.info)
+            else:
+                request.lane = heir.lane
+                self._desk.requeue(request)
+        heir.dispatch()
+
+    def _may_move(self, request: Request, to: Deployment) -> bool:
+        anywhere = not request.model and not request.adapter and request.encode is not None
+        return self.old.spec.path == to.spec.path or (anywhere and not request.generated)
+
+    def _admit(self, request: Request, to: Deployment) -> None:
+        """Make the request one of the new model's: its tokens, its limits."""
+        model, tokenizer = to.require_ready()
+        if self.old.spec.path != to.spec.path and request.encode is not None:
+            request.prompt_ids = compact(request.encode(tokenizer))
+            request.stream.prompt_tokens = len(request.prompt_ids)
+        request.params = resolve_params(
+            request.prompt_ids, request.asked, to.spec, model, seed=request.params.seed or 0
+        )
+        if request.embed:
+            request.params = to_embed(request.params, model)
+        request.end_token_ids = end_tokens(request.params, tokenizer.eos_token_ids)

@@ -1,0 +1,466 @@
+"""ModelManager: the models that the engine holds, and which of them a name means.
+
+It loads, replaces and unloads them by sending each deployment what it is to become; each deployment moves by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+from weakref import WeakSet
+
+import msgspec
+
+from engine.backends.base import LoadedModel
+from engine.config import AdapterSpec, EngineConfig, ModelSpec
+from engine.context import EngineContext
+from engine.desk import Desk
+from engine.devices import BusyTime
+from engine.errors import (
+    EngineBusy,
+    EngineClosed,
+    EngineError,
+    InvalidRequest,
+    ModelNotFound,
+    NoModelLoaded,
+    QueueFull,
+    RequestTimeout,
+)
+from engine.lane import Lane
+from engine.ledger import LedgerFile
+from engine.metrics import Metrics
+from engine.models.deployment import Deployment
+from engine.models.handover import Handover
+from engine.occupancy import occupied
+from engine.plan import Placement
+from engine.replica import Replica
+from engine.request import Request
+from engine.sampler import DeviceSampler
+from engine.snapshot import DeviceReading
+from engine.text.tokenizer import Tokenizer
+from engine.worker.hosts import BackendFactory, NewHost, host_factory
+
+_MEANT = ("ready", "idle", "loading", "draining", "unloading", "failed")
+"""States, the best first, in which a deployment is what its name means."""
+
+_ANSWERING = ("ready", "unloading", "idle")
+"""States of a model that a load may replace; "unloading", as it falls asleep."""
+
+
+class Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that answers now. key: its deployment; config: the engine's settings with its own knobs.
+
+    adapter: the adapter that the name meant, else "".  adapters: the names of all that a request may use.
+    """
+
+    key: str
+    name: str
+    spec: ModelSpec
+    model: LoadedModel
+    tokenizer: Tokenizer
+    adapter: str = ""
+    adapters: tuple[str, ...] = ()
+    config: EngineConfig = EngineConfig()
+
+
+class ModelManager:
+    """Deployments in order of their coming. defaults: the settings that the next model begins with.
+
+    first: the model that requests without a name go to.  on_change: called after every change.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        backend_factory: BackendFactory | None,
+        new_host: NewHost | None = None,
+        desk: Desk,
+        metrics: Metrics,
+        sampler: DeviceSampler,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.defaults = config
+        self.first: Deployment | None = None
+        self.busy_time = BusyTime()
+        self._deployments: list[Deployment] = []
+        self._ever: WeakSet[Deployment] = WeakSet()
+        self._numbers = count(1)
+        self._desk = desk
+        self._metrics = metrics
+        self._sampler = sampler
+        self._on_change = on_change
+        self._num_workers = 0
+        self._waiting = 0
+        self._closed = False
+        self._context = EngineContext(
+            desk=desk,
+            metrics=metrics,
+            busy=self.busy_time,
+            ledger=LedgerFile(config.state_dir) if config.state_dir is not None else None,
+            new_host=new_host or host_factory(config, backend_factory),
+            devices=self.devices,
+            sample=self._sample,
+            new_worker_id=self._new_worker_id,
+            num_workers=lambda: len(self.replicas()),
+            changed=self._changed,
+        )
+
+    def __iter__(self) -> Iterator[Deployment]:
+        return iter(self._deployments)
+
+    def __len__(self) -> int:
+        return len(self._deployments)
+
+    # -- names --------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """What clients may name: models, and their adapters."""
+        adapters = [adapter.name for deployment in self for adapter in deployment.adapters.specs()]
+        return list(dict.fromkeys([*(deployment.spec.name for deployment in self), *adapters]))
+
+    def named(self, name: str) -> tuple[Deployment, str]:
+        """The deployment that `name` means ("" is the first), and the adapter where it is one's name.
+
+        Raises NoModelLoaded where there is nothing at all, ModelNotFound with what there is.
+        """
+        if self.first is None:
+            raise NoModelLoaded("no model is loaded", state="unloaded")
+        if not name:
+            return self.first, ""
+        for state in _MEANT:
+            for deployment in reversed(self._deployments):
+                if deployment.state == state and deployment.spec.name == name:
+                    return deployment, ""
+        for deployment in reversed(self._deployments):
+            if name in deployment.adapters:
+                return deployment, name
+        available = ", ".join(self.names())
+        raise ModelNotFound(
+            f"There is no model {name!r} here; available: {available}", param="model", model=name, available=available
+        )
+
+    def by_key(self, key: str) -> Deployment | None:
+        """The deployment of that key, where it still is."""
+        return next((deployment for deployment in self if deployment.key == key), None)
+
+    def of_lane(self, lane: Lane) -> Deployment | None:
+        """The deployment whose queue this is."""
+        return next((deployment for deployment in self if deployment.lane is lane), None)
+
+    # -- workers and devices ------------------------------------------------------------------------------------
+
+    def replicas(self) -> tuple[Replica, ...]:
+        """The workers of all models."""
+        return tuple(replica for deployment in self for replica in deployment.replicas())
+
+    def pids(self) -> set[int]:
+        """The processes that are ours: this one and the workers'."""
+        return {os.getpid(), *(replica.pid for replica in self.replicas() if replica.pid is not None)}
+
+    def devices(self, gone: Collection[Replica] = ()) -> list[DeviceReading]:
+        """The devices as placement must see them: with what workers were promised set aside, and without those gone."""
+        return occupied(self._sampler.latest, self.replicas(), gone)
+
+    async def read_devices(self, without: str | None = None) -> list[DeviceReading]:
+        """See Engine.devices."""
+        gone = () if without is None else self.named(without)[0].replicas()
+        await self._sample()
+        return self.devices(gone)
+
+    async def _sample(self) -> None:
+        await self._sampler.read(self.pids())
+
+    def _new_worker_id(self) -> str:
+        taken = {replica.id for replica in self.replicas()}
+        return next(name for name in (f"w{number}" for number in count()) if name not in taken)
+
+    def _replica(self, worker_id: str) -> tuple[Deployment, Replica]:
+        for deployment in self:
+            for replica in deployment.replicas():
+                if replica.id == worker_id:
+                    return deployment, replica
+        raise InvalidRequest(f"there is no worker {worker_id}", param="worker", value=worker_id)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a worker, or for the model that is to answer them."""
+        held = sum(len(handover.held) for handover in self._handovers())
+        return sum(deployment.lane.queued for deployment in self) + held
+
+    @property
+    def waiting(self) -> int:
+        """Callers of `serving` that wait for a model."""
+        return self._waiting
+
+    async def serving(self, name: str) -> Serving:
+        """See Engine.serving."""
+        limit_s = self.defaults.timeout_s
+        try:
+            async with asyncio.timeout(limit_s or None):
+                while True:
+                    if self._closed:
+                        raise EngineClosed("the engine is shutting down")
+                    deployment, adapter = self.named(name)
+                    if deployment.state == "ready":
+                        if deployment.desired == "asleep":
+                            deployment.serve()
+                        return _serving(deployment, adapter)
+                    await self._until_ready(deployment)
+        except TimeoutError:
+            raise RequestTimeout(f"the model was not ready within {limit_s:g} s", timeout_s=limit_s) from None
+
+    async def _until_ready(self, deployment: Deployment) -> None:
+        """Wait for what makes it, or its successor, answer. Raises NoModelLoaded where nothing is on its way, and the
+        error of a model that could not be woken."""
+        if (handover := deployment.handover) is not None:
+            awaited, wakes = handover.new.arrival(), False
+        elif deployment.asleep:
+            awaited, wakes = deployment.serve(), True
+        else:
+            raise deployment.not_ready()
+        if self._waiting >= self.defaults.max_queue:
+            raise QueueFull(
+                f"{self._waiting} requests wait for {deployment.spec.name}, and {self.defaults.max_queue} may",
+                queued=self._waiting,
+                limit=self.defaults.max_queue,
+            )
+        self._waiting += 1
+        try:
+            await asyncio.wait((awaited,))
+        finally:
+            self._waiting -= 1
+        if wakes and (error := awaited.exception()) is not None and not self._closed:
+            raise error
+
+    def left(self, request: Request) -> None:
+        """A request ended: it leaves its worker, and others may take its place."""
+        deployment = self.of_lane(request.lane)
+        if deployment is not None:
+            deployment.left(request)
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Give waiting requests to workers with a free place."""
+        for deployment in self:
+            deployment.dispatch()
+
+    # -- loading and unloading ----------------------------------------------------------------------------------
+
+    async def load(self, spec: ModelSpec, config: EngineConfig, *, beside: bool) -> LoadedModel:
+        """See Engine.load; config: the settings with the new model's knobs."""
+        if busy := self._busy():
+            raise EngineBusy(busy, state="busy")
+        old = self._replaced_by(spec, beside)
+        failed = [each for each in self if each.state == "failed" and not (beside and each.replicas())]
+        new = Deployment(f"{spec.name}#{next(self._numbers)}", spec, config, self._context)
+        for each in failed:
+            each.retire(0, each.not_ready())
+        self._deployments.append(new)
+        self._ever.add(new)
+        if self.first is None or self.first in failed:
+            self.first = new
+        if old is not None:
+            Handover(old, new, self._desk)
+        return await asyncio.shield(new.serve(failed))
+
+    async def cancel_load(self) -> None:
+        """See Engine.cancel_load."""
+        loads = [load for each in self if (load := each.cancel_load()) is not None]
+        if loads:
+            await asyncio.wait(loads)
+
+    async def unload(self, name: str, drain_s: float, error: EngineError) -> None:
+        """Drain and unload one model, the first by default; `error` ends the requests that took too long."""
+        target = self.named(name)[0] if name else None
+        await self.cancel_load()
+        if target is None:
+            target = self.first
+        if target is not None and not target.gone.is_set():
+            target.retire(drain_s, error)
+            await target.gone.wait()
+
+    async def close(self, drain_s: float, error: EngineError) -> None:
+        """Unload everything within `drain_s`, whatever is under way."""
+        self._closed = True
+        deployments = list(self)
+        for each in deployments:
+            each.retire(drain_s, error)
+        for each in deployments:
+            await each.gone.wait()
+
+    def _busy(self) -> str:
+        """Why a load cannot begin; "" where it can."""
+        moving = next((each for each in self if each.arriving or each.unloading), None)
+        if moving is None:
+            return ""
+        return f"{moving.spec.name} is {moving.state}; wait, or cancel that first"
+
+    def _replaced_by(self, spec: ModelSpec, beside: bool) -> Deployment | None:
+        answering = [each for each in self if each.state in _ANSWERING and each.desired != "gone"]
+        same = next((each for each in answering if each.spec.name == spec.name), None)
+        if beside and same is not None:
+            raise InvalidRequest(f"there is a model named {spec.name}; give this one another name", param="name")
+        if beside:
+            return None
+        return same or (self.first if self.first in answering else None)
+
+    def _handovers(self) -> set[Handover]:
+        found = (handover for each in self for handover in (each.handover, each.retired_by))
+        return {handover for handover in found if handover is not None}
+
+    def _changed(self) -> None:
+        """A deployment or a worker changed: what follows from it for the others."""
+        for handover in self._handovers():
+            arrived = handover.new.state == "ready" or handover.old.state == "unloaded"
+            if arrived and handover.new.handover is handover and self.first is handover.old:
+                self.first = handover.new
+        for each in list(self):
+            if each.state == "unloaded":
+                self._remove(each)
+            elif each.state == "failed" and not each.replicas() and len(self) > 1 and each.desired != "gone":
+                each.retire(0, each.not_ready())
+        num_workers = len(self.replicas())
+        if num_workers != self._num_workers:
+            self._num_workers = num_workers
+            for each in self:
+                each.share_cores()
+        self._on_change()
+
+    def _remove(self, deployment: Deployment) -> None:
+        self._deployments.remove(deployment)
+        if self.first is deployment:
+            ranked = sorted(self, key=lambda each: _MEANT.index(each.state))
+            self.first = next(iter(ranked), None)
+
+    # -- knobs --------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings, the knobs being the first model's."""
+        return self.first.config if self.first is not None else self.defaults
+
+    def reconfigure(self, name: str, changes: Mapping[str, Any]) -> None:
+        """See Engine.reconfigure. changes: fields of EngineConfig."""
+        msgspec.structs.replace(self.defaults, **changes).validate()
+        target = self.named(name)[0] if name else self.first
+        planned: list[tuple[Deployment, EngineConfig, Sequence[Placement] | None]] = []
+        for each in self._with_successor(target, name):
+            config = msgspec.structs.replace(each.config, **changes)
+            grows = "num_workers" in changes
+            planned.append((each, config, each.place_more(config.num_workers, self.devices()) if grows else None))
+        for each, config, placements in planned:
+            each.turn(config, placements)
+        if target is self.first:
+            self.defaults = msgspec.structs.replace(self.defaults, **changes)
+        self._changed()
+
+    def restart_worker(self, worker_id: str) -> None:
+        """See Engine.restart_worker."""
+        self._replica(worker_id)[1].restart()
+
+    def drain_worker(self, worker_id: str) -> None:
+        """See Engine.drain_worker."""
+        deployment, _ = self._replica(worker_id)
+        deployment.drain_worker(worker_id)
+        if deployment is self.first:
+            self.defaults = msgspec.structs.replace(self.defaults, num_workers=deployment.config.num_workers)
+        self._changed()
+
+    async def attach(self, adapter: AdapterSpec, name: str) -> None:
+        """See Engine.attach."""
+        target = self.named(name)[0]
+        if adapter.name in self.names() and adapter.name not in target.adapters:
+            raise InvalidRequest(f"{adapter.name} is the name of something else already", param="name")
+        handover = target.handover
+        if handover is not None and not handover.same_model:
+            old, new = handover.old.spec.name, handover.new.spec.name
+            raise EngineBusy(f"{new} is taking the place of {old}; attach the adapter when it has", state="busy")
+        await target.attach(adapter)
+        if handover is not None and handover.old is target:
+            handover.new.adapters.inherit(target.adapters)
+
+    def detach(self, adapter: str, name: str) -> None:
+        """See Engine.detach."""
+        target = self.named(name or adapter)[0]
+        target.detach(adapter)
+        for each in self._with_successor(target, name)[1:]:
+            if adapter in each.adapters:
+                each.detach(adapter)
+
+    def _with_successor(self, target: Deployment | None, name: str) -> list[Deployment]:
+        """The deployments that a change is for: also the one that is being loaded in the target's place, unless another
+        name was given."""
+        if target is None:
+            return []
+        new = target.handover.new if target.handover is not None else target
+        return [target] if new is target or (name and new.spec.name != target.spec.name) else [target, new]
+
+    # -- over and over ------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Once a second: replace workers that are hung, note where knobs are in effect, and let models that were not
+        asked for long sleep."""
+        for replica in self.replicas():
+            replica.check(now)
+        for deployment in self:
+            if deployment.settled:
+                self._metrics.settle(deployment.spec.name, time.time())
+        if any(deployment.arriving for deployment in self):
+            return
+        for deployment in self:
+            limit_s = deployment.config.idle_unload_s
+            if limit_s and deployment.state == "ready" and deployment.idle_s(now) >= limit_s:
+                deployment.sleep()
+
+    def check(self) -> None:
+        """Prove the accounts of models, workers and requests; raises AssertionError with what disagrees.
+
+        Each live request is in exactly one place: a queue, one worker, or a handover. Each model that is listed has its
+        owner, and one that is not has no workers.
+        """
+        places: dict[int, list[str]] = {id(request): [] for request in self._desk.live.values()}
+        for each in self:
+            _require(each.owner is not None and not each.owner.done(), f"{each.key} has no owner")
+            _require(each.state != "unloaded", f"{each.key} is listed and unloaded")
+            for place, request in each.places():
+                _require(id(request) in places, f"{request.id} ({place}) is not live")
+                places[id(request)].append(place)
+        for each in self._ever.difference(self._deployments):
+            _require(not each.replicas() and each.state == "unloaded", f"{each.key} is {each.state} and not listed")
+        for handover in self._handovers():
+            for request in handover.held:
+                _require(id(request) in places, f"{request.id} (held) is not live")
+                places[id(request)].append("held")
+        for request in self._desk.live.values():
+            found = places[id(request)]
+            _require(len(found) == 1, f"{request.id} is in {found or 'no place'}")
+        _require(
+            self.first is None if not self._deployments else self.first in self._deployments, "first is not listed"
+        )
+
+
+def _serving(deployment: Deployment, adapter: str) -> Serving:
+    model, tokenizer = deployment.require_ready()
+    deployment.lane.last_used = asyncio.get_running_loop().time()
+    return Serving(
+        key=deployment.key,
+        name=deployment.spec.name,
+        spec=deployment.spec,
+        model=model,
+        tokenizer=tokenizer,
+        adapter=adapter,
+        adapters=tuple(each.name for each in deployment.adapters.specs()),
+        config=deployment.config,
+    )
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
