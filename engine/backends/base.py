@@ -162,7 +162,6 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
 
     draft_tokens, draft_accepted: tokens guessed ahead, and those of them that held.  drafts: the same by position,
     where the backend can tell.
-    degraded: why the backend takes no more requests until it is loaded again; "" while it is well.
     prompts_limit: how many requests it can work on at once, found when a step ran out of memory; 0: none found.
     """
 
@@ -182,7 +181,6 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int = 0
     draft_accepted: int = 0
     drafts: tuple[DraftPosition, ...] = ()
-    degraded: str = ""
     prompts_limit: int = 0
     sequences: tuple[SequenceStats, ...] = ()
 
@@ -228,7 +226,11 @@ class Backend(Protocol):
         """How many tokens to compute in a step, prompts and answers together; nothing where a library has its own."""
 
     def step(self) -> Sequence[TokenEvent]:
-        """Do one step for everybody; events in order, several tokens of one request allowed. Empty when idle."""
+        """Do one step for everybody; events in order, several tokens of one request allowed. Empty when idle.
+
+        Raises WorkerFailed where no later step can work either: the worker is to leave, and its requests, none of which
+        has ended, go on elsewhere.
+        """
 
     def has_work(self) -> bool:
         """Whether `step` would do anything."""

@@ -59,20 +59,29 @@ class WorkerLoop:
     def run(self) -> bool:
         """Work until Shutdown or the channel's end, then unload; False where the backend broke for good."""
         self._channel.send(protocol.Hello(pid=os.getpid()))
+        healthy = True
         try:
             while not (self._stopping or self._channel.closed):
                 self._turn()
-            return True
         except Exception as error:
+            healthy = False
             _logger.exception("the worker cannot go on")
             broken = error if isinstance(error, WorkerFailed) else WorkerFailed(f"the worker broke: {reason(error)}")
             self._channel.send(protocol.WorkerError(error=broken.info))
-            return False
+            self._channel.close()  # its requests go on elsewhere, however long the rest takes
         finally:
-            try:
-                self._unload()
-            finally:
-                self._channel.close()
+            healthy = self._given_back() and healthy
+            self._channel.close()
+        return healthy
+
+    def _given_back(self) -> bool:
+        """Unload for the last time; False where that fails, as it does on a lost device."""
+        try:
+            self._unload()
+        except Exception:
+            _logger.exception("the model could not be unloaded")
+            return False
+        return True
 
     def _turn(self) -> None:
         """Obey what has come, then do one step; with nothing to do, wait up to a heartbeat and say how things are."""
@@ -186,6 +195,8 @@ class WorkerLoop:
         self._unchecked = True
         try:
             events = backend.step()
+        except WorkerFailed:
+            raise  # nobody who was in it has failed: they go on elsewhere with what they have
         except Exception as error:
             self._step_failed(error, requests)
         else:

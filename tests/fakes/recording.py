@@ -25,15 +25,16 @@ class NoReads(TorchDispatchMode):
 
 
 class FakeRecorder:
-    """Records work and does it again. fails_from: from which recording on there is no memory."""
+    """Records work and does it again. fails_from: the recording from which on all fail.  error: how they do."""
 
-    def __init__(self, fails_from: int | None = None) -> None:
+    def __init__(self, fails_from: int | None = None, error: Exception | None = None) -> None:
         self.recorded = self.replayed = 0
         self._fails_from = fails_from
+        self._error = error or torch.OutOfMemoryError("no memory for a graph")
 
     def record(self, work: Callable[[], None]) -> FakeRecording:
         if self._fails_from is not None and self.recorded >= self._fails_from:
-            raise torch.OutOfMemoryError("no memory for a graph")
+            raise self._error
         self.recorded += 1
         with NoReads():
             work()

@@ -134,14 +134,29 @@ async def test_a_failing_iteration_fails_who_was_in_it_and_the_worker_goes_on(tm
         assert engine.snapshot().workers[0].restarts == 0
 
 
-async def test_a_degraded_worker_is_replaced_and_the_next_request_is_answered(tmp_path: Path) -> None:
-    fakes = FakeExllama()
-    async with serving(tmp_path, fakes) as engine:
-        fakes.faults.add("iterate", RuntimeError("broken"))
-        fakes.faults.add("make_generator", RuntimeError("no memory for its buffers"))
-        assert "broken" in await failure(engine.submit(ask("first", params=greedy())))
-        answer = await read(engine.submit(ask("second", params=greedy())))
-        assert answer.text == text_of("second", 40)
+@pytest.mark.parametrize(
+    ("step", "generator"),
+    [
+        ("CUDA error: an illegal memory access was encountered", ""),
+        ("broken", "no memory for its buffers"),
+        ("broken", "CUDA error: unspecified launch failure"),
+    ],
+    ids=["a lost device", "no new generator", "a device lost while mending"],
+)
+async def test_a_worker_that_cannot_go_on_costs_no_answer(tmp_path: Path, step: str, generator: str) -> None:
+    fakes = Paced()
+    async with serving(tmp_path, fakes, max_prompts=2) as engine:
+        fakes.loading = False
+        prompts = [f"stream {number}" for number in range(6)]
+        reading = [asyncio.create_task(read(engine.submit(ask(prompt, params=greedy())))) for prompt in prompts]
+        await asyncio.to_thread(fakes.gate.wait_until_reached)
+        fakes.faults.add("iterate", RuntimeError(step))
+        if generator:
+            fakes.faults.add("make_generator", RuntimeError(generator))
+        fakes.gate.open()
+        answers = await asyncio.gather(*reading)
+        assert [answer.text for answer in answers] == [text_of(prompt, 40) for prompt in prompts]
+        assert engine.snapshot().workers[0].restarts == 1
         assert fakes.freed == 1
 
 

@@ -9,9 +9,14 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import Tensor
 
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec, SamplingParams
 from engine.engine import Engine
 from tests.fakes.engines import all_ready, ask, config, read, until
@@ -55,5 +60,41 @@ async def test_a_killed_worker_changes_no_token_greedy_or_seeded(
         device = engine.snapshot().devices[-1]
         assert device.weights_bytes > 0
         assert device.kv_bytes > 0
+    finally:
+        await engine.close(drain_s=0.0)
+
+
+class LosesDevice(ModelRunner):
+    """A runner whose device is lost in the `LOST_AT`th step of the first worker, for good."""
+
+    LOST_AT = 12
+    first: ClassVar[LosesDevice | None] = None
+    steps = 0
+
+    def forward(self, *step: Any) -> Tensor:
+        """A step, or what every call into a lost device raises."""
+        if LosesDevice.first in (None, self):
+            LosesDevice.first = self
+            self.steps += 1
+            if self.steps >= self.LOST_AT:
+                raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return super().forward(*step)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_lost_device_costs_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    monkeypatch.setattr(LosesDevice, "first", None)
+    engine = Engine(config(num_workers=workers, max_prompts=2), backend_factory=lambda spec: TorchBackend(LosesDevice))
+    await engine.start()
+    try:
+        await engine.load(ModelSpec(path=folder, name="tiny", kv_cache_tokens=4096, dtype="float32"))
+        await all_ready(engine)
+        requests = [ask(f"marker {number}", params=SETTINGS[0]) for number in range(8)]
+        answers = await asyncio.gather(*(read(engine.submit(request)) for request in requests))
+        assert [(len(answer.token_ids), answer.last.finish) for answer in answers] == [(150, "length")] * 8
+        snapshot = engine.snapshot()
+        assert sum(worker.restarts for worker in snapshot.workers) == 1
+        assert 0 < snapshot.totals.requeued <= 2
     finally:
         await engine.close(drain_s=0.0)

@@ -14,6 +14,7 @@ from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.prompts import Tell
 from engine.config import SamplingParams
+from engine.errors import WorkerFailed
 from tests.fakes import queued
 from tests.fakes.ahead import Asked, answers, load, plainly, same
 from tests.fakes.tiny_models import make_tiny_model
@@ -125,11 +126,11 @@ def test_a_launch_that_fails_ends_its_requests_once_the_step_before_was_handed_o
     assert not backend.has_work()
 
 
-def test_a_lost_device_is_no_request_s_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_ends_the_worker_and_no_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = Failing(folder, monkeypatch)
     backend = failing.started("a", "b")
-    failing.queue.breaks = RuntimeError("CUDA error: unspecified launch failure")
-    with pytest.raises(RuntimeError, match="CUDA error"):
+    failing.queue.breaks = torch.AcceleratorError("CUDA error: unspecified launch failure")
+    with pytest.raises(WorkerFailed, match="the worker lost its device: CUDA error: unspecified launch failure"):
         backend.step()
     for name in ("a", "b"):
         backend.cancel(name)

@@ -153,3 +153,23 @@ def test_where_memory_is_short_there_are_as_many_recordings_as_there_were(
     assert graphs.logits([decode(5)] * 3) is None
     assert graphs.logits([decode(5)] * 2) is not None
     assert caplog.text.count("no more decodes are recorded") == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: out of memory",
+        "CUDA error: operation not permitted when stream is capturing",
+        "CUDA error: operation failed due to a previous error during capture",
+    ],
+)
+def test_a_recording_that_the_device_refuses_costs_no_more_than_the_recording(message: str) -> None:
+    graphs = Counting(FakeRecorder(1, torch.AcceleratorError(message))).graphs
+    graphs.prepare()
+    assert graphs.recorded == {Bucket(1, 128)}
+
+
+def test_a_device_that_is_lost_while_it_records_is_lost() -> None:
+    graphs = Counting(FakeRecorder(1, torch.AcceleratorError("CUDA error: unspecified launch failure"))).graphs
+    with pytest.raises(torch.AcceleratorError, match="launch failure"):
+        graphs.prepare()

@@ -238,3 +238,10 @@ def test_an_allocation_that_fails_in_torch_is_told_in_our_words() -> None:
     device = torch.device("cpu")
     with pytest.raises(InsufficientMemory, match="the weights need"), memory.room_for(1, device, "the weights"):
         torch.empty(1 << 50)
+
+
+def test_an_allocation_that_fails_outside_torch_s_allocator_is_a_lack_of_memory_too() -> None:
+    with pytest.raises(InsufficientMemory), memory.room_for(1, torch.device("cpu"), "the weights"):
+        raise torch.AcceleratorError("CUDA error: out of memory")
+    with pytest.raises(torch.AcceleratorError), memory.room_for(1, torch.device("cpu"), "the weights"):
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")

@@ -26,7 +26,7 @@ from engine.backends.exllama.line import Counters, Line, Live
 from engine.backends.exllama.loaders import ImportLibrary, LoadParts, Report, loaders
 from engine.backends.exllama.parts import LoadedParts
 from engine.backends.exllama.sampling import refuse_unsupported
-from engine.backends.faults import device_is_lost, is_out_of_memory, reason
+from engine.backends.faults import device_is_lost, ends_worker, is_out_of_memory, reason
 from engine.config import AdapterSpec, ModelSpec, SamplingParams
 from engine.errors import InvalidRequest, LoadCancelled, ModelLoadFailed, WorkerFailed
 
@@ -38,8 +38,8 @@ class ExllamaBackend:
 
     At most max_prompts requests are the generator's at a time, each as a job that takes its pages for LEASE_TOKENS more
     tokens before it starts; the others wait here. A step that fails ends the requests that were in it and makes a new
-    generator; where that fails too, the backend is degraded and refuses everything until the next load. A step that
-    runs out of memory ends nobody as long as fewer can be tried: all go on, three quarters of them at once.
+    generator. A step that runs out of memory ends nobody as long as fewer can be tried: all go on, three quarters of
+    them at once. Nor does a lost device, or a generator that cannot be replaced: they end the worker.
     """
 
     def __init__(self, import_library: ImportLibrary | None = None, load_parts: LoadParts | None = None) -> None:
@@ -54,7 +54,6 @@ class ExllamaBackend:
         self._masks: dict[str, TokenMask] = {}
         self._counters = Counters()
         self._unsent: list[TokenEvent] = []
-        self._degraded = ""
 
     def load(
         self,
@@ -87,12 +86,9 @@ class ExllamaBackend:
         return parts.info
 
     def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
-        """Take a request. Raises ContextLengthExceeded, InvalidRequest naming the field, or WorkerFailed where the
-        generator broke and could not be mended."""
+        """Take a request. Raises ContextLengthExceeded, or InvalidRequest naming the field."""
         if self._limits is None:
             raise RuntimeError("the backend holds no model")
-        if self._degraded:
-            raise WorkerFailed(self._degraded)
         if request.id in self._line:
             raise InvalidRequest(f"a request with id {request.id} is being worked on", param="id")
         self._limits.refuse(request)
@@ -122,6 +118,7 @@ class ExllamaBackend:
         """Whether any request is live, or an end of one was not told yet."""
         return bool(self._line or self._unsent)
 
+    @ends_worker()
     def step(self) -> Sequence[TokenEvent]:
         """One iteration of the generator, and the tokens it gave."""
         if self._generator is not None:
@@ -140,7 +137,7 @@ class ExllamaBackend:
     def stats(self) -> BackendStats:
         """Counters and gauges now."""
         stats = gauges(self._line, self._counters, self._generator, self._parts)
-        return msgspec.structs.replace(stats, degraded=self._degraded, prompts_limit=self._prompts_limit)
+        return msgspec.structs.replace(stats, prompts_limit=self._prompts_limit)
 
     def prefix_changes(self) -> PrefixChanges:
         """Nothing: the library keys its pages in a way of its own."""
@@ -171,7 +168,6 @@ class ExllamaBackend:
         self._line, self._counters = Line(), Counters()
         self._masks.clear()
         self._unsent.clear()
-        self._degraded = ""
         self._prompts_limit = 0
         if parts is not None:
             parts.free()
@@ -182,10 +178,13 @@ class ExllamaBackend:
         """Answer a short request, so that kernels are chosen and the whole path has worked once."""
         request = BackendRequest(id="warm-up", prompt_ids=[0] * 8, params=SamplingParams(max_tokens=4, seed=0))
         self._line.waiting[request.id] = request
-        while self._line:
-            for event in self.step():
-                if event.finish == "error":
-                    raise ModelLoadFailed(f"the model was loaded, but it cannot answer: {event.message}")
+        try:
+            while self._line:
+                for event in self.step():
+                    if event.finish == "error":
+                        raise ModelLoadFailed(f"the model was loaded, but it cannot answer: {event.message}")
+        except WorkerFailed as error:
+            raise ModelLoadFailed(f"the model was loaded, but it cannot answer: {error.message}") from error
         self._generator.reset_page_table()
         self._counters = Counters()
 
@@ -246,7 +245,7 @@ class ExllamaBackend:
         self._line.give_back(going_on)
 
     def _release(self, live: Live) -> None:
-        """Take a job from the generator, which is made anew where it cannot."""
+        """Take a job from the generator, which is replaced where it cannot."""
         if self._generator is None:
             return
         try:
@@ -258,7 +257,8 @@ class ExllamaBackend:
         """End the requests of a step that failed, and let those that held no pages yet go on in a new generator.
 
         Where nobody held any, all jobs end. retry: fewer of them may do what all could not, so that all go on. Every
-        failure ends somebody or lowers how many run, and none can go on for ever.
+        failure ends somebody or lowers how many run, and none can go on for ever. Raises WorkerFailed where there is no
+        new generator.
         """
         if device_is_lost(error):
             raise error
@@ -280,16 +280,11 @@ class ExllamaBackend:
         try:
             self._generator = self._parts.make_generator()
         except Exception as failure:
-            _logger.exception("the generator could not be made anew")
-            self._degrade(f"the generator broke and could not be made anew: {type(failure).__name__}: {failure}")
             if device_is_lost(failure):
                 raise
-
-    def _degrade(self, why: str) -> None:
-        self._degraded = why
-        for request_id in list(self._line.waiting):
-            self._line.drop(request_id)
-            self._end(request_id, "error", why)
+            raise WorkerFailed(
+                f"the generator broke and could not be replaced: {type(failure).__name__}: {failure}"
+            ) from failure
 
     def _end(self, request_id: str, finish: FinishReason, message: str = "") -> None:
         self._line.begun.discard(request_id)

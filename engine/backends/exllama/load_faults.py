@@ -41,7 +41,14 @@ def explain_load(error: Exception, numbers: LoadNumbers) -> EngineError:
 
 
 def _is_out_of_memory(error: Exception, text: str) -> bool:
-    signs = ("Insufficient VRAM", "Insufficient space in device allocation", "CUDA out of memory", "HIP out of memory")
+    signs = (
+        "Insufficient VRAM",
+        "Insufficient space in device allocation",
+        "CUDA out of memory",
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "HIP out of memory",
+    )
     return type(error).__name__ == "OutOfMemoryError" or any(sign in text for sign in signs)
 
 

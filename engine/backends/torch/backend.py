@@ -15,7 +15,7 @@ from engine.backends.base import (
     TokenEvent,
     TokenMask,
 )
-from engine.backends.faults import device_is_lost, is_out_of_memory, reason
+from engine.backends.faults import device_is_lost, ends_worker, is_out_of_memory, reason
 from engine.backends.torch.described import described
 from engine.backends.torch.determinism import refuse_adapters
 from engine.backends.torch.draft_model import DraftModel
@@ -42,7 +42,7 @@ class TorchBackend:
     """Backend over ModelRunner. See `engine.backends.base.Backend` for what each method promises.
 
     A step that runs out of device memory is made smaller and done again; where it cannot get smaller, and where the
-    model fails otherwise, the requests in the step end with "error" and the others go on.
+    model fails otherwise, the requests in the step end with "error" and the others go on. A lost device ends nobody.
     """
 
     def __init__(self, runner_type: type[ModelRunner] = ModelRunner) -> None:
@@ -128,6 +128,7 @@ class TorchBackend:
         """Whether any request is live, or a step is launched that is nobody's any more."""
         return bool(self._jobs) or (self._pipeline is not None and self._pipeline.ahead)
 
+    @ends_worker()
     def step(self) -> Sequence[TokenEvent]:
         """One forward pass for everybody, and the tokens it gave."""
         if self._scheduler is None or self._pipeline is None or not self.has_work():

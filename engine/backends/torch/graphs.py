@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.backends.faults import device_is_lost, reason
+from engine.backends.faults import device_is_lost, is_out_of_memory, reason
 from engine.backends.paged_attention.face import PagedAttention
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.device_memory import DeviceMemory
@@ -259,7 +259,9 @@ def recorded_decodes(
             staging=staging,
             has_room=lambda: home.free_bytes() >= needed_bytes,
         )
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         _logger.warning("decodes are not recorded: %s", reason(error))
         return None
     graphs.prepare()

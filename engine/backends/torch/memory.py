@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.backends.faults import is_out_of_memory
 from engine.errors import InsufficientMemory
 from engine.ram import read_ram
 
@@ -32,10 +33,8 @@ def room_for(needed_bytes: int, device: torch.device, purpose: str) -> Iterator[
         raise insufficient(needed_bytes, available, str(device), purpose)
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise insufficient(needed_bytes, free_bytes(device), str(device), purpose) from None
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
         raise insufficient(needed_bytes, free_bytes(device), str(device), purpose) from None
 

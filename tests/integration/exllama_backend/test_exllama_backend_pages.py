@@ -111,10 +111,15 @@ def test_a_request_that_waited_through_a_failure_keeps_its_ban(make: Make) -> No
     assert tokens["waits too"] == [9] + [7] * 299
 
 
-def test_running_out_of_memory_is_told_as_that(make: Make) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("CUDA error: out of memory")],
+    ids=["torch", "driver"],
+)
+def test_running_out_of_memory_is_told_as_that(make: Make, error: Exception) -> None:
     fakes = make()
     drive = Drive(load(fakes), ask("a", prompt(0)))
-    fakes.faults.add("iterate", torch.OutOfMemoryError("CUDA out of memory"))
+    fakes.faults.add("iterate", error)
     drive.to_end()
     assert "not enough memory" in drive.events["a"][-1].message
 
@@ -169,37 +174,33 @@ def test_a_failing_cancel_makes_the_generator_anew(make: Make) -> None:
     assert drive.backend.stats().pages_free == drive.backend.stats().pages_total
 
 
-def test_a_generator_that_cannot_be_mended_degrades_the_backend(make: Make) -> None:
+def test_a_generator_that_cannot_be_replaced_ends_the_worker_and_no_request(make: Make) -> None:
     fakes = make()
-    backend = load(fakes, max_prompts=1)
-    drive = Drive(backend, ask("a", prompt(0)), ask("b", prompt(1)))
+    drive = Drive(load(fakes, max_prompts=1), ask("a", prompt(0)), ask("b", prompt(1)))
     drive.step()
     fakes.faults.add("iterate", RuntimeError("broken"))
     fakes.faults.add("make_generator", RuntimeError("no memory for its buffers"))
-    drive.step()
-    assert drive.finish == {"a": "error", "b": "error"}
-    assert "no memory for its buffers" in backend.stats().degraded
-    assert not backend.has_work()
-    with pytest.raises(WorkerFailed, match="no memory for its buffers"):
-        backend.submit(ask("c", prompt(2)))
-    backend.unload()
-    assert backend.stats().degraded == ""
+    with pytest.raises(WorkerFailed, match="could not be replaced: RuntimeError: no memory for its buffers"):
+        drive.step()
+    assert not drive.finish
 
 
-def test_a_lost_device_is_not_mended(make: Make) -> None:
+@pytest.mark.parametrize("where", ["iterate", "enqueue"])
+def test_a_lost_device_is_not_mended_and_ends_the_worker(make: Make, where: str) -> None:
     fakes = make()
     backend = load(fakes)
     backend.submit(ask("a", prompt(0)))
-    fakes.faults.add("iterate", RuntimeError("CUDA error: an illegal memory access was encountered"))
-    with pytest.raises(RuntimeError, match="CUDA error"):
+    fakes.faults.add(where, torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(WorkerFailed, match="the worker lost its device: CUDA error: an illegal memory access"):
         backend.step()
     assert len(fakes.generators) == 1
 
 
-def test_a_model_that_cannot_answer_fails_its_load_and_gives_its_memory_back(make: Make) -> None:
+@pytest.mark.parametrize("message", ["no kernel image", "CUDA error: no kernel image is available"])
+def test_a_model_that_cannot_answer_fails_its_load_and_gives_its_memory_back(make: Make, message: str) -> None:
     fakes = make()
-    fakes.faults.add("iterate", RuntimeError("no kernel image"))
-    with pytest.raises(ModelLoadFailed, match="no kernel image"):
+    fakes.faults.add("iterate", RuntimeError(message))
+    with pytest.raises(ModelLoadFailed, match=f"it cannot answer: .*{message}"):
         load(fakes)
     assert fakes.freed == 1
 

@@ -230,5 +230,10 @@ def test_the_attention_is_chosen_for_the_model_and_has_to_do_for_its_draft(folde
 def test_torch_s_own_error_is_told_by_its_name() -> None:
     from engine.backends.exllama.load_faults import LoadNumbers, explain_load
 
-    assert isinstance(explain_load(OutOfMemoryError("?"), LoadNumbers("m", "cuda:0")), InsufficientMemory)
+    for error in (
+        OutOfMemoryError("?"),
+        RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ):
+        assert isinstance(explain_load(error, LoadNumbers("m", "cuda:0")), InsufficientMemory)
     assert isinstance(explain_load(AssertionError("No!"), LoadNumbers("m", "cuda:0")), ModelLoadFailed)

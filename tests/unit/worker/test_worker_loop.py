@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 
-from engine.backends.base import PrefixChanges
+from engine.backends.base import PrefixChanges, TokenEvent
+from engine.errors import WorkerFailed
 from engine.worker.hosts import ThreadHost, WorkerExit
 from engine.worker.outbox import CROWD
 from engine.worker.protocol import Cancel, Loaded, SetMaxPrompts, StepBatch, WorkerError
@@ -92,6 +94,53 @@ async def test_a_second_failed_step_in_a_row_ends_the_worker_with_its_reason(sta
     assert last.error.code == "worker_failed"
     assert "2 steps in a row failed: step 2" in (await probe.wait_for(WorkerError)).error.message
     assert (await probe.wait_for(WorkerExit)).code == 1
+
+
+class LosesDevice(FakeBackend):
+    """A FakeBackend that loses its device in the step `loses_at`, and cannot do anything from there on."""
+
+    loses_at = 0
+
+    def step(self) -> Sequence[TokenEvent]:
+        """Step, or end the worker."""
+        if self.steps + 1 == self.loses_at:
+            raise WorkerFailed("the device is lost")
+        return super().step()
+
+    def unload(self) -> None:
+        """Fail as every call into a lost device does."""
+        if self.loaded is not None and self.loses_at:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        super().unload()
+
+
+async def test_a_lost_device_ends_the_worker_at_once_and_no_request(start_worker, model_folder):
+    gate = Gate()
+    backend = LosesDevice(gate=gate)
+    probe = await start_worker(backend)
+    await probe.load(model_folder, max_prompts=1)
+    probe.send(*(submit_command(request_id, max_tokens=10**6) for request_id in "ab"))
+    await step_until(probe, gate, decoding=1, waiting=1)
+    backend.loses_at = backend.steps + 2  # the next step is in the backend's hands already
+    gate.open()
+    assert (await probe.wait_for(WorkerError)).error.message == "the device is lost"
+    assert (await probe.wait_for(WorkerExit)).code == 1
+    outputs = [output for event in probe.events if isinstance(event, StepBatch) for output in event.outputs]
+    assert {output.request_id for output in outputs} == {"a"}
+    assert {output.finish for output in outputs} == {None}
+
+
+async def test_a_worker_that_lost_its_device_leaves_before_it_unloads_and_whatever_that_does(
+    start_worker, model_folder
+):
+    backend = LosesDevice()
+    backend.loses_at = 1
+    probe = await start_worker(backend)
+    await probe.load(model_folder)
+    probe.send(submit_command("a"))
+    assert (await probe.wait_for(WorkerError)).error.message == "the device is lost"
+    exit_ = await probe.wait_for(WorkerExit)
+    assert (exit_.code, exit_.log_tail) == (1, "")
 
 
 async def test_the_backends_accounts_are_checked_when_it_becomes_idle(start_worker, model_folder):
