@@ -20,7 +20,7 @@ from console.api.observing import observing
 from console.api.openapi import OpenApi
 from console.api.operations import Operations
 from console.api.pages.pages import Pages
-from console.api.receiving import ending, receiving
+from console.api.receiving import ending, receivable, receiving
 from console.api.turns import Turns, taking_turns
 from console.link import EngineLink
 
@@ -53,14 +53,13 @@ def application(
         ],
         client_max_size=settings.max_body_bytes,
     )
-    app.add_routes(Operations(context).routes())
-    app.add_routes(dialects.routes())
-    app.add_routes(Pages().routes())
-    app.add_routes(OpenApi(dialects).routes())
+    endpoints = [Operations(context).routes(), dialects.routes(), Pages().routes(), OpenApi(dialects).routes()]
     if context.operator is not None:
-        app.add_routes(Admin(context, context.operator).routes())
+        endpoints.append(Admin(context, context.operator).routes())
         if link is not None:
-            app.add_routes(Events(context, link).routes())
-            app.add_routes(Calls(context, link, context.operator.admit).routes())
+            endpoints.append(Events(context, link).routes())
+            endpoints.append(Calls(context, link, context.operator.admit).routes())
+    for routes in endpoints:
+        app.add_routes(receivable(routes))
     app.on_response_prepare.append(signing(sharing(settings.cors_origins)))
     return app

@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 from console.addresses import is_loopback
 from console.api.errors import Forbidden, NotAuthorized
 from console.api.failing import call_of
-from console.api.guarding import is_ours
+from console.api.guarding import is_ours, names_asked_for
 from console.api.keys import Key, Keys
 from console.api.scopes import ADMIN, allows, in_words, is_open, only_looks, scope_needed
 from console.api.traffic import Traffic
@@ -108,7 +108,8 @@ def _given_key(request: web.Request) -> str | None:
 def _is_local(request: web.Request) -> bool:
     """Whether a program on this machine asks for itself: not a proxy for somebody else, and not a browser for a page
     from elsewhere (pages send Origin; one whose name was pointed at this address sends that name as Host)."""
-    return "Origin" not in request.headers and _is_near(request) and is_ours(request, ())
+    ours = all(is_ours(name, ()) for name in names_asked_for(request))
+    return ours and "Origin" not in request.headers and _is_near(request)
 
 
 def _is_near(request: web.Request) -> bool:

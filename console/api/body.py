@@ -19,6 +19,8 @@ from engine.errors import Detail, InvalidRequest
 
 T = TypeVar("T", bound="Body")
 
+_RECEIVED = web.RequestKey("received", bytes)
+
 _SHAPES = {
     "dict_type": "should be an object",
     "list_type": "should be an array",
@@ -101,6 +103,16 @@ class Body(BaseModel):
         return kept, sent_as
 
 
+def received(request: web.Request) -> bytes:
+    """The request's body, unpacked; empty where it has none."""
+    return request.get(_RECEIVED, b"")
+
+
+def keep_received(request: web.Request, body: bytes) -> None:
+    """From now on `body` is the request's."""
+    request[_RECEIVED] = body
+
+
 def json_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in `raw`; raises InvalidRequest."""
     try:
@@ -113,6 +125,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") -> T:
+<<<<<<< HEAD
     """The request's body as `schema`; raises InvalidRequest (and aiohttp's 413 for a body beyond the limit).
 
     absent: what no body at all stands for.
@@ -120,6 +133,10 @@ async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") ->
     if (call := begun(request)) is not None:
         call.prompt_field = schema.prompt_field
     return schema.parse(await request.read() or absent)
+=======
+    """The request's body as `schema`; raises InvalidRequest. absent: what no body at all stands for."""
+    return schema.parse(received(request) or absent)
+>>>>>>> 7184f90 (Refuse what is too long, empty or cut short where it is first seen, and say so; judge every name that a request gives the server)
 
 
 def _explain(error: ErrorDetails, sent_as: Mapping[str, str]) -> InvalidRequest:

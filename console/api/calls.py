@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from console.api.body import received
 from console.api.context import ApiContext
 from console.api.described import describes
 from console.api.errors import MethodNotAllowed, NotFound, json_response
@@ -64,7 +65,7 @@ class Calls:
     )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         call = _known(request)
-        arguments = _arguments(call, _document(await request.read()), strict=True)
+        arguments = _arguments(call, _document(received(request)), strict=True)
         order = asyncio.create_task(self._carry_out(call, arguments), name=call.name)
         self._orders.add(order)
         order.add_done_callback(self._ended)

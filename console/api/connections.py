@@ -8,7 +8,7 @@ import logging
 import secrets
 from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.typedefs import Handler
 
@@ -32,7 +32,14 @@ class Runner(web.AppRunner):
     """
 
     def __init__(self, app: web.Application, *, write_timeout_s: float, **options: Any) -> None:
-        super().__init__(app, access_log=None, logger=_PeerLog(log), write_timeout_s=write_timeout_s, **options)
+        super().__init__(
+            app,
+            access_log=None,
+            logger=_PeerLog(log),
+            write_timeout_s=write_timeout_s,
+            auto_decompress=False,  # aiohttp takes a body that is cut short for a whole one; `receiving` unpacks them
+            **options,
+        )
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -115,6 +122,7 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """What is no HTTP that we understand, and whatever broke outside the application."""
         super().handle_error(request, status, exc, message)
+        request._version = HttpVersion11  # aiohttp takes what it could not read for HTTP/1.0
         return _told(_foreseen(exc, message) if status < 500 else InternalError("The server failed to answer"))
 
 
@@ -125,6 +133,8 @@ def _answering(handle: Any) -> Any:
     async def answer(request: web.Request) -> web.StreamResponse:
         try:
             return await inner(request)
+        except EngineError as error:
+            return _told(error)
         except web.HTTPException as error:
             return _told(BadHttp(error.reason))
 

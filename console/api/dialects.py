@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler
 from console.api import kobold, ollama, textgen, tgi
 from console.api.anthropic.errors import anthropic_error
 from console.api.anthropic.messages import Messages
-from console.api.body import json_object
+from console.api.body import json_object, received
 from console.api.chat import Chat
 from console.api.completions import Completions
 from console.api.context import ApiContext
@@ -119,7 +119,7 @@ class Dialects:
         if request.method in LOOKING:
             return self._first_on(here)
         try:
-            body = json_object(await request.read())
+            body = json_object(received(request))
         except InvalidRequest:
             return here[0]
         claiming = [dialect for dialect in here if dialect.claims is not None and dialect.claims(body)]

@@ -101,7 +101,7 @@ class Embedder:
             return json_response(await self._embedded(request, body, model))
 
     async def _embedded(self, request: web.Request, body: EmbeddingBody, model: ServedModel) -> Embeddings:
-        prompts = await read_prompts(body.input, model, "input")
+        prompts = await read_prompts(body.input, model, "input", empty_texts=False)
         vectors, tokens = await vectors_of(self._context, request, body, model, prompts)
         written = await written_vectors(vectors, body.encoding_format)
         data = [Embedding(index=index, embedding=vector) for index, vector in enumerate(written)]

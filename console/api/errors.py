@@ -59,6 +59,20 @@ class BodyTooLarge(EngineError):
     http_status = 413
 
 
+class UnknownEncoding(EngineError):
+    """The body is packed in a way that is not understood here; details: encodings."""
+
+    code = "unknown_encoding"
+    http_status = 415
+
+
+class UnknownExpectation(EngineError):
+    """The client expects what this server does not do."""
+
+    code = "unknown_expectation"
+    http_status = 417
+
+
 class BodyTooSlow(EngineError):
     """The body took longer than allowed; details: limit_s."""
 
@@ -177,6 +191,8 @@ def error_response(error: EngineError, tells: Tells = envelope) -> web.Response:
         response.headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, MethodNotAllowed):
         response.headers["Allow"] = str(error.details["allowed"])
+    if isinstance(error, UnknownEncoding):
+        response.headers["Accept-Encoding"] = str(error.details["encodings"])
     return response
 
 

@@ -8,8 +8,12 @@ from http import HTTPStatus
 
 from aiohttp import web
 
+<<<<<<< HEAD
 from console.api.errors import LONGEST_MESSAGE, BodyTooSlow, error_response
 from console.api.naming import AS_SENT
+=======
+from console.api.errors import LONGEST_MESSAGE, error_response
+>>>>>>> 7184f90 (Refuse what is too long, empty or cut short where it is first seen, and say so; judge every name that a request gives the server)
 from console.api.scopes import ADMIN, LOOKING
 from console.api.traffic import Call, Ending, readable
 from engine.errors import EngineError, ModelLoadFailed
@@ -38,11 +42,12 @@ def begin(request: web.Request, call: Call) -> Call:
 
 
 def failed(request: web.Request, error: EngineError) -> web.Response:
-    """The answer to a request that failed, which is counted."""
+    """The answer to a request that failed, which is counted. The connection ends where the rest of a body would have to
+    be read first, which its client may never send."""
     note(request, error)
     call = call_of(request)
     response = error_response(as_told(request, error), call.tells)
-    if isinstance(error, BodyTooSlow):
+    if request.can_read_body and not request.content.is_eof():
         response.force_close()
     return response
 

@@ -36,11 +36,10 @@ def guarding(
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if on_loopback() and not is_ours(request, hosts):
-            raise Misdirected(
-                f"This server is not called {request.headers['Host'][:100]}: ask for localhost, or name it with "
-                "--allowed-hosts"
-            )
+        for name in names_asked_for(request) if on_loopback() else ():
+            if not is_ours(name, hosts):
+                called = f"not called {name[:100]}" if name else "asked for with an empty Host header"
+                raise Misdirected(f"This server is {called}: ask for localhost, or name it with --allowed-hosts")
         origin = request.headers.get("Origin")
         if origin is not None and not _is_open(origin, request, origins) and _could_change(request):
             raise Forbidden("Pages from elsewhere may not ask here; --cors-origins lets in those that it names")
@@ -74,11 +73,16 @@ def sharing(origins: Collection[str]) -> Callable[[web.Request, web.StreamRespon
     return share
 
 
-def is_ours(request: web.Request, hosts: Collection[str]) -> bool:
-    """Whether the name that a client asks for is one of this server on loopback. None at all is no browser's."""
-    named = request.headers.get("Host", "")
-    if not named:
-        return True
+def names_asked_for(request: web.Request) -> list[str]:
+    """The server's names in a request: in its Host header, and in its address where that is a whole one (RFC 9112,
+    3.2.2). A request without any is no browser's."""
+    named = request.headers.getall("Host", [])
+    scheme, mark, rest = request.raw_path.partition("://")
+    return [*named, rest.partition("/")[0]] if mark and "/" not in scheme else named
+
+
+def is_ours(named: str, hosts: Collection[str]) -> bool:
+    """Whether a name, with or without a port, is one of this server on loopback."""
     name = _named_host(named)
     return is_loopback(name) or name.endswith(".localhost") or EVERY in hosts or name in hosts
 

@@ -15,7 +15,6 @@ from console.api.connections import REQUEST_ID, SERVER
 from console.api.dialects import Dialects
 from console.api.errors import (
     BadHttp,
-    BodyTooLarge,
     DialectOff,
     InternalError,
     MethodNotAllowed,
@@ -23,6 +22,7 @@ from console.api.errors import (
 )
 from console.api.failing import begin, begun, call_of, failed, note_left
 from console.api.observing import LEFT_STATUS
+from console.api.receiving import too_large
 from console.api.scopes import ADMIN, LOOKING, OPEN_PATHS, only_looks
 from console.api.traffic import Traffic
 from engine.errors import EngineClosed, EngineError
@@ -158,7 +158,6 @@ def _from_http(request: web.Request, error: web.HTTPException) -> EngineError:
             allowed = ", ".join(sorted(error.allowed_methods))
             return MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}", allowed=allowed)
         case web.HTTPRequestEntityTooLarge():
-            limit = request.client_max_size
-            return BodyTooLarge(f"The body is longer than the {limit} bytes that are allowed", limit_bytes=limit)
+            return too_large(request.client_max_size)
         case _:
             return BadHttp(error.reason)

@@ -25,12 +25,16 @@ class Prompt:
     encode: Encode | None = None
 
 
-async def read_prompts(value: object, model: ServedModel, param: str = "prompt") -> list[Prompt]:
+async def read_prompts(
+    value: object, model: ServedModel, param: str = "prompt", *, empty_texts: bool = True
+) -> list[Prompt]:
     """`prompt` as OpenAI takes it: a string, token ids, or an array of either. param: what the dialect calls it.
 
-    Raises InvalidRequest.
+    empty_texts: take an empty text where the model begins every text with a token.  Raises InvalidRequest.
     """
     items = _items(value, param)
+    if not empty_texts and "" in items:
+        raise _empty(value, items.index(""), param)
     texts = [item for item in items if isinstance(item, str)]
     encoded = iter(await model.encode(texts))
     prompts = [
@@ -39,8 +43,9 @@ async def read_prompts(value: object, model: ServedModel, param: str = "prompt")
         else await _read_ids(item, model, param)
         for item in items
     ]
-    if not all(prompt.ids for prompt in prompts):
-        raise InvalidRequest(f"{param} is empty; there is nothing to continue", param=param)
+    for index, prompt in enumerate(prompts):
+        if not prompt.ids:
+            raise _empty(value, index, param)
     return prompts
 
 
@@ -88,6 +93,11 @@ async def _read_ids(item: object, model: ServedModel, param: str) -> Prompt:
 
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _empty(value: object, index: int, param: str) -> InvalidRequest:
+    place = f"{param}[{index}]" if isinstance(value, list) else param
+    return InvalidRequest(f"{place} is empty", param=param)
 
 
 def _misshapen(param: str) -> InvalidRequest:

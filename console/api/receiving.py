@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from array import array
+from collections.abc import Iterable
 from itertools import accumulate
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 
-from console.api.errors import BodyTooSlow
+from console.api.body import keep_received
+from console.api.errors import BodyTooLarge, BodyTooSlow, UnknownEncoding, UnknownExpectation
 from console.api.failing import call_of
 from console.api.scopes import LOOKING
 from console.api.settings import ApiSettings
@@ -20,6 +23,11 @@ _OTHERS = bytes(set(range(256)) - set(b"[]{}" + _QUOTE))
 _STEPS = bytes.maketrans(b"[{]}", array("b", (1, 1, -1, -1)).tobytes())
 """How much deeper each bracket leads."""
 
+_WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""What zlib calls the encodings of bodies."""
+
+_LEAVE = "100-continue"
+
 
 def receiving(settings: ApiSettings) -> Middleware:
     """Reads the body of a request, which its handler then has at once. Where nobody would look at it, it is not read:
@@ -28,21 +36,84 @@ def receiving(settings: ApiSettings) -> Middleware:
     @web.middleware
     async def receive(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.can_read_body and request.method not in LOOKING and request.match_info.http_exception is None:
-            check_depth(await _body(request, settings.body_timeout_s), settings.max_json_depth)
+            encoding = _encoding_of(request)
+            raw = await _body(request, settings)
+            body = unpacked(raw, encoding, settings.max_body_bytes) if encoding else raw
+            check_depth(body, settings.max_json_depth)
+            keep_received(request, body)
         return await handler(request)
 
     return receive
 
 
-async def _body(request: web.Request, within_s: float) -> bytes:
-    """The body; most are there with their heads, and need no time-out. Raises BodyTooSlow."""
+def receivable(routes: Iterable[web.RouteDef]) -> list[web.RouteDef]:
+    """Routes whose clients get leave to send a body (RFC 9110, 10.1.1) only once it is to be read."""
+    return [
+        web.route(route.method, route.path, route.handler, **{**route.kwargs, "expect_handler": _check_expectation})
+        for route in routes
+    ]
+
+
+async def _check_expectation(request: web.Request) -> None:
+    expected = request.headers["Expect"]
+    if request.version >= HttpVersion11 and expected.lower() != _LEAVE:
+        raise UnknownExpectation(f"Expect is {expected[:100]}; only {_LEAVE} is understood")
+
+
+async def _body(request: web.Request, settings: ApiSettings) -> bytes:
+    """The body as it was sent; most are there with their heads, and need no time-out. Raises BodyTooLarge, before any
+    of it is read where its length is declared, and BodyTooSlow."""
+    if (request.content_length or 0) > settings.max_body_bytes:
+        raise too_large(settings.max_body_bytes)
     if request.content.is_eof():
         return await request.read()
+    if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == _LEAVE:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer itself has not begun
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(settings.body_timeout_s):
             return await request.read()
     except TimeoutError:
+        within_s = settings.body_timeout_s
         raise BodyTooSlow(f"The body did not come within {within_s:g} s", limit_s=within_s) from None
+
+
+def _encoding_of(request: web.Request) -> str:
+    """How the body is packed, "" where it is not. Raises UnknownEncoding."""
+    named = request.headers.get("Content-Encoding", "").strip()
+    encoding = named.lower().removeprefix("x-")
+    if encoding in ("", "identity"):
+        return ""
+    if encoding not in _WINDOWS:
+        known = ", ".join(_WINDOWS)
+        raise UnknownEncoding(
+            f"Content-Encoding {named[:100]} is not supported: send {known} or neither", encodings=known
+        )
+    return encoding
+
+
+def unpacked(raw: bytes, encoding: str, most: int) -> bytes:
+    """A body that is packed as gzip or deflate. Raises InvalidRequest where it is cut short or broken, BodyTooLarge
+    where it unpacks to more than `most` bytes."""
+    # deflate should have zlib's header, and some send it without (RFC 9110, 8.4.1.2)
+    is_bare = encoding == "deflate" and raw[:1] != b"" and raw[0] & 0xF != zlib.DEFLATED
+    unpacker = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else _WINDOWS[encoding])
+    try:
+        body = unpacker.decompress(raw, most + 1)
+    except zlib.error:
+        raise InvalidRequest(f"The body is not valid {encoding}") from None
+    if len(body) > most:
+        raise too_large(most)
+    if unpacker.unused_data:
+        raise InvalidRequest(f"The body is not valid {encoding}: it goes on after its end")
+    if not unpacker.eof:
+        raise InvalidRequest(f"The {encoding} body is cut short")
+    return body
+
+
+def too_large(limit: int) -> BodyTooLarge:
+    """The refusal of a body that is longer than `limit` bytes."""
+    return BodyTooLarge(f"The body is longer than the {limit} bytes that are allowed", limit_bytes=limit)
 
 
 def ending(settings: ApiSettings) -> Middleware:

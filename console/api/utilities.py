@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from console.api.body import json_object, read
+from console.api.body import json_object, read, received
 from console.api.chat import ChatBody
 from console.api.chat_fields import ConversationFields
 from console.api.context import ApiContext
@@ -146,7 +146,7 @@ class Utilities:
 
 async def _read_tokenize(request: web.Request) -> TokenizeBody | TokenizeChatBody:
     """A body with messages is a conversation. Raises InvalidRequest."""
-    document = json_object(await request.read())
+    document = json_object(received(request))
     is_conversation = document.get("messages") is not None
     return TokenizeChatBody.of(document) if is_conversation else TokenizeBody.of(document)
 

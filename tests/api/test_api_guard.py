@@ -53,6 +53,35 @@ async def test_loopback_s_own_names_are_taken(api: Served, host: str) -> None:
     assert await code(api, "GET", "/v1/models", {"Host": host}) == (200, None)
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "GET /version HTTP/1.1\r\nHost:\r\n",
+        "GET /version HTTP/1.1\r\nHost: \r\n",
+        "GET http://evil.example/version HTTP/1.1\r\nHost: localhost\r\n",
+        "GET http://localhost/version HTTP/1.1\r\nHost: evil.example\r\n",
+        "GET http://evil.example/version HTTP/1.0\r\n",
+    ],
+)
+async def test_an_empty_name_and_another_one_in_the_address_are_refused(api: Served, sent: str) -> None:
+    assert await answered(api, f"{sent}Connection: close\r\n\r\n") == b"421"
+
+
+@pytest.mark.parametrize("host", ["Host: localhost\r\n", ""])
+async def test_an_address_that_names_loopback_is_taken(api: Served, host: str) -> None:
+    sent = f"GET http://127.0.0.1:8000/version HTTP/1.0\r\n{host}Connection: close\r\n\r\n"
+    assert await answered(api, sent) == b"200"
+
+
+async def answered(api: Served, sent: str) -> bytes:
+    """The status of the answer to a request."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.status().port)
+    writer.write(sent.encode())
+    status = (await reader.read()).split()[1]
+    writer.close()
+    return status
+
+
 async def test_a_name_that_is_no_text_is_refused_and_spoils_no_report(api: Served) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", api.server.status().port)
     writer.write(b"GET /v1/models HTTP/1.1\r\nHost: \xff\r\nConnection: close\r\n\r\n")

@@ -144,7 +144,7 @@ async def test_what_is_no_http_is_an_error_in_json_and_at_most_one_line_in_the_l
     status, _, headers = (await reader.readuntil(b"\r\n\r\n")).decode().partition("\r\n")
     answer = json.loads(await reader.read())
     writer.close()
-    assert status.split()[1] == ("431" if len(head) > 9000 else "400")
+    assert status.split()[1] == ("431" if len(head) > 9000 else "417" if "Expect" in head else "400")
     assert "x-request-id: " in headers.lower()
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert "\n" not in answer["error"]["message"]
