@@ -125,18 +125,10 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") -> T:
-<<<<<<< HEAD
-    """The request's body as `schema`; raises InvalidRequest (and aiohttp's 413 for a body beyond the limit).
-
-    absent: what no body at all stands for.
-    """
+    """The request's body as `schema`; raises InvalidRequest. absent: what no body at all stands for."""
     if (call := begun(request)) is not None:
         call.prompt_field = schema.prompt_field
-    return schema.parse(await request.read() or absent)
-=======
-    """The request's body as `schema`; raises InvalidRequest. absent: what no body at all stands for."""
     return schema.parse(received(request) or absent)
->>>>>>> 7184f90 (Refuse what is too long, empty or cut short where it is first seen, and say so; judge every name that a request gives the server)
 
 
 def _explain(error: ErrorDetails, sent_as: Mapping[str, str]) -> InvalidRequest:

@@ -8,12 +8,8 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-<<<<<<< HEAD
-from console.api.errors import LONGEST_MESSAGE, BodyTooSlow, error_response
-from console.api.naming import AS_SENT
-=======
 from console.api.errors import LONGEST_MESSAGE, error_response
->>>>>>> 7184f90 (Refuse what is too long, empty or cut short where it is first seen, and say so; judge every name that a request gives the server)
+from console.api.naming import AS_SENT
 from console.api.scopes import ADMIN, LOOKING
 from console.api.traffic import Call, Ending, readable
 from engine.errors import EngineError, ModelLoadFailed
