@@ -10,30 +10,39 @@ from textual.actions import parse
 from textual.binding import Binding
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.dom import DOMNode
+from textual.keys import key_to_character
 from textual.screen import Screen
 from textual.types import IgnoreReturnCallbackType
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing to do. keys: all that do it, as shown to a person.  node: whose it is."""
+    """One thing to do. keys: all that do it, as shown to a person, "" where none does.  node: whose it is."""
 
     title: str
     keys: str
     action: str
     node: DOMNode
 
+    @property
+    def hint(self) -> str | None:
+        """Its keys, for the palette."""
+        return f"key {self.keys}" if self.keys else None
+
 
 def entries(screen: Screen[object], *, moving: bool = False) -> Iterator[Entry]:
     """What the bindings with an id do on `screen`: first those of what has the focus, then the screen's, then the
-    console's. Keys that are text to a box with the focus count too. moving: with those that only move about."""
+    console's. Keys that are text to a box with the focus count too, those that the whole screen takes as text do not.
+    moving: with those that only move about."""
     keys: dict[str, list[str]] = {}
     first: dict[str, tuple[DOMNode, Binding]] = {}
     for node, binding in _bindings(screen):
         if binding.id is not None and (moving or not binding.system) and _can(node, binding.action):
             title = binding.tooltip or binding.description
             first.setdefault(title, (node, binding))
-            keys.setdefault(title, []).append(screen.app.get_key_display(binding))
+            shown = keys.setdefault(title, [])
+            if not screen.check_consume_key(binding.key, key_to_character(binding.key)):
+                shown.append(screen.app.get_key_display(binding))
     for title, (node, binding) in first.items():
         yield Entry(title, " or ".join(dict.fromkeys(keys[title])), binding.action, node)
 
@@ -62,14 +71,14 @@ class BindingCommands(Provider):
     async def discover(self) -> Hits:
         """All of them, before anything was typed."""
         for entry in entries(self.screen):
-            yield DiscoveryHit(entry.title, self._run(entry), help=f"key {entry.keys}")
+            yield DiscoveryHit(entry.title, self._run(entry), help=entry.hint)
 
     async def search(self, query: str) -> Hits:
         """Those that match."""
         matcher = self.matcher(query)
         for entry in entries(self.screen):
             if (score := matcher.match(entry.title)) > 0:
-                yield Hit(score, matcher.highlight(entry.title), self._run(entry), help=f"key {entry.keys}")
+                yield Hit(score, matcher.highlight(entry.title), self._run(entry), help=entry.hint)
 
     def _run(self, entry: Entry) -> IgnoreReturnCallbackType:
         return partial(self.app.run_action, entry.action, default_namespace=entry.node)

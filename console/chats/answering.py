@@ -18,14 +18,13 @@ log = logging.getLogger(__name__)
 
 
 class Answering:
-    """turn: the answer as far as it came; problem: a sentence where it failed.
+    """turn: the answer as far as it came, its note with a sentence where it failed.
 
     keep: writes the answer down; show: takes it each time there is more of it.
     """
 
     def __init__(self, turn: Turn, keep: Callable[[Turn], None], show: Callable[[Turn], None]) -> None:
         self.turn = turn
-        self.problem = ""
         self._keep = keep
         self._show = show
         self._before = turn.note
@@ -33,7 +32,7 @@ class Answering:
 
     async def run(self, deltas: AsyncIterator[ChatDelta]) -> None:
         """Take all of it; what came is kept when this is cancelled, and when the model fails, too."""
-        finish = "cancelled"
+        finish, problem = "cancelled", ""
         keeper = asyncio.create_task(self._keep_up())
         try:
             async with contextlib.aclosing(deltas) as stream:  # type: ignore[type-var]
@@ -41,13 +40,13 @@ class Answering:
                     self._take(delta)
                     finish = delta.finish or finish
         except EngineError as error:
-            finish, self.problem = "error", error.message
+            finish, problem = "error", error.message
         except Exception:
             log.exception("an answer failed")
-            finish, self.problem = "error", "The answer failed unexpectedly; the log says how."
+            finish, problem = "error", "The answer failed unexpectedly; the log says how."
         finally:
             keeper.cancel()
-            note = msgspec.structs.replace(self.turn.note, finish=finish)
+            note = msgspec.structs.replace(self.turn.note, finish=finish, problem=problem)
             self.turn = msgspec.structs.replace(self.turn, note=note, unfinished=False)
             self._keep(self.turn)
 

@@ -97,8 +97,8 @@ def to_markdown(title: str, settings: ChatSettings, turns: Sequence[Turn]) -> st
         parts.append("\n".join(f"> {line}" for line in settings.system_prompt.splitlines()))
     for turn in turns:
         who = "You" if turn.role == "user" else turn.note.model or "Model"
-        stopped = " (stopped)" if turn.note.finish == "cancelled" else ""
-        parts.append(f"## {who}{stopped}\n\n{turn.content.strip()}")
+        ended = {"cancelled": " (stopped)", "error": " (failed)"}.get(turn.note.finish, "")
+        parts.append(f"## {who}{ended}\n\n{turn.content.strip() or turn.note.problem}")
     return "\n\n".join(parts) + "\n"
 
 

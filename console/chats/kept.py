@@ -26,13 +26,17 @@ class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnNote(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers under an answer. finish: how it ended, "" while it has not; "cancelled" is stopped."""
+    """The numbers under an answer. finish: how it ended, "" while it has not; "cancelled" is stopped.
+
+    problem: one sentence where it failed.
+    """
 
     model: str = ""
     output_tokens: int = 0
     tokens_per_s: float | None = None
     ttft_s: float | None = None
     finish: str = ""
+    problem: str = ""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +51,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     content: str
     note: TurnNote = TurnNote()
     unfinished: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is an answer that failed before its first word."""
+        return not self.content and bool(self.note.problem)
 
 
 class Beside(msgspec.Struct, frozen=True, kw_only=True):

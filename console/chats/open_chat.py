@@ -40,11 +40,18 @@ class OpenChat:
         """The turns of a branch, oldest first."""
         return self.tree.path(branch.leaf)
 
-    def messages(self, branch: Branch) -> list[ChatMessage]:
-        """What a model is sent of a branch."""
+    def messages(self, branch: Branch, before: Turn | None = None) -> list[ChatMessage]:
+        """The messages that a model is sent of a branch, or of what comes before a turn. A question whose answer failed
+        before its first word is left out with it: it would make the next one fail too."""
         prompt = branch.settings.system_prompt
         system = [ChatMessage(role="system", content=prompt)] if prompt else []
-        return system + [ChatMessage(role=turn.role, content=turn.content) for turn in self.path(branch)]
+        sent: list[Turn] = []
+        for turn in self.path(branch) if before is None else self.tree.path(before.parent):
+            if turn.failed:
+                sent.pop()
+            else:
+                sent.append(turn)
+        return system + [ChatMessage(role=turn.role, content=turn.content) for turn in sent]
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -96,7 +103,9 @@ class OpenChat:
         if turn_id is not None and any(turn.id == turn_id for turn in path):
             path = self.tree.path(turn_id)
         if path and path[-1].role == "assistant":
-            path = path[:-1]
+            *path, answer = path
+            if answer.failed and self.tree.beneath(answer.id) == [answer.id]:
+                self.delete(answer)
         if not path:
             return False
         branch.leaf = path[-1].id
@@ -127,11 +136,16 @@ class OpenChat:
         self.tree.put(turn)
         self._store.keep(turn)
 
-    def drop(self, branch: Branch, turn: Turn) -> None:
-        """Forget an answer of which nothing came."""
-        self._store.remove(turn)
-        self.tree.remove(turn.id)
-        branch.leaf = turn.parent
+    def delete(self, turn: Turn) -> None:
+        """Forget a turn and all that follows it, in all branches. Where it was shown, the branch made last beside it
+        is, or else what comes before it."""
+        gone = self.tree.beneath(turn.id)
+        self._store.remove(gone)
+        for each in reversed(gone):
+            self.tree.remove(each)
+        for branch in self.branches:
+            if branch.leaf in gone:
+                branch.leaf = self.tree.tip(turn.parent)
         self._show()
 
     def _appear(self, branch: Branch, turn: Turn) -> None:

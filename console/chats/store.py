@@ -134,9 +134,9 @@ class ChatStore:
         sql = "UPDATE turn SET content = ?, note = ?, unfinished = ? WHERE id = ?"
         self._execute(sql, turn.content, _json(turn.note), turn.unfinished, turn.id)
 
-    def remove(self, turn: Turn) -> None:
-        """Forget a turn that nothing follows."""
-        self._execute("DELETE FROM turn WHERE id = ?", turn.id)
+    def remove(self, turn_ids: Sequence[int]) -> None:
+        """Forget turns, and with them all that follows them."""
+        self._write(lambda db: db.executemany("DELETE FROM turn WHERE id = ?", [(each,) for each in turn_ids]))
 
     # -- presets -----------------------------------------------------------------------------------------------------
 

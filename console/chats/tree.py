@@ -38,6 +38,13 @@ class Tree:
         turn = self._turns.pop(turn_id)
         self._branches[turn.parent].remove(turn_id)
 
+    def beneath(self, turn_id: int) -> list[int]:
+        """The id of a turn and of all that follow it, in all branches, each before those that follow it."""
+        found = [turn_id]
+        for each in found:
+            found += self._branches.get(each, ())
+        return found
+
     def path(self, leaf: int | None) -> list[Turn]:
         """The turns from the first one to `leaf`; none where there is no such turn."""
         path: list[Turn] = []

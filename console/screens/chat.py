@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from textual.binding import BindingType
 from textual.widget import Widget
 from textual.widgets import TextArea
 
-from console.chats import ChatSettings, Preset
+from console.chats import ChatSettings, Preset, Turn
 from console.chats.code_blocks import code_blocks
 from console.chats.presets import applied, described
 from console.clipboard import copy
@@ -19,19 +20,28 @@ from console.screens.chat_conversations import ConversationsScreen
 from console.screens.chat_pane import ANSWERING, Pane
 from console.screens.chat_presets import PresetsScreen
 from console.screens.chat_settings import ChatSettingsScreen
+from console.screens.confirm import ConfirmScreen
 from console.widgets.chat_input import ChatInput
 from console.widgets.chat_list import ChatShelf
 from console.widgets.chat_turn import Foot
 from console.widgets.prose import Prose
-from console.widgets.text import plural
+from console.widgets.text import clip, plural
 from engine.errors import EngineError
 from engine.snapshot import Snapshot
 
 NO_MODEL = "No model is loaded. Press F2 to choose one; your question stays here."
 NOTHING_ASKED = "There is no question to ask again."
 NOTHING_SAID = "There is no answer to go on with."
-NO_BRANCH = "There is no other branch that way. Another answer (r) or an edited question (e) makes one."
-TOO_LONG = "This is too long for the terminal's clipboard; w writes the conversation to a file."
+NO_BRANCH = "There is no other branch that way. Another answer (ctrl+r) or an edited question (alt+e) makes one."
+NOTHING_TO_DELETE = "There is no turn to delete."
+TOO_LONG = "This is too long for the terminal's clipboard; alt+w writes the conversation to a file."
+TOO_LONG_TO_SEND = (
+    "Too long to send: {:,} of {:,} tokens. Shorten it, delete turns (alt+d) or start a new conversation (ctrl+n)."
+)
+_QUOTED = 60
+"""Characters of a turn in the question whether to delete it."""
+COUNT_PATIENCE_S = 2.0
+"""How long a question waits to be counted before it is sent."""
 
 
 class ChatScreen(ConversationsScreen):
@@ -57,9 +67,14 @@ class ChatScreen(ConversationsScreen):
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
-    async def on_chat_input_submitted(self, event: ChatInput.Submitted) -> None:
-        """Send a question to every pane, if there is who could answer it."""
-        if not self._ready():
+    def on_chat_input_submitted(self, event: ChatInput.Submitted) -> None:
+        """Send a question to every pane, if there is who could answer it; once, however often Enter was pressed."""
+        if self._ready() and not any(each.group == "send" for each in self.workers if each.is_running):
+            self.run_worker(self._send(event), group="send", exit_on_error=False)
+
+    async def _send(self, event: ChatInput.Submitted) -> None:
+        """A question that is too long stays in the box."""
+        if await self._too_long(event):
             return
         await self._halt()
         try:
@@ -78,6 +93,19 @@ class ChatScreen(ConversationsScreen):
             if pane.branch in asked:
                 await self._try(pane.answer())
         self._changed()
+
+    async def _too_long(self, event: ChatInput.Submitted) -> bool:
+        """Whether a pane could not answer for want of context; says so. What cannot be counted in time is sent."""
+        try:
+            async with asyncio.timeout(COUNT_PATIENCE_S):
+                counts = [await pane.count(event.text, event.editing) for pane in self._panes]
+        except (EngineError, TimeoutError):
+            return False
+        least = min(counts, key=lambda count: count.left)
+        if not least.context or least.left > 0:
+            return False
+        self.notify(TOO_LONG_TO_SEND.format(least.history + least.draft, least.context), severity="error", timeout=10)
+        return True
 
     async def _try(self, work: Coroutine[Any, Any, object]) -> object:
         """What a pane is told to do; says why it cannot."""
@@ -108,6 +136,27 @@ class ChatScreen(ConversationsScreen):
         box = self.query_one(ChatInput)
         box.ask_otherwise(question)
         box.focus()
+
+    def action_delete(self) -> None:
+        """Delete the selected turn, or the last question, with all that follows it; ask first."""
+        turn = self._chat.tree.get(self.pane.transcript.selected) or self.pane.turn("user")
+        if turn is None:
+            self.notify(NOTHING_TO_DELETE, severity="warning")
+            return
+        after = len(self._chat.tree.beneath(turn.id)) - 1
+        kind = "question" if turn.role == "user" else "answer"
+        follows = f"What follows it in all branches goes too: {plural(after, 'turn')}.\n" if after else ""
+        words = clip(" ".join(turn.content.split()) or turn.note.problem, _QUOTED)
+        question = ConfirmScreen(f"Delete this {kind}?", f"{words}\n{follows}", yes="Delete", no="Keep")
+        self.app.push_screen(question, lambda sure: self.run_worker(self._delete(turn)) if sure else None)
+
+    async def _delete(self, turn: Turn) -> None:
+        await self._halt()
+        if self._chat.tree.get(turn.id) is not None:  # it was an answer under way, of which nothing had come
+            self._chat.delete(turn)
+        for pane in self._panes:
+            await pane.show()
+        self._changed()
 
     async def action_stop(self) -> None:
         """Stop the answers under way; else leave the editing of a question; else leave the box, or go back to it."""

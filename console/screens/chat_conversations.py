@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container, Horizontal, Vertical
 
@@ -57,6 +58,30 @@ class ConversationsScreen(ConsoleScreen):
         chats = self._store.conversations()
         self.call_later(self._open, chats[0].id if chats else None)
         self.query_one(ChatInput).focus()
+
+    def on_screen_suspend(self) -> None:
+        """Another mode's screen comes up: whatever has the focus here, it is the box that gets it back."""
+        if self not in self.app.screen_stack:
+            self.action_write()
+
+    def check_consume_key(self, key: str, character: str | None) -> bool:
+        """A character is typed wherever the focus is: it is never a command of the console."""
+        return character is not None and character.isprintable()
+
+    def on_key(self, event: events.Key) -> None:
+        """What is typed outside the box goes into it."""
+        if event.is_printable and "+" not in event.key:
+            self._type(event.character or "")
+            event.stop()
+
+    def on_paste(self, event: events.Paste) -> None:
+        """Likewise what is pasted."""
+        self._type(event.text)
+
+    def _type(self, text: str) -> None:
+        box = self.query_one(ChatInput)
+        box.focus()
+        box.insert(text)
 
     async def on_unmount(self) -> None:
         """The console closes: what came is kept."""

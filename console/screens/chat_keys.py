@@ -1,34 +1,37 @@
-"""The keys of the chat screen. Letters work once the box was left with escape; in it they are typed."""
+"""The keys of the chat screen. A letter is always typed, so every action has a key with ctrl or alt, which works in the
+box and outside it."""
 
 from __future__ import annotations
 
 from textual.binding import Binding, BindingType
 
+
+def _key(keys: str, action: str, title: str, name: str, tooltip: str, *, show: bool = False) -> Binding:
+    """A key that goes before the box: it would take ctrl+y for its own, and alt+e for an e."""
+    return Binding(keys, action, title, id=f"chat.{name}", tooltip=tooltip, show=show, priority=True)
+
+
 BINDINGS: list[BindingType] = [
-    Binding("escape", "stop", "Stop", id="chat.stop", tooltip="Stop the answers; else leave the box", priority=True),
-    Binding("ctrl+r,r", "again", "Again", id="chat.again", tooltip="Another answer to the last question, as a branch"),
-    Binding("ctrl+t,c", "go_on", "Continue", id="chat.continue", tooltip="Let the model go on with its last answer"),
-    Binding("e", "edit", "Edit", id="chat.edit", tooltip="Edit a question and ask it again, as a branch"),
-    Binding(
-        "ctrl+y", "copy", "Copy", id="chat.copy", tooltip="Copy a message, the last answer by itself", priority=True
-    ),
-    Binding("y", "copy", "Copy", id="chat.copy.plain", tooltip="Copy a message, the last answer by itself", show=False),
-    Binding(
-        "b", "copy_code", "Code", id="chat.code", tooltip="Copy a code block; again for the one before", show=False
-    ),
-    Binding("less_than_sign", "branch(-1)", "‹", id="chat.back", tooltip="Show the branch before", show=False),
-    Binding("greater_than_sign", "branch(1)", "›", id="chat.on", tooltip="Show the branch after", show=False),
-    Binding("k", "move(-1)", "Up", id="chat.up", tooltip="Select the turn before", show=False),
-    Binding("j", "move(1)", "Down", id="chat.down", tooltip="Select the turn after", show=False),
-    Binding("ctrl+n,N", "new", "New", id="chat.new", tooltip="Start a new conversation"),
-    Binding("ctrl+o,o", "list", "List", id="chat.list", tooltip="Show or hide the conversations"),
-    Binding("slash", "search", "Search", id="chat.search", tooltip="Search all conversations", show=False),
-    Binding("t", "rename", "Rename", id="chat.rename", tooltip="Give the conversation another title", show=False),
-    Binding("ctrl+s,s", "settings", "Settings", id="chat.settings", tooltip="Model, system prompt and sampling"),
-    Binding("p", "presets", "Presets", id="chat.presets", tooltip="Choose a system prompt and sampling", show=False),
-    Binding("v", "split", "Split", id="chat.split", tooltip="Ask two models or settings side by side, or one again"),
-    Binding("w", "export('md')", "Export", id="chat.export", tooltip="Write the branch to a Markdown file", show=False),
-    Binding("W", "export('json')", "JSON", id="chat.export.json", tooltip="Write all to a JSON file", show=False),
-    Binding("R", "read_back", "Import", id="chat.import", tooltip="Read an exported JSON file", show=False),
-    Binding("i", "write", "Write", id="chat.write", tooltip="Back to the box", show=False),
+    _key("escape", "stop", "Stop", "stop", "Stop the answers; else leave the box, or go back to it", show=True),
+    _key("ctrl+r,alt+r", "again", "Again", "again", "Another answer to the last question, as a branch", show=True),
+    _key("ctrl+t,alt+c", "go_on", "Continue", "continue", "Let the model go on with its last answer", show=True),
+    _key("alt+e", "edit", "Edit", "edit", "Edit a question and ask it again, as a branch", show=True),
+    _key("ctrl+y,alt+y", "copy", "Copy", "copy", "Copy a message, the last answer by itself", show=True),
+    _key("alt+x", "copy_code", "Code", "code", "Copy a code block; again for the one before"),
+    _key("alt+d", "delete", "Delete", "turn.delete", "Delete a turn, the last question by itself, and what follows it"),
+    _key("alt+b", "branch(-1)", "‹", "back", "Show the branch before"),
+    _key("alt+f", "branch(1)", "›", "on", "Show the branch after"),
+    _key("alt+k", "move(-1)", "Up", "up", "Select the turn before"),
+    _key("alt+j", "move(1)", "Down", "down", "Select the turn after"),
+    _key("ctrl+n,alt+a", "new", "New", "new", "Start a new conversation", show=True),
+    _key("ctrl+o,alt+g", "list", "List", "list", "Show or hide the conversations", show=True),
+    _key("ctrl+f", "search", "Search", "search", "Search all conversations"),
+    _key("alt+t", "rename", "Rename", "rename", "Give the conversation another title"),
+    _key("ctrl+s,alt+s", "settings", "Settings", "settings", "Model, system prompt and sampling", show=True),
+    _key("alt+p", "presets", "Presets", "presets", "Choose a system prompt and sampling"),
+    _key("alt+v", "split", "Split", "split", "Ask two models or settings side by side, or one again", show=True),
+    _key("alt+w", "export('md')", "Export", "export", "Write the branch to a Markdown file"),
+    _key("alt+shift+w", "export('json')", "JSON", "export.json", "Write all branches to a JSON file"),
+    _key("alt+shift+r", "read_back", "Import", "import", "Read an exported JSON file"),
+    _key("alt+h", "app.help", "Help", "help", "Show the keys and what the numbers mean", show=True),
 ]

@@ -156,9 +156,7 @@ class Pane:
 
     async def count(self, draft: str, before: Turn | None = None) -> DraftCount:
         """What asking `draft` would take; before: in place of that question."""
-        messages = self.chat.messages(self.branch)
-        if before is not None:
-            messages = messages[: len(messages) - len(self.path) + len(self.chat.tree.path(before.parent))]
+        messages = self.chat.messages(self.branch, before)
         return await self._console.link.conversation.count_tokens(messages, draft, self.model)
 
     def _params(self) -> SamplingParams:
@@ -184,10 +182,10 @@ class Pane:
     def _finish(self, answering: Answering) -> None:
         """Keep what came; it runs to its end even when the answer was stopped."""
         turn = answering.turn
-        if not turn.content:
-            self.chat.drop(self.branch, turn)
+        if not turn.content and not turn.failed:
+            self.chat.delete(turn)
         self.transcript.replace(turn)
         if (widget := self.transcript.answer(turn.id)) is not None:
-            self.transcript.call_later(widget.finish, turn, answering.problem)
+            self.transcript.call_later(widget.finish, turn)
             self.transcript.call_later(self.transcript.remark)
         self._ended()

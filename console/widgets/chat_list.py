@@ -21,10 +21,10 @@ QUIET_S = 0.15
 
 
 class ChatList(OptionList):
-    """Enter opens a conversation, d deletes it."""
+    """Enter opens a conversation, the delete key deletes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("d,delete", "delete", "Delete", id="chat.delete", tooltip="Delete the selected conversation"),
+        Binding("delete,ctrl+d", "delete", "Delete", id="chat.delete", tooltip="Delete the selected conversation"),
     ]
 
     DEFAULT_CSS = """
@@ -64,7 +64,7 @@ class ChatList(OptionList):
         self.post_message(self.Opened(int(event.option_id or 0)))
 
     def action_delete(self) -> None:
-        """d."""
+        """Ask for the highlighted one to be deleted."""
         if self.highlighted is not None:
             chat = self._shown[self.highlighted]
             self.post_message(self.DeleteAsked(chat.id, chat.title or "New conversation"))

@@ -63,6 +63,18 @@ class ChatTranscript(VerticalScroll, can_focus=True):
         Binding("end", "bottom", "End", id="chat.end", tooltip="Go to the last turn", show=False, system=True),
         Binding("left", "screen.branch(-1)", "‹", id="chat.left", tooltip="Show the branch before", show=False),
         Binding("right", "screen.branch(1)", "›", id="chat.right", tooltip="Show the branch after", show=False),
+        Binding("shift+up", "screen.move(-1)", "Up", id="chat.turn.up", tooltip="Select the turn before", show=False),
+        Binding(
+            "shift+down", "screen.move(1)", "Down", id="chat.turn.down", tooltip="Select the turn after", show=False
+        ),
+        Binding(
+            "delete",
+            "screen.delete",
+            "Delete",
+            id="chat.turn.delete.here",
+            tooltip="Delete a turn, the last question by itself, and what follows it",
+            show=False,
+        ),
     ]
     DEFAULT_CSS = """
     ChatTranscript {

@@ -25,8 +25,10 @@ NUMBERS_INTERVAL_S = 0.5
 LOOP_SHARE = 0.2
 
 _FINISH = {"length": "cut off at max tokens", "cancelled": "stopped", "error": "failed"}
-_QUESTION_ACTIONS = (("edit", "edit"), ("copy", "copy"))
-_ANSWER_ACTIONS = (("again", "again"), ("go_on", "continue"), ("copy", "copy"), ("copy_code", "code"))
+_DELETE = ("delete", "delete")
+_QUESTION_ACTIONS = (("edit", "edit"), ("copy", "copy"), _DELETE)
+_ANSWER_ACTIONS = (("again", "again"), ("go_on", "continue"), ("copy", "copy"), ("copy_code", "code"), _DELETE)
+_FAILED_ACTIONS = (("again", "again"), _DELETE)
 
 
 def note_line(note: TurnNote) -> str:
@@ -69,7 +71,8 @@ class Foot(Static):
 
     @dataclass
     class Pressed(Message):
-        """An action was clicked. action: "edit", "again", "go_on", "copy", "copy_code", "back" or "on"."""
+        """An action was clicked. action: "edit", "again", "go_on", "copy", "copy_code", "delete", "back" or
+        "on"."""
 
         foot: Foot
         turn_id: int
@@ -190,7 +193,6 @@ class Answer(TurnWidget):
         super().__init__(turn, place)
         self._streams = streams
         self._written = len(turn.content)
-        self._problem = ""
         self._wake = asyncio.Event()
 
     def compose(self) -> ComposeResult:
@@ -206,7 +208,7 @@ class Answer(TurnWidget):
 
     def resume(self, turn: Turn) -> None:
         """The answer goes on."""
-        self.turn, self._problem = turn, ""
+        self.turn = turn
         self._written = len(turn.content)
         self.query_one(Prose).update(turn.content, grows=True)
         self.show_foot()
@@ -217,12 +219,9 @@ class Answer(TurnWidget):
         self.turn = turn
         self._wake.set()
 
-    def finish(self, turn: Turn, problem: str = "") -> None:
-        """No more text comes. The whole is parsed once more, so that no half-read fence stays behind.
-
-        problem: one sentence where the answer failed, shown in place of the numbers.
-        """
-        self.turn, self._problem = msgspec.structs.replace(turn, unfinished=False), problem
+    def finish(self, turn: Turn) -> None:
+        """No more text comes. The whole is parsed once more, so that no half-read fence stays behind."""
+        self.turn = msgspec.structs.replace(turn, unfinished=False)
         self._wake.set()
         if not self.is_mounted:
             return
@@ -235,9 +234,11 @@ class Answer(TurnWidget):
         if not self.is_mounted and not self.is_attached:
             return
         waiting = self.turn.unfinished and not self.turn.content
-        words = self._problem or ("waiting for the first token" if waiting else note_line(self.turn.note))
-        actions = _ANSWER_ACTIONS if self._offered and not self.turn.unfinished else ()
-        self.query_one(Foot).show(words, self._place, actions, failed=bool(self._problem))
+        problem = self.turn.note.problem if not self.turn.unfinished else ""
+        words = problem or ("waiting for the first token" if waiting else note_line(self.turn.note))
+        actions = _FAILED_ACTIONS if self.turn.failed else _ANSWER_ACTIONS
+        offered = actions if self._offered and not self.turn.unfinished else ()
+        self.query_one(Foot).show(words, self._place, offered, failed=bool(problem))
 
     def _start(self) -> None:
         self.run_worker(self._write(), group="writer", exclusive=True, exit_on_error=False)

@@ -215,7 +215,7 @@ async def test_a_new_conversation_starts_empty_and_the_old_one_can_be_deleted(tm
         await pilot.press("ctrl+n")
         await until(pilot, lambda: answers(pilot) == [])
         pilot.app.screen.query_one(ChatList).focus()
-        await pilot.press("down", "d")
+        await pilot.press("down", "delete")
         await pilot.pause()
         await pilot.press("y")
         await until(pilot, lambda: pilot.app.screen.query_one(ChatList).option_count == 0)

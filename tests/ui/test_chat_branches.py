@@ -22,14 +22,14 @@ async def test_an_edited_question_is_asked_beside_the_old_one(tmp_path: Path) ->
     link = FakeLink(answer="C")
     async with console(link, chats).run_test(size=(100, 40)) as pilot:
         await opened(pilot)
-        await pilot.press("escape", "k", "k", "k", "k", "e")
+        await pilot.press("escape", *["shift+up"] * 4, "alt+e")
         box = pilot.app.screen.query_one(ChatInput)
         await until(pilot, lambda: box.has_focus and box.text == "first")
         await pilot.press(*" again", "enter")
         await until(pilot, lambda: answers(pilot) == ["C"] and ended(pilot))
         assert questions(pilot) == ["first again"]
         assert [message.content for message in link.chats[0][0]] == ["first again"]
-        await pilot.press("escape", "k", "k", "left")
+        await pilot.press("escape", "shift+up", "shift+up", "left")
         await until(pilot, lambda: questions(pilot) == ["first", "second"])
         assert answers(pilot) == ["A", "B"]
     assert [turn.content for turn in kept(chats).all()] == ["first", "A", "second", "B", "first again", "C"]
@@ -40,7 +40,7 @@ async def test_escape_leaves_the_editing_of_a_question(tmp_path: Path) -> None:
     fill(chats, "first", "A")
     async with console(FakeLink(), chats).run_test(size=(100, 40)) as pilot:
         await opened(pilot)
-        await pilot.press("escape", "e")
+        await pilot.press("alt+e")
         await until(pilot, lambda: "Edit the question" in screen_text(pilot.app))
         await pilot.press("escape")
         box = pilot.app.screen.query_one(ChatInput)
@@ -67,7 +67,7 @@ async def test_at_the_last_branch_the_next_one_is_refused_with_how_to_make_one(t
     app = console(FakeLink(), chats)
     async with app.run_test(notifications=True) as pilot:
         await opened(pilot)
-        await pilot.press("escape", "greater_than_sign")
+        await pilot.press("alt+f")
         assert "no other branch that way" in next(iter(app._notifications)).message
         assert answers(pilot) == ["two"]
 
@@ -113,7 +113,7 @@ async def test_the_answer_in_the_middle_can_be_asked_again(tmp_path: Path) -> No
     link = FakeLink(answer="other")
     async with console(link, chats).run_test(size=(100, 40)) as pilot:
         await opened(pilot)
-        await pilot.press("escape", "k", "k", "k", "r")
+        await pilot.press("escape", *["alt+k"] * 3, "alt+r")
         await until(pilot, lambda: answers(pilot) == ["other"] and ended(pilot))
         assert [message.content for message in link.chats[0][0]] == ["first"]
         await pilot.press("left")
@@ -143,7 +143,7 @@ async def test_actions_are_offered_beneath_the_last_turn_and_the_selected_one() 
         assert ["[continue]" in each for each in feet] == [False, False, False, True]
         await pilot.click(panes(pilot)[0].turn_widgets()[0])
         feet = [str(each.content) for each in pilot.app.screen.query(Foot)]
-        assert feet[0] == "[edit]  [copy]"
+        assert feet[0] == "[edit]  [copy]  [delete]"
         row = next(at for at, line in enumerate(rows(pilot.app)) if "[edit]" in line)
         await pilot.click(offset=(rows(pilot.app)[row].index("edit"), row))
         await until(pilot, lambda: pilot.app.screen.query_one(ChatInput).text == "one")

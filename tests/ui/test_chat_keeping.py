@@ -53,7 +53,7 @@ async def test_search_finds_by_title_and_text_and_escape_shows_all_again(chats: 
     async with console(FakeLink(), chats).run_test(size=(120, 40)) as pilot:
         await opened(pilot)
         found = pilot.app.screen.query_one(ChatList)
-        await pilot.press("escape", "slash", *"PAGE")
+        await pilot.press("ctrl+f", *"PAGE")
         await until(pilot, lambda: found.option_count == 2)
         field = pilot.app.screen.query_one(Input)
         field.value = "second()"
@@ -67,7 +67,7 @@ async def test_a_conversation_that_was_found_can_be_opened_with_enter(chats: Pat
     async with console(FakeLink(), chats).run_test(size=(80, 24)) as pilot:
         await opened(pilot)
         found = pilot.app.screen.query_one(ChatList)
-        await pilot.press("escape", "slash", *"haiku")
+        await pilot.press("ctrl+f", *"haiku")
         await until(pilot, lambda: found.option_count == 1)
         await pilot.press("enter", "enter")
         await until(pilot, lambda: questions(pilot) == ["Haiku about a page"])
@@ -79,7 +79,7 @@ async def test_what_was_looked_for_is_shown_even_in_another_branch(tmp_path: Pat
     async with console(FakeLink(), chats).run_test(size=(120, 40)) as pilot:
         await opened(pilot)
         assert answers(pilot) == ["A pear.", "It is green."]
-        await pilot.press("escape", "slash", *"APPLE")
+        await pilot.press("ctrl+f", *"APPLE")
         await until(pilot, lambda: pilot.app.screen.query_one(ChatList).option_count == 1)
         await pilot.press("enter", "enter")
         await until(pilot, lambda: answers(pilot) == ["An apple."])
@@ -89,7 +89,7 @@ async def test_what_was_looked_for_is_shown_even_in_another_branch(tmp_path: Pat
 async def test_a_conversation_is_renamed(chats: Path) -> None:
     async with console(FakeLink(), chats).run_test(size=(120, 40)) as pilot:
         await opened(pilot)
-        await pilot.press("escape", "t")
+        await pilot.press("alt+t")
         await until(pilot, lambda: isinstance(pilot.app.screen, LineScreen))
         field = pilot.app.screen.query_one(Input)
         assert field.value == "What is TTFT?"
@@ -106,11 +106,11 @@ async def test_markdown_and_json_go_to_the_current_folder_and_json_comes_back(
     app = console(FakeLink(), chats)
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await opened(pilot)
-        await pilot.press("escape", "w", "W")
+        await pilot.press("alt+w", "alt+shift+w")
         await until(pilot, lambda: len(said(app)) == 2)
         assert (tmp_path / "what-is-ttft.md").read_text().startswith("# What is TTFT?\n\n## You\n\nWhat is TTFT?")
         assert len(from_json((tmp_path / "what-is-ttft.json").read_bytes()).turns) == 2
-        await pilot.press("R")
+        await pilot.press("alt+shift+r")
         await until(pilot, lambda: isinstance(app.screen, LineScreen))
         await pilot.press(*"what-is-ttft.json", "enter")
         await until(pilot, lambda: not isinstance(app.screen, LineScreen))
@@ -122,9 +122,9 @@ async def test_a_file_that_cannot_be_read_back_is_one_sentence(tmp_path: Path) -
     app = console(FakeLink())
     async with app.run_test(notifications=True) as pilot:
         await opened(pilot)
-        await pilot.press("escape", "R", *"nowhere.json", "enter")
+        await pilot.press("alt+shift+r", *"nowhere.json", "enter")
         await until(pilot, lambda: said(app) == ["nowhere.json cannot be read: No such file or directory"])
-        await pilot.press("w")
+        await pilot.press("alt+w")
         await until(pilot, lambda: "There is nothing to export yet." in said(app))
 
 
@@ -134,7 +134,7 @@ async def test_the_last_answer_or_the_selected_turn_is_copied_from_its_source(ch
         await opened(pilot)
         await pilot.press("ctrl+y")
         await until(pilot, lambda: app.clipboard == CODE)
-        await pilot.press("escape", "k", "k", "y")
+        await pilot.press("alt+k", "alt+k", "alt+y")
         await until(pilot, lambda: app.clipboard == "What is TTFT?")
 
 
@@ -144,7 +144,7 @@ async def test_code_blocks_are_copied_from_the_last_one_backwards(chats: Path) -
         await opened(pilot)
         await pilot.press("escape")
         for block in ("if x:\n    second()\n", "first()\n", "if x:\n    second()\n"):
-            await pilot.press("b")
+            await pilot.press("alt+x")
             await until(pilot, lambda block=block: app.clipboard == block)  # type: ignore[misc]
         assert "Copied code block 2 of 2, 2 lines." in said(app)
 
@@ -153,7 +153,7 @@ async def test_a_preset_is_chosen_from_the_list_and_kept_with_the_conversation(c
     link = FakeLink(answer="A")
     async with console(link, chats).run_test(size=(80, 24)) as pilot:
         await opened(pilot)
-        await pilot.press("escape", "p")
+        await pilot.press("alt+p")
         await until(pilot, lambda: isinstance(pilot.app.screen, PresetsScreen))
         await pilot.press("down", "enter")
         await until(pilot, lambda: not isinstance(pilot.app.screen, PresetsScreen))

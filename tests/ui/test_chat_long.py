@@ -79,6 +79,7 @@ async def test_scrolling_up_goes_on_beyond_the_window_and_what_is_read_stays_whe
 
 async def test_a_question_asked_from_far_above_shows_the_end(long_chat: Path) -> None:
     link = FakeLink(answer="the end")
+    link.conversation.context = 10**6
     async with console(link, long_chat).run_test(size=(100, 30)) as pilot:
         await opened(pilot)
         await until(pilot, lambda: bool(answers(pilot)))

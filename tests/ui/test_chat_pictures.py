@@ -54,7 +54,7 @@ async def drafting(pilot: Pilot[None]) -> None:
 
 async def side_by_side(pilot: Pilot[None]) -> None:
     await opened(pilot)
-    await pilot.press("escape", "N", "escape", "v")
+    await pilot.press("ctrl+n", "alt+v")
     await until(pilot, lambda: isinstance(pilot.app.screen, ChatSettingsScreen))
     await pilot.press("ctrl+s")
     await until(pilot, lambda: not isinstance(pilot.app.screen, ChatSettingsScreen))
@@ -75,7 +75,7 @@ async def settings(pilot: Pilot[None]) -> None:
 async def presets(pilot: Pilot[None]) -> None:
     await opened(pilot)
     await until(pilot, lambda: "+ 0 of" in screen_text(pilot.app))
-    await pilot.press("escape", "p")
+    await pilot.press("alt+p")
     await until(pilot, lambda: "Inventive" in screen_text(pilot.app))
 
 

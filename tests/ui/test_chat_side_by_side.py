@@ -18,7 +18,7 @@ from tests.ui.seen import until
 
 async def split(pilot: Pilot[None], *, model: str = "", temperature: str = "") -> None:
     """Open a second pane that asks otherwise."""
-    await pilot.press("escape", "v")
+    await pilot.press("alt+v")
     await until(pilot, lambda: isinstance(pilot.app.screen, ChatSettingsScreen))
     pilot.app.screen.query_one(Select).value = model
     pilot.app.screen.query_one("#temperature", Input).value = temperature
@@ -87,7 +87,7 @@ async def test_going_back_to_one_keeps_the_pane_in_focus_and_the_other_as_a_bran
         await until(pilot, lambda: len(answers(pilot, 1)) == 1 and ended(pilot))
         panes(pilot)[1].focus()
         await pilot.pause()
-        await pilot.press("v")
+        await pilot.press("alt+v")
         await until(pilot, lambda: len(panes(pilot)) == 1 and answers(pilot) == ["small"])
         await until(pilot, lambda: "/2 ›" in foot(pilot))
     async with console(FakeLink(fleet_scenes.two_models()), chats).run_test(size=(120, 40)) as pilot:

@@ -1,0 +1,110 @@
+"""Typing in the chat: the box has the focus, and no letter ever means anything but itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from console.app import EricApp
+from console.commands import entries
+from console.screens.help import HelpScreen
+from console.widgets.chat_input import ChatInput
+from console.widgets.chat_list import ChatList
+from console.widgets.chat_transcript import ChatTranscript
+from tests.fakes.link import FakeLink
+from tests.ui.chatting import asked, console, opened
+from tests.ui.seen import rows, until
+
+LETTERS = "What a? [] +- q m n I 123"
+KEYS = {
+    " ": "space",
+    "?": "question_mark",
+    "[": "left_square_bracket",
+    "]": "right_square_bracket",
+    "+": "plus",
+    "-": "minus",
+}
+
+
+def keys(text: str) -> list[str]:
+    """The keys that type `text`."""
+    return [KEYS.get(character, character) for character in text]
+
+
+def box(app: EricApp) -> ChatInput:
+    return app.screen.query_one(ChatInput)
+
+
+@pytest.mark.parametrize("leave", [[], ["escape"]], ids=["in the box", "after Esc"])
+async def test_letters_are_typed_and_command_nothing(leave: list[str]) -> None:
+    link = FakeLink()
+    app = console(link)
+    async with app.run_test(size=(120, 30)) as pilot:
+        await opened(pilot)
+        await pilot.press(*leave, *keys(LETTERS))
+        await pilot.pause()
+        assert box(app).text == LETTERS
+        assert box(app).has_focus
+        assert (link.commands, app.current_mode) == ([], "chat")
+
+
+async def test_letters_go_to_the_box_from_the_list_of_conversations() -> None:
+    link = FakeLink()
+    app = console(link)
+    async with app.run_test(size=(120, 30)) as pilot:
+        await opened(pilot)
+        await asked(pilot, "Hello")
+        app.screen.query_one(ChatList).focus()
+        await pilot.press(*keys("add a"))
+        assert box(app).text == "add a"
+        assert "stop_api" not in link.names()
+
+
+async def test_coming_back_to_the_chat_focuses_the_box_whatever_was_left() -> None:
+    link = FakeLink()
+    app = console(link)
+    async with app.run_test(size=(120, 30)) as pilot:
+        await opened(pilot)
+        await pilot.press("escape")
+        assert app.screen.query_one(ChatTranscript).has_focus
+        await pilot.press("f1", "f3")
+        await until(pilot, lambda: box(app).has_focus)
+        await pilot.press(*keys("What a"))
+        assert box(app).text == "What a"
+        assert link.commands == []
+
+
+async def test_a_dialog_over_the_chat_gives_the_focus_back_to_where_it_was() -> None:
+    app = console(FakeLink())
+    async with app.run_test(size=(120, 30)) as pilot:
+        await opened(pilot)
+        await pilot.press("escape", "alt+h")
+        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(app.screen, HelpScreen))
+        await pilot.pause()
+        assert app.screen.query_one(ChatTranscript).has_focus
+
+
+async def test_what_is_pasted_outside_the_box_goes_into_it() -> None:
+    from textual.events import Paste
+
+    app = console(FakeLink())
+    async with app.run_test(size=(120, 30)) as pilot:
+        await opened(pilot)
+        await pilot.press("escape")
+        app.post_message(Paste("two\nlines"))
+        await until(pilot, lambda: box(app).text == "two\nlines")
+
+
+async def test_no_key_is_offered_that_would_be_typed() -> None:
+    app = console(FakeLink())
+    async with app.run_test(size=(140, 30)) as pilot:
+        await opened(pilot)
+        for leave in ((), ("escape",)):
+            await pilot.press(*leave)
+            await pilot.pause()
+            assert "API" not in rows(app)[-1]
+            assert "Quit" not in rows(app)[-1].replace("^q Quit", "")
+        found = {entry.title: entry.keys for entry in entries(app.screen)}
+        assert found["Switch the HTTP API on or off"] == ""
+        assert found["Copy a message, the last answer by itself"] == "^y or alt+y"
