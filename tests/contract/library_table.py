@@ -78,6 +78,7 @@ TYPES: dict[str, str] = {
     "ExLlamaV2DynamicJob.receive_logits()": PLAIN,
     "ExLlamaV2DynamicJob.sequences": f"[] {SEQUENCE}",
     "ExLlamaV2DynamicGenerator.filter_pool": PLAIN,
+    "ExLlamaV2DynamicGenerator.max_sampling_threads": PLAIN,
     "ExLlamaV2DynamicGenerator.sampling_pool": PLAIN,
     "ExLlamaV2Module.submodules": f"[] {MODULE}",
     "SeqTensor.torch()": PLAIN,

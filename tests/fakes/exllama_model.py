@@ -12,6 +12,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -290,22 +291,12 @@ class FakeDynamicGenerator:
             assert arguments["draft_cache"].max_seq_len == cache.max_seq_len
             assert draft.config.max_seq_len >= config.max_seq_len, "Draft model seq len must be >= model seq len"
         self.arguments = arguments
-        self.sampling_pool = FakePool()
-        self.filter_pool = FakePool()
+        self.max_sampling_threads = 16
+        self.sampling_pool, self.filter_pool = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.loras: list[FakeLora] = []
 
     def set_loras(self, loras: list[FakeLora] | None) -> None:
         self.loras = loras or []
-
-
-class FakePool:
-    """Threads of a generator."""
-
-    def __init__(self) -> None:
-        self.running = True
-
-    def shutdown(self, wait: bool = True) -> None:
-        self.running = False
 
 
 def fake_library(gpus: FakeGpus, *, attention: str = "triton", **changes: Any) -> Library:

@@ -90,6 +90,7 @@ def main(arguments: list[str]) -> None:
     """Load, say so, and measure until the input ends."""
     model, cache_tokens = arguments
     library = imported()
+    torch.set_num_threads(1)  # as whoever imports the library has it; ours undoes that
     config = config_of(library, Path(model), MAX_SEQ_LEN)
     library = with_attention(library, config)
     generator = generator_over(library, config, int(cache_tokens))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from engine.backends.exllama.holdings import Held, Holdings
 from engine.backends.exllama.parts import MAX_Q_SIZE
@@ -38,7 +41,15 @@ class GeneratorMaker:
             use_ngram_draft=plan.spec.ngram_draft,
             paged=True,
         )
+        generator.sampling_pool.shutdown(wait=False)  # it has started no thread yet
+        generator.sampling_pool = _sampling_pool(generator.max_sampling_threads)
         if held.adapters:
             generator.set_loras(list(held.adapters))
         held.generator = generator
         return generator
+
+
+def _sampling_pool(threads: int) -> ThreadPoolExecutor:
+    """Threads of which each computes alone: a team of torch's for each of them would be more threads than cores. The
+    thread that calls has as many as before."""
+    return ThreadPoolExecutor(threads, "sampling", initializer=torch.set_num_threads, initargs=(1,))

@@ -71,7 +71,9 @@ def test_free_gives_every_byte_back_and_may_be_called_again(folder: Path, gpus: 
     parts.free()
     parts.free()
     assert gpus.free_bytes(0) == 8 * GIB
-    assert not any(pool.running for pool in pools)
+    for pool in pools:
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            pool.submit(int)
     with pytest.raises(RuntimeError):
         parts.make_generator()
 
@@ -104,8 +106,9 @@ def test_a_new_generator_takes_the_place_of_the_old_one(folder: Path, gpus: Fake
     parts = load(folder, gpus)
     first, second = parts.make_generator(), parts.make_generator()
     assert first is not second
-    assert not first.sampling_pool.running
-    assert second.sampling_pool.running
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        first.sampling_pool.submit(int)
+    assert second.sampling_pool.submit(int).result() == 0
     assert second.arguments["max_q_size"] == 8
     assert second.arguments["max_batch_size"] * 8 == parts.config.max_input_len
     assert second.arguments["num_draft_tokens"] == 0
