@@ -204,6 +204,7 @@ class Desk:
             gaps=between,
             cached_tokens=request.cached_tokens,
             ttft_s=request.ttft_s,
+            stop=output.stop,
         )
 
     def _prompted(self, request: Request, output: RequestOutput, now: float) -> None:

@@ -19,7 +19,8 @@ class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: every new id, shown or not; logprobs: one per id where asked for.  gaps: seconds between tokens, one for
     each that has one before it.  text may be "" while it is held back for a stop string or an unfinished character.
-    output_tokens: all so far.  finish is set on the last delta only; error says why where finish is "error".
+    output_tokens: all so far.  finish is set on the last delta only; error says why where finish is "error"; stop is
+    the stop string that ended the answer, "" where something else did.
     prompt_logprobs: as in TokenEvent, in one delta at most.  vector: of a request to embed, in the last one.
     """
 
@@ -28,6 +29,7 @@ class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
     gaps: list[float] = []
     logprobs: list[TokenLogprob] = []
     finish: FinishReason | None = None
+    stop: str = ""
     error: ErrorInfo | None = None
     output_tokens: int = 0
     prompt_tokens: int = 0
@@ -55,6 +57,7 @@ class RequestStream:
         "_on_cancel",
         "_output_tokens",
         "_prompt_logprobs",
+        "_stop",
         "_text",
         "_token_ids",
         "_ttft_s",
@@ -82,6 +85,7 @@ class RequestStream:
         self._cached_tokens = 0
         self._ttft_s: float | None = None
         self._finish: FinishReason | None = None
+        self._stop = ""
         self._error: ErrorInfo | None = None
         self._ended = False
         self._news = False
@@ -109,6 +113,7 @@ class RequestStream:
             gaps=self._gaps,
             logprobs=self._logprobs,
             finish=self._finish,
+            stop=self._stop,
             error=self._error,
             output_tokens=self._output_tokens,
             prompt_tokens=self.prompt_tokens,
@@ -156,6 +161,7 @@ class RequestStream:
         gaps: Sequence[float] = (),
         cached_tokens: int,
         ttft_s: float | None,
+        stop: str = "",
     ) -> None:
         """Add to the next delta."""
         if text:
@@ -167,6 +173,7 @@ class RequestStream:
         self._output_tokens += len(token_ids)
         self._cached_tokens = cached_tokens
         self._ttft_s = ttft_s
+        self._stop = stop
         self._wake()
 
     def tell(self, prompt_logprobs: tuple[TokenLogprob | None, ...], vector: bytes) -> None:

@@ -124,6 +124,7 @@ class _Call:
         self._use = use
         self._include_usage = body.include_usage
         self._created = now()
+        self._fingerprint = model.fingerprint
 
     async def whole(self, generation: Generation) -> ChatCompletion:
         """All answers at once."""
@@ -135,6 +136,7 @@ class _Call:
             id=self.id,
             created=self._created,
             model=self._model.name,
+            system_fingerprint=self._fingerprint,
             choices=[self._choice(i, answer) for i, answer in enumerate(answers)],
             usage=usage,
             prompt_logprobs=prompt_logprobs_of(answers[0].prompt_logprobs, self._model, self._body),
@@ -153,7 +155,8 @@ class _Call:
                 for piece in self._pieces(i, delta, opened[i]):
                     await chunks.send(self._chunk([piece], so_far()))
                 if delta.finish:
-                    end = ChatChunkChoice(i, ChatPiece(), finish_reason=finish_of(opened[i], delta.finish))
+                    reason, stopped = finish_of(opened[i], delta.finish), generation.stop_reason(delta)
+                    end = ChatChunkChoice(i, ChatPiece(), finish_reason=reason, stop_reason=stopped)
                     await chunks.send(self._chunk([end], so_far()))
         if self._include_usage:
             await chunks.send(self._chunk([], usage_of(generation)))
@@ -162,7 +165,8 @@ class _Call:
     def _choice(self, i: int, answer: Answer) -> ChatChoice:
         reader = self._use.reader()
         message = ChatAnswer(answer.text) if reader is None else message_of(*whole(reader, answer.text))
-        return ChatChoice(i, message, self._logprobs(answer.logprobs), finish_of(reader, answer.finish))
+        finish = finish_of(reader, answer.finish)
+        return ChatChoice(i, message, self._logprobs(answer.logprobs), finish, answer.stop_reason)
 
     def _pieces(self, i: int, delta: StreamDelta, reader: CallReader | None) -> Iterator[ChatChunkChoice]:
         """What a delta adds to an answer; its log-probabilities go with the first piece."""
@@ -181,4 +185,11 @@ class _Call:
         return chat_logprobs(records, self._model.tokenizer) if self._body.logprobs else None
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: UsageField) -> ChatChunk:
-        return ChatChunk(id=self.id, created=self._created, model=self._model.name, choices=choices, usage=usage)
+        return ChatChunk(
+            id=self.id,
+            created=self._created,
+            model=self._model.name,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            usage=usage,
+        )

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from console.api.generation import StoppedBy
 from console.api.logprobs import ChatLogprobs, PromptLogprobs
 from console.api.openai import Usage, UsageField
 from console.api.tools import CallArguments, CallBegan, Piece, Said, ToolCall
@@ -58,42 +59,52 @@ ChatFinish = FinishReason | Literal["tool_calls"]
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One answer."""
+    """One answer. stop_reason: vLLM's, the stop string or the id of the stop token that ended it."""
 
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish | None
+    stop_reason: StoppedBy = None
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
-    """A piece of one answer."""
+    """A piece of one answer. stop_reason: as in ChatChoice, with the end of the answer."""
 
     index: int
     delta: ChatPiece
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinish | None = None
+    stop_reason: StoppedBy | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer. prompt_logprobs: where asked for, as vLLM gives them."""
+    """The whole answer. prompt_logprobs: where asked for, as vLLM gives them.
+
+    system_fingerprint: of what computes answers; where it changes, those to requests with a seed may change.
+    """
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a stream. usage is left out, or asked for: null until the last one."""
+    """One event of a stream. usage is left out, or asked for: null until the last one.
+
+    system_fingerprint: as in ChatCompletion.
+    """
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: UsageField = msgspec.UNSET
 

@@ -17,7 +17,7 @@ from console.api.clamped import COMPLETION_CLAMPED
 from console.api.context import ApiContext, new_id
 from console.api.described import describes
 from console.api.errors import json_response
-from console.api.generation import Answer, Generation, best_of_each, told
+from console.api.generation import Answer, Generation, StoppedBy, best_of_each, told
 from console.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -79,22 +79,30 @@ class CompletionBody(OpenAiFields):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """One answer, or a piece of it."""
+    """One answer, or a piece of it.
+
+    stop_reason: vLLM's, the stop string or the id of the stop token that ended it; in a stream with the answer's end.
+    """
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: StoppedBy | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer; also every chunk of a stream, where usage is left out, null, or (on the last) given."""
+    """The answer; also every chunk of a stream, where usage is left out, null, or (on the last) given.
+
+    system_fingerprint: of what computes answers; where it changes, those to requests with a seed may change.
+    """
 
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageField = msgspec.UNSET
 
@@ -146,6 +154,7 @@ class _Call:
         self._prompts = prompts
         self._include_usage = include_usage
         self._created = now()
+        self._fingerprint = model.fingerprint
         self._offsets = [self._offsets_of(prompt) for prompt in prompts for _ in range(body.n)]
 
     async def whole(self, generation: Generation) -> Completion:
@@ -161,6 +170,7 @@ class _Call:
                 self._echo(i) + answer.text,
                 joined(self._echoed_logprobs(i, answer.prompt_logprobs), self._logprobs(i, answer.logprobs)),
                 answer.finish,
+                answer.stop_reason,
                 prompt_logprobs_of(answer.prompt_logprobs, self._model, self._body),
             )
             for i, answer in enumerate(answers)
@@ -180,7 +190,8 @@ class _Call:
                     await chunks.send(self._completion([CompletionChoice(i, self._echo(i), echoed, None)], so_far()))
                 logprobs = self._logprobs(i, delta.logprobs)
                 if delta.text or delta.logprobs or delta.finish:
-                    choice = CompletionChoice(i, delta.text, logprobs, delta.finish)
+                    stopped = generation.stop_reason(delta) if delta.finish else msgspec.UNSET
+                    choice = CompletionChoice(i, delta.text, logprobs, delta.finish, stopped)
                     await chunks.send(self._completion([choice], so_far()))
         if self._include_usage:
             await chunks.send(self._completion([], usage_of(generation)))
@@ -209,4 +220,11 @@ class _Call:
         return completion_logprobs(token_ids, records, self._model.tokenizer, offsets=self._offsets[choice], top=top)
 
     def _completion(self, choices: list[CompletionChoice], usage: UsageField) -> Completion:
-        return Completion(id=self.id, created=self._created, model=self._model.name, choices=choices, usage=usage)
+        return Completion(
+            id=self.id,
+            created=self._created,
+            model=self._model.name,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            usage=usage,
+        )

@@ -25,6 +25,9 @@ from engine.usage import Choices
 
 T = TypeVar("T")
 
+StoppedBy = str | int | None
+"""A stop string, or the id of a stop token, that ended an answer; None where neither did."""
+
 MANY_LOGPROBS = 1024
 """Those of more tokens than these are put into their shape beside the event loop."""
 
@@ -38,6 +41,7 @@ class Answer:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
+    stop_reason: StoppedBy = None
     prompt_logprobs: Sequence[TokenLogprob | None] = ()
     vector: bytes = b""
 
@@ -102,6 +106,7 @@ class Generation:
         self._id = request_id
         self._model = model.name
         self._params = params
+        self._eos_ids = frozenset(() if params.ignore_eos else model.tokenizer.eos_token_ids)
         self._cut_by: EngineError | None = None
         self._streams: list[RequestStream] = []
         self._output_tokens = [0] * len(self._requests)
@@ -173,11 +178,19 @@ class Generation:
                 pieces[choice].append(delta.text)
                 answers[choice].logprobs.extend(delta.logprobs)
                 answers[choice].finish = delta.finish
+                answers[choice].stop_reason = self.stop_reason(delta)
                 answers[choice].prompt_logprobs = delta.prompt_logprobs or answers[choice].prompt_logprobs
                 answers[choice].vector = delta.vector
         for answer, texts in zip(answers, pieces, strict=True):
             answer.text = "".join(texts)
         return answers
+
+    def stop_reason(self, delta: StreamDelta) -> StoppedBy:
+        """What ended the answer that ends with this delta."""
+        if delta.finish != "stop" or delta.stop:
+            return delta.stop or None
+        last = delta.token_ids[-1] if delta.token_ids else None
+        return last if last in self._params.stop_token_ids and last not in self._eos_ids else None
 
     def _failure(self, delta: StreamDelta) -> EngineError | None:
         """What a reader is told instead of an answer that did not end by itself."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from console.api.versions import product_version
 from engine.backends.base import LoadedModel
 from engine.config import shown
 from engine.engine import Engine, Serving
@@ -34,6 +36,14 @@ class ServedModel:
     adapter: str
     loaded: LoadedModel
     tokenizer: Tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """All that an answer depends on besides its request, in a few characters."""
+        loaded = self.loaded
+        computed = (loaded.backend, loaded.dtype, loaded.attention, loaded.linear, *loaded.devices)
+        text = "\n".join((product_version(), self.key, self.adapter, *computed))
+        return f"fp_{hashlib.blake2s(text.encode(), digest_size=5).hexdigest()}"
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Ids of each text; long ones are tokenized beside the event loop, which the tokenizer leaves free meanwhile.

@@ -60,6 +60,11 @@ class TextStage:
             self.push(token_id)
 
     @property
+    def stop(self) -> str:
+        """The stop string that ended the answer, "" where none did."""
+        return self._stops.found
+
+    @property
     def finish(self) -> FinishReason | None:
         """Why the answer ended, None while it goes on (set after the constructor if the replayed ids end it)."""
         return self._finish
@@ -92,6 +97,7 @@ class TextStage:
         finish = self._why_ended(stopped)
         if finish is not None:
             text += self._rest()
+            finish = "stop" if self.stop else finish
         if self._banned_from is not None:
             return TextOutput(settled=False, banned_from=self._banned_from)
         self._finish = finish

@@ -11,6 +11,8 @@ class StopMatcher:
     The match that is complete first wins (of several ending there, the longest), for that is where an answer ends;
     how the text is split into pieces changes nothing. Held back is only the longest end of the text that a stop
     string may begin with. include_stop: whether the stop string itself is visible.
+
+    found: the one that was found, "" while none was.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
@@ -18,19 +20,19 @@ class StopMatcher:
         self._include_stop = include_stop
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self._matched = False
+        self.found = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take more text: what is visible now, and whether a stop string was found (all later text is dropped)."""
         if not self._stops:
             return text, False
-        if self._matched:
+        if self.found:
             return "", True
         text = self._held + text
         match = min(self._matches(text), default=None)
         if match is not None:
             end, start = match
-            self._held, self._matched = "", True
+            self._held, self.found = "", text[start:end]
             return text[: end if self._include_stop else start], True
         visible = len(text) - self._possible_start(text)
         self._held = text[visible:]

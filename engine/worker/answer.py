@@ -21,7 +21,7 @@ MAX_TRIES = 64
 class Output:
     """What the steps since the last message brought for one request so far.
 
-    gaps: as in RequestOutput.  num_timed: tokens whose step is over.
+    gaps, stop: as in RequestOutput.  num_timed: tokens whose step is over.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -30,6 +30,7 @@ class Output:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
+    stop: str = ""
     error: ErrorInfo | None = None
     cached_tokens: int | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
@@ -60,6 +61,7 @@ class Output:
             text=self.text,
             logprobs=self.logprobs,
             finish=self.finish,
+            stop=self.stop,
             error=self.error,
             cached_tokens=self.cached_tokens,
             prompt_logprobs=self.prompt_logprobs,
@@ -106,6 +108,11 @@ class Answer:
         return self._stage.finish
 
     @property
+    def stop(self) -> str:
+        """The stop string among those tokens that ended it, "" for none."""
+        return self._stage.stop
+
+    @property
     def rewinding(self) -> bool:
         """Whether the backend has to go another way."""
         return self._rewind_to is not None
@@ -127,6 +134,8 @@ class Answer:
             output.finish, output.vector = event.finish, event.vector
         if output.finish == "length" and event.finish == "stop":
             output.finish = "stop"
+        if output.finish == "stop":
+            output.stop = self._stage.stop
 
     def rewound(self) -> BackendRequest:
         """What the backend goes on with; raises InvalidRequest where every way on was tried."""

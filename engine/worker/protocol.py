@@ -136,6 +136,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     token_ids: new ids (all of them, whether shown or not); text: new visible text, "" while it is held back for a
     stop string or an unfinished character. A resumed request emits only what comes after its `generated` ids.
     gaps: seconds between tokens as the worker made them, one for each token that has one of this worker's before it.
+    stop: the stop string that ended the answer, "" where something else did.
     prompt_logprobs, vector: as in TokenEvent.
     """
 
@@ -145,6 +146,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     text: str = ""
     logprobs: list[TokenLogprob] = []
     finish: FinishReason | None = None
+    stop: str = ""
     error: ErrorInfo | None = None
     cached_tokens: int | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()

@@ -42,7 +42,8 @@ class Requests:
                 raise InvalidRequest(f"a request with the id {request.id} is already being worked on", param="id")
             answer = Answer(self._tokenizer, request)
             if answer.finish is not None:
-                self._outbox.of(request.id).finish = answer.finish
+                output = self._outbox.of(request.id)
+                output.finish, output.stop = answer.finish, answer.stop
                 return
             if request.params.grammar is None:
                 self._backend.submit(request)

@@ -66,7 +66,7 @@ def text_of(events: list[Event]) -> str:
 
 async def test_the_answer_has_anthropic_s_shape(api: Served) -> None:
     answer = await ask(api, model="fake", max_tokens=5)
-    assert answer.pop("id").startswith("msg-")
+    assert answer.pop("id").startswith("msg_")
     assert answer == {
         "type": "message",
         "role": "assistant",

@@ -31,6 +31,7 @@ async def test_the_answer_has_openai_s_shape(api: Served) -> None:
     answer = await api.post("/v1/chat/completions", model="fake", messages=HELLO, max_tokens=5)
     assert answer.pop("id").startswith("chatcmpl-")
     assert answer.pop("created") > 1_700_000_000
+    assert answer.pop("system_fingerprint").startswith("fp_")
     assert answer == {
         "object": "chat.completion",
         "model": "fake",
@@ -40,6 +41,7 @@ async def test_the_answer_has_openai_s_shape(api: Served) -> None:
                 "message": {"role": "assistant", "content": answer_to(HELLO_PROMPT, 5), "refusal": None},
                 "logprobs": None,
                 "finish_reason": "length",
+                "stop_reason": None,
             }
         ],
         "usage": {

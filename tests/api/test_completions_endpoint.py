@@ -26,10 +26,19 @@ async def test_the_answer_has_openai_s_shape(api: Served) -> None:
     answer = await api.post("/v1/completions", model="fake", prompt="Once", max_tokens=5)
     assert answer.pop("id").startswith("cmpl-")
     assert answer.pop("created") > 1_700_000_000
+    assert answer.pop("system_fingerprint").startswith("fp_")
     assert answer == {
         "object": "text_completion",
         "model": "fake",
-        "choices": [{"index": 0, "text": completion("Once", 5), "logprobs": None, "finish_reason": "length"}],
+        "choices": [
+            {
+                "index": 0,
+                "text": completion("Once", 5),
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ],
         "usage": {
             "prompt_tokens": 4,
             "completion_tokens": 5,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import GenerationError, OverloadedError, ValidationError
+from pydantic import BaseModel
 
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
@@ -77,6 +78,48 @@ async def test_chat_completion(api: Served) -> None:
     answer = await client.chat_completion([{"role": "user", "content": "hello"}], max_tokens=4)
     await client.close()
     assert answer.choices[0].message.content == expected_text(b"user: hello\nassistant: ", 4)
+
+
+class TgiMessage(BaseModel):
+    """As TGI's own client, text_generation 0.7, declares it, which cannot be installed beside newer clients."""
+
+    role: str
+    content: str | None = None
+    name: str | None = None
+    tool_calls: Any | None = None
+
+
+class TgiChoice(BaseModel):
+    """Likewise."""
+
+    index: int
+    message: TgiMessage
+    logprobs: Any | None
+    finish_reason: str
+    usage: Any | None = None
+
+
+class TgiChat(BaseModel):
+    """Likewise."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TgiChoice]
+    usage: Any
+
+
+async def test_tgi_s_own_client_can_read_a_chat(api: Served) -> None:
+    message = {"role": "user", "content": "hello", "name": None, "tool_calls": None}
+    unset = dict.fromkeys(("logit_bias", "logprobs", "n", "repetition_penalty", "seed", "temperature", "tools"))
+    asked = {"model": "tgi", "messages": [message], "max_tokens": 4, "stream": False, **unset}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with api.http.post("/v1/chat/completions", json=asked, headers=headers) as response:
+        chat = TgiChat(**await response.json())
+    assert chat.choices[0].message.content == expected_text(b"user: hello\nassistant: ", 4)
+    assert chat.system_fingerprint
 
 
 async def test_errors_have_the_client_s_own_types(api: Served) -> None:

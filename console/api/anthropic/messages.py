@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from contextlib import aclosing
 
 from aiohttp import web
-from msgspec.structs import replace
 
 from console.api.anthropic.answers import (
     EVENTS,
@@ -26,15 +26,14 @@ from console.api.anthropic.body import ConversationBody, MessagesBody
 from console.api.anthropic.conversation import goes_on, read_conversation
 from console.api.body import read
 from console.api.chat_prompt import chat_prompt
-from console.api.context import ApiContext, new_id
+from console.api.context import ApiContext
 from console.api.conversation import read_messages
 from console.api.described import describes
 from console.api.errors import json_response
-from console.api.generation import Generation
+from console.api.generation import Generation, StoppedBy
 from console.api.prompts import Prompt
 from console.api.sampling import sampling_params
 from console.api.served import ServedModel
-from console.api.stopping import stops_of, without_stop
 from console.api.stream import ChunkStream
 from console.api.tools import CallReader, ToolUse, finish_of
 from engine.backends.base import FinishReason
@@ -62,7 +61,7 @@ class Messages:
         body = await read(request, MessagesBody)
         model = await self._context.served(body)
         use = await _tool_use(body, model)
-        params = use.applied(_params(body, model))
+        params = use.applied(sampling_params(body, model, max_tokens=body.max_tokens))
         prompt = await _prompt(body, model, use)
         call = _Call(model, params, use.reader("toolu_"))
         with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
@@ -84,11 +83,6 @@ async def _tool_use(body: ConversationBody, model: ServedModel) -> ToolUse:
     return await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
 
 
-def _params(body: MessagesBody, model: ServedModel) -> SamplingParams:
-    """What the engine is told; the answer has the stop sequence that ended it, to be told by."""
-    return replace(sampling_params(body, model, max_tokens=body.max_tokens), include_stop=True)
-
-
 async def _prompt(body: ConversationBody, model: ServedModel, use: ToolUse) -> Prompt:
     said = read_conversation(body.system, body.messages)
     return await chat_prompt(
@@ -100,18 +94,16 @@ class _Call:
     """One request on its way to its answer. reader: what finds calls of tools in it."""
 
     def __init__(self, model: ServedModel, params: SamplingParams, reader: CallReader | None) -> None:
-        self.id = new_id("msg")
+        self.id = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._params = params
-        self._stops = stops_of(params)
         self._reader = reader
 
     async def whole(self, generation: Generation) -> Message:
         """The answer at once."""
         [answer] = await generation.answers()
-        text, stop = without_stop(answer.text, answer.finish, self._stops)
-        content = blocks_of(text, self._reader)
-        return self._message(generation, content, self._ending(generation, answer.finish, stop))
+        content = blocks_of(answer.text, self._reader)
+        return self._message(generation, content, self._ending(generation, answer.finish, answer.stop_reason))
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
         """Every piece as it comes."""
@@ -121,15 +113,15 @@ class _Call:
                 if blocks is None:
                     await chunks.send(MessageStart(self._message(generation, [], None)))
                     blocks = BlockWriter(chunks, self._reader)
-                text, stop = without_stop(delta.text, delta.finish, self._stops)
-                await blocks.text(text)
+                await blocks.text(delta.text)
                 if delta.finish is not None:
                     await blocks.finish()
-                    ending = self._ending(generation, delta.finish, stop)
+                    ending = self._ending(generation, delta.finish, generation.stop_reason(delta))
                     await chunks.send(MessageDelta(ending, usage_of(generation)))
                     await chunks.send(MessageStop())
 
-    def _ending(self, generation: Generation, finish: FinishReason | None, stop: str | None) -> Ending:
+    def _ending(self, generation: Generation, finish: FinishReason | None, stopped: StoppedBy) -> Ending:
+        stop = stopped if isinstance(stopped, str) else None
         if stop is None and finish_of(self._reader, finish) == "tool_calls":
             return Ending("tool_use", None)
         return Ending(_stop_reason(finish, stop, generation.tokens.output, self._params.max_tokens), stop)
