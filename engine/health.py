@@ -29,6 +29,7 @@ PATIENCE = MappingProxyType[Activity, float](
         "make": 10,
         "inspect": 5,
         "kernels": 30,  # compilers say nothing for minutes
+        "wait": 5,
         "weights": 5,
         "kv_cache": 5,
         "warm_up": 10,  # kernels are chosen, and compiled where they are not yet
@@ -45,6 +46,7 @@ _DOING = MappingProxyType[Activity, str](
         "make": "made the model",
         "inspect": "looked at the model",
         "kernels": "compiled kernels",
+        "wait": "waited for the weights that another worker makes",
         "weights": "loaded weights",
         "kv_cache": "allocated its KV cache",
         "warm_up": "warmed up",
@@ -64,11 +66,10 @@ def activity(state: WorkerState, progress: LoadProgress | None, requests: int) -
 def patience_s(activity: Activity, hang_s: float, slowest_step_s: float = 0.0) -> float:
     """Seconds of silence after which a worker is hung.
 
-    One whose steps are slow (a large model on a CPU) gets three times the slowest of them: that is slow, not hung.
+    One whose steps are slow (a large model on a CPU) gets three times the slowest of them: that is slow, not hung. It
+    may still be in a step whose requests were cancelled when it has none.
     """
-    if activity == "working":
-        return max(hang_s, _SLOW_STEPS * slowest_step_s)
-    return hang_s * PATIENCE[activity]
+    return max(hang_s * PATIENCE[activity], _SLOW_STEPS * slowest_step_s)
 
 
 def describe_silence(worker: str, silent_s: float, activity: Activity, requests: int) -> str:

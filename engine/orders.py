@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, EngineConfig, ModelSpec
 from engine.devices import usable_cores
 from engine.plan import Placement
@@ -51,6 +52,17 @@ class ModelOrders:
             shares=placement.shares,
             kv_cache_tokens=self._spec.kv_cache_tokens or placement.kv_tokens,
         )
+
+    def follow(self, model: LoadedModel) -> bool:
+        """Have every worker compute with the native kernels, or none, as the first that was loaded does: answers must
+        not depend on the worker. Returns False where `model` does otherwise."""
+        if self._spec.native is None:
+            self._spec = msgspec.structs.replace(self._spec, native=model.native)
+        return model.native in (None, self._spec.native)
+
+    def restarted(self, spec: ModelSpec) -> ModelSpec:
+        """What a worker loads that takes the place of one with `spec`."""
+        return msgspec.structs.replace(spec, native=self._spec.native)
 
     def threads_each(self, workers: int) -> int:
         """CPU threads of each of so many workers."""

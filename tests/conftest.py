@@ -47,8 +47,7 @@ def pytest_collection_finish() -> None:
 
 
 def _compile_kernels() -> None:
-    """A load waits for the compiler only so long and then does without: how busy the machine is must not decide what
-    two loads of a test compute with, nor must a test's time limit hold for the compiler."""
+    """A load waits for the compiler; a test's time limit must not hold for that."""
     from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder
     from engine.backends.torch.native.kernels import native_isa
 

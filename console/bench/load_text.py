@@ -12,6 +12,7 @@ _DOING: Mapping[LoadPhase, str] = {
     "make": "making the weights",
     "inspect": "inspecting",
     "kernels": "compiling kernels",
+    "wait": "waiting for another worker",
     "weights": "reading weights",
     "kv_cache": "allocating KV pages",
     "warm_up": "warming up",

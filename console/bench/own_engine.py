@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,17 +12,14 @@ from tempfile import TemporaryDirectory
 from console.bench.engine_target import EngineTarget
 from console.bench.engines import all_ready
 from console.bench.load_text import load_text
-from console.bench.progress import Show, Showing
+from console.bench.progress import Showing
 from console.logs import logging_to
 from console.runtime import Runtime
 from console.settings import Settings
 from console.sources import changed
-from engine.backends.torch.native.available import instruction_set_here
-from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder, kept_library
-from engine.devices import computable
+from engine.backends.base import LoadedModel
 from engine.models.inspect import inspect
 from engine.models.resolve import is_synthetic, resolve_local
-from engine.snapshot import DeviceReading
 
 MAX_QUEUE = 1_000_000
 _LOOK_S = 0.2
@@ -43,7 +40,6 @@ async def engine_target(settings: Settings, show: Showing) -> AsyncIterator[Engi
         stack.enter_context(logging_to(runtime.engine.log, None, verbose=False, stderr=False))
         stack.push_async_callback(runtime.close, drain_s=0)
         await runtime.start()
-        note = "" if _has_gpu(await runtime.engine.devices()) else await compile_kernels(show)
         async with _watched(runtime, name, show):
             await runtime.load(name)
             await all_ready(runtime.engine, runtime.engine.config.num_workers)
@@ -51,7 +47,7 @@ async def engine_target(settings: Settings, show: Showing) -> AsyncIterator[Engi
         async def reload(changes: Mapping[str, object]) -> None:
             await runtime.load(name, changes=changes)
 
-        yield EngineTarget(runtime.engine, reload, note=note)
+        yield EngineTarget(runtime.engine, reload, note=kernels_note(runtime.engine.status.model))
 
 
 @asynccontextmanager
@@ -71,22 +67,11 @@ async def _watched(runtime: Runtime, name: str, show: Showing) -> AsyncIterator[
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def compile_kernels(show: Show) -> str:
-    """Have the native kernels compiled before a load, which waits for the compiler only so long and then computes
-    without them. Returns what a reader of the numbers must know where they cannot be had, else ""."""
-    isa, folder = instruction_set_here(), cache_folder()
-    if isa is None or kept_library(isa, folder) is not None:
+def kernels_note(model: LoadedModel | None) -> str:
+    """A sentence for who reads the numbers, where torch computed what the native kernels for a CPU would; else ""."""
+    if model is None or model.native is not False:
         return ""
-    show("compiling the native kernels, which is done once")
-    try:
-        await asyncio.to_thread(build_library, isa, folder)
-    except CannotBuild as error:
-        return f"What the native kernels would compute was computed by torch's: {error}."
-    return ""
-
-
-def _has_gpu(devices: Sequence[DeviceReading]) -> bool:
-    return any(device.kind == "cuda" for device in computable(devices))
+    return f"The native kernels did not compute: {model.attention_reason}."
 
 
 def known_context(settings: Settings) -> int | None:

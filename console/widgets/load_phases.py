@@ -14,11 +14,12 @@ _PHASES: tuple[tuple[LoadPhase, str], ...] = (
     ("make", "Make weights"),
     ("inspect", "Inspect"),
     ("kernels", "Compile kernels"),
+    ("wait", "Wait for worker"),
     ("weights", "Read weights"),
     ("kv_cache", "Allocate KV pages"),
     ("warm_up", "Warm up"),
 )
-_RARE = {"download", "make", "kernels"}
+_RARE = {"download", "make", "kernels", "wait"}
 
 
 def phase_lines(progress: LoadProgress | None, pace: Pace | None = None) -> list[Content]:

@@ -12,6 +12,7 @@ _PHASES = {
     "make": "making",
     "inspect": "inspecting",
     "kernels": "compiling kernels",
+    "wait": "waiting for another worker",
     "weights": "weights",
     "kv_cache": "KV cache",
     "warm_up": "warming up",

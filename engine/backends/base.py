@@ -13,7 +13,7 @@ import msgspec
 from engine.config import AdapterSpec, DeviceShare, ModelSpec, SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
-LoadPhase = Literal["download", "make", "inspect", "kernels", "weights", "kv_cache", "warm_up"]
+LoadPhase = Literal["download", "make", "inspect", "kernels", "wait", "weights", "kv_cache", "warm_up"]
 
 
 class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +98,8 @@ class TokenMask(Protocol):
 
 
 class LoadProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a load stands: done of total, in bytes for weights and kv_cache, in steps otherwise."""
+    """Where a load stands: done of total, in bytes for weights and kv_cache, in steps otherwise; total is 0 where that
+    is not known. wait: another worker on this machine makes the weights that this one will share."""
 
     phase: LoadPhase
     done: int
@@ -112,6 +113,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     attention, attention_reason: which attention computes, and why that one, in a few words.
     linear: what multiplies by the weights: "native avx512-bf16", "native avx2", "fbgemm float16", "onednn" or "plain";
         "" where unknown.
+    native: whether our own kernels for a CPU compute, as far as they can; None where they are not for such devices.
     shares: what was really allocated on each device, working memory as the warm-up measured it.
     adapters_per_request: whether each request may name a LoRA adapter of its own.
     shared_bytes: how much of weights_bytes all workers of this machine have once, in one mapping.
@@ -134,6 +136,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     attention: str = ""
     attention_reason: str = ""
     linear: str = ""
+    native: bool | None = None
     shares: tuple[DeviceShare, ...] = ()
     adapters_per_request: bool = False
     shared_bytes: int = 0

@@ -58,6 +58,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: "auto", "cpu", "cuda:N" or "sim:N".
     shares: what placement gave the worker of each device, in order of the layers; () where it had no say.
     prefix_salt: what the keys of KV pages are hashed with, the same for all workers of a model; b"" draws one.
+    native: whether our own kernels for a CPU must compute, or must not, as for the other workers of the model; None:
+        where they can be had.
     threads: CPU threads of each worker; None shares the machine's cores out.
     """
 
@@ -86,4 +88,5 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     shares: tuple[DeviceShare, ...] = ()
     prefix_salt: bytes = b""
+    native: bool | None = None
     threads: int | None = None

@@ -34,7 +34,7 @@ class ProgressThrottle:
     def report(self, progress: LoadProgress) -> None:
         """Send the report on, or drop it."""
         now = self._clock()
-        ends = progress.phase != self._phase or progress.done >= progress.total
+        ends = progress.phase != self._phase or 0 < progress.total <= progress.done
         if ends or now - self._sent_at >= PROGRESS_INTERVAL_S:
             self._phase = progress.phase
             self._sent_at = now

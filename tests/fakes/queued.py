@@ -22,6 +22,7 @@ from engine.backends.torch import runner as runner_module
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.graphs import DecodeGraphs
+from engine.backends.torch.native.kernels import Kernels
 from engine.backends.torch.prompts import Tell
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.step_upload import TurnStaging, Wait
@@ -232,7 +233,7 @@ def over_pages(monkeypatch: Any) -> None:
     def picked(runner: ModelRunner, page_tokens: int) -> tuple[Choice, PagedAttention | None]:
         return Choice("gathered", "the test wants it"), gathered.paged_attention
 
-    monkeypatch.setattr(model_loading, "native_library", lambda *_: None)
+    monkeypatch.setattr(model_loading, "find_kernels", lambda *_, **__: Kernels())
     for name in ("staging_for", "landing_for"):
         monkeypatch.setattr(runner_module, name, lambda *_: None)
     monkeypatch.setattr(ModelRunner, "pick_attention", picked)

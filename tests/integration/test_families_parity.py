@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.backends.torch.model_config import read_model_config
-from engine.backends.torch.native.kernels import native_library
+from engine.backends.torch.native.kernels import find_kernels
 from tests.fakes.families import FAMILIES, as_older_folder, make_family, make_multimodal
-from tests.fakes.oracle import NUM_PAGES, Driver, ignore_progress, load_runner, never, reference_logits
+from tests.fakes.oracle import NUM_PAGES, Driver, ignore_progress, load_runner, reference_logits
 
 PROMPT = [7 * position % 300 + 3 for position in range(45)]
 STEPS = 200
@@ -62,7 +62,7 @@ def assert_same_logits(driver: Driver, tokens: list[int], expected: torch.Tensor
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_computes_what_transformers_computes(tmp_path: Path, family: str) -> None:
     attending = assert_same_as_transformers(make_family(tmp_path, family))
-    library = native_library(torch.float32, torch.device("cpu"), never)
+    library = find_kernels(torch.float32, torch.device("cpu")).library
     assert attending == ("native" if library is not None else "gathered")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.backends.torch.native import attention_fit
-from engine.backends.torch.native.kernels import native_library
+from engine.backends.torch.native.kernels import find_kernels
 from engine.backends.torch.runner import ModelRunner
 from engine.config import CacheBits
 from engine.errors import InvalidRequest
@@ -20,7 +20,6 @@ from tests.fakes.oracle import (
     Driver,
     ignore_progress,
     load_runner,
-    never,
     reference_greedy,
     reference_logits,
 )
@@ -43,7 +42,7 @@ STEPS = 16
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> Iterator[None]:
-    if native_library(torch.float32, torch.device("cpu"), never) is None:
+    if find_kernels(torch.float32, torch.device("cpu")).library is None:
         pytest.skip("the native kernels do not run here")
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -20,7 +20,7 @@ from engine.backends.torch import model_loading, weight_file
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.huge_pages import FileMapping
 from engine.backends.torch.native.build import SWITCH
-from engine.backends.torch.native.kernels import PATIENT_S, native_library
+from engine.backends.torch.native.kernels import find_kernels
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sealed import SealedFile, UnsealedFile, alone
 from engine.backends.torch.shared_weights import identity
@@ -61,7 +61,7 @@ def logits(runner: ModelRunner) -> torch.Tensor:
 def find(folder: Path, dtype: torch.dtype = torch.bfloat16) -> SealedFile | None:
     """The complete file of a tiny model, once nothing that was dropped is in memory any more."""
     gc.collect()
-    native = native_library(dtype, torch.device("cpu"), lambda: False)
+    native = find_kernels(dtype, torch.device("cpu")).library
     return SealedFile.find(identity([folder / "config.json", *folder.glob("*.safetensors")], dtype, native))
 
 
@@ -180,7 +180,7 @@ from pathlib import Path
 from engine.backends.torch.shared_weights import weight_store
 folder = Path(sys.argv[1])
 files = [folder / "config.json", *folder.glob("*.safetensors")]
-with weight_store(folder, files, torch.bfloat16, [torch.device("cpu")], lambda: False) as store:
+with weight_store(folder, files, torch.bfloat16, [torch.device("cpu")], print, lambda: False) as store:
     store.tensor("model.embed_tokens.weight", lambda lent: torch.zeros(4, 4))
     print("half done", flush=True)
     signal.pause()
@@ -218,6 +218,16 @@ def test_a_load_that_waits_for_another_one_can_be_cancelled(folder: Path) -> Non
     answers = iter([False, False])
     with alone(folder, lambda: False), pytest.raises(LoadCancelled):
         load(folder, cancelled=lambda: next(answers, True))
+
+
+def test_a_load_that_waits_for_another_one_reports_that_it_waits(folder: Path) -> None:
+    seen: list[LoadProgress] = []
+
+    def waited() -> bool:
+        return [each.phase for each in seen].count("wait") > 3
+
+    with alone(folder, lambda: False), pytest.raises(LoadCancelled):
+        load(folder, report=seen.append, cancelled=waited)
 
 
 def test_a_load_that_fails_publishes_nothing(folder: Path) -> None:
@@ -285,7 +295,7 @@ def test_nothing_of_the_checkpoint_stays_mapped_and_nothing_shared_can_be_writte
 def test_native_weights_are_packed_where_they_are_shared_and_not_copied_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if native_library(torch.bfloat16, torch.device("cpu"), lambda: False, PATIENT_S) is None:
+    if find_kernels(torch.bfloat16, torch.device("cpu")).library is None:
         pytest.skip("the native kernels do not run here")
     copied: list[int] = []
     packed: list[int] = []

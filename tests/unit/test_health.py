@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from engine.backends.base import BackendStats, LoadPhase, LoadProgress
-from engine.health import PATIENCE, AwakeClock, describe_silence, patience_s
+from engine.health import PATIENCE, Activity, AwakeClock, describe_silence, patience_s
 from engine.vitals import Vitals
 from engine.worker.protocol import StepBatch
 
@@ -23,9 +23,10 @@ def test_a_load_gets_more_time_than_a_step_and_compilers_get_most() -> None:
     assert patience_s("kernels", 60) == 1800 == max(patience_s(each, 60) for each in PATIENCE)
 
 
-def test_a_worker_whose_steps_are_slow_gets_three_times_the_slowest() -> None:
-    assert patience_s("working", 60, slowest_step_s=30) == 90
-    assert patience_s("working", 60, slowest_step_s=10) == 60
+@pytest.mark.parametrize(("activity", "least_s"), [("working", 60), ("idle", 120)])
+def test_a_worker_whose_steps_are_slow_gets_three_times_the_slowest(activity: Activity, least_s: float) -> None:
+    assert patience_s(activity, 60, slowest_step_s=50) == 150
+    assert patience_s(activity, 60, slowest_step_s=10) == least_s
 
 
 @pytest.mark.parametrize(

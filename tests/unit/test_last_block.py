@@ -12,6 +12,7 @@ from engine.backends.torch import model_loading
 from engine.backends.torch.batch import ChunkInput
 from engine.backends.torch.kv import KvPool
 from engine.backends.torch.model import Decoder
+from engine.backends.torch.native.kernels import Kernels
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.step_plan import StepPlan
 from tests.fakes.families import make_family
@@ -32,7 +33,7 @@ def test_wanted_rows_are_what_they_are_among_all(
     model: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels:
-        monkeypatch.setattr(model_loading, "native_library", lambda *_: None)
+        monkeypatch.setattr(model_loading, "find_kernels", lambda *_, **__: Kernels(problem="unwanted"))
     runner = _loaded(make_tiny_model(tmp_path) if model == "llama" else make_family(tmp_path, model))
     found = runner.forward(STEP)
     computed: list[int] = []

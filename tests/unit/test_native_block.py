@@ -18,12 +18,12 @@ from engine.backends.torch.mlp import GatedMlp
 from engine.backends.torch.native import fusing
 from engine.backends.torch.native.block import FusedBlock, Residual
 from engine.backends.torch.native.build import SWITCH
-from engine.backends.torch.native.kernels import PATIENT_S, native_library
+from engine.backends.torch.native.kernels import find_kernels
 from engine.backends.torch.native.layer import Fused, NativeLinear
 from engine.backends.torch.norms import RmsNorm, unchanged
 from tests.fakes.families import make_family
 from tests.fakes.native_libraries import native
-from tests.fakes.oracle import Driver, load_runner, never
+from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def make_model(folder: Path, name: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def _native() -> Iterator[None]:
-    if native_library(torch.float32, CPU, never, PATIENT_S) is None:
+    if find_kernels(torch.float32, CPU).library is None:
         pytest.skip("the native kernels do not run here")
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

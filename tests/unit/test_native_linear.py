@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.base import LoadProgress
 from engine.backends.torch.linear import LinearFactory, PackedLinear, PlainLinear, kind_of
 from engine.backends.torch.native import build, kernels, trial
 from engine.backends.torch.native.build import (
@@ -23,9 +28,10 @@ from engine.backends.torch.native.build import (
     find_compiler,
     kept_library,
 )
-from engine.backends.torch.native.kernels import Kernels, native_isa, native_library
+from engine.backends.torch.native.kernels import find_kernels, native_isa
 from engine.backends.torch.native.layer import NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
+from engine.errors import LoadCancelled, ModelLoadFailed
 from tests.fakes.native_libraries import LIBRARIES, native
 
 CPU = torch.device("cpu")
@@ -201,16 +207,18 @@ def test_a_failing_compiler_is_named_with_its_first_error(tmp_path: Path, monkey
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_without_a_compiler_there_is_no_library_and_it_is_said_once(
+def test_without_a_compiler_there_is_no_library_and_each_load_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _in_a_new_process(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
-    for _ in range(3):
-        assert native_library(torch.bfloat16, CPU, lambda: False) is None
-    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(said) == 1
-    assert "no C++ compiler is on PATH (g++, clang++, c++)" in said[0]
+    for loads in (1, 2):
+        found = find_kernels(torch.bfloat16, CPU)
+        assert found.library is None
+        assert found.problem.startswith("the native kernels cannot be used: no C++ compiler is on PATH (g++,")
+        said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(said) == loads
+        assert "no C++ compiler is on PATH (g++, clang++, c++)" in said[-1]
 
 
 def test_a_library_that_came_with_the_wheel_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,40 +236,144 @@ def test_a_library_that_came_with_the_wheel_needs_no_compiler(tmp_path: Path, mo
         build_library("avx2", cache, shipped)
 
 
-def test_a_load_does_not_wait_longer_than_it_may_for_the_compiler(
+@needs_compiler
+def test_a_load_waits_for_the_compiler_and_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = build_library("avx2", cache_folder())
+    _in_a_new_process(tmp_path / "kept", monkeypatch)
+    go_on = _compiler(tmp_path, monkeypatch, f'cp {library} "$made"')
+    seen: list[LoadProgress] = []
+
+    def report(progress: LoadProgress) -> None:
+        seen.append(progress)
+        if len(seen) == 3:
+            go_on.touch()
+
+    found = find_kernels(torch.bfloat16, CPU, report=report)
+    assert found.library is not None
+    assert {(each.phase, each.total, each.unit) for each in seen} == {("kernels", len(build.SOURCES) + 1, "files")}
+    assert [each.done for each in seen] == sorted(each.done for each in seen)
+    assert (seen[0].done, seen[-1].done) == (0, len(build.SOURCES) + 1)
+
+
+def test_a_compiler_that_hangs_is_ended_and_its_load_goes_on_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _in_a_new_process(tmp_path / "kept", monkeypatch)
+    _compiler(tmp_path, monkeypatch, "")
+    monkeypatch.setattr(build, "MAX_BUILD_S", 0.1)
+    found = find_kernels(torch.bfloat16, CPU)
+    assert (found.library, found.problem) == (
+        None,
+        "the native kernels cannot be used: the compiler took longer than 0 s",
+    )
+    assert "as they cannot be used: the compiler took longer" in caplog.text
+    assert not _compilers(tmp_path)
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".lock"]
+
+
+def test_a_load_that_is_cancelled_ends_its_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _in_a_new_process(tmp_path / "kept", monkeypatch)
+    _compiler(tmp_path, monkeypatch, "")
+    seen: list[LoadProgress] = []
+    with pytest.raises(LoadCancelled):
+        find_kernels(torch.bfloat16, CPU, report=seen.append, cancelled=lambda: len(seen) > 3)
+    assert not _compilers(tmp_path)
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".lock"]
+
+
+def test_who_waits_for_a_build_that_fails_does_not_build_and_the_next_load_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "cache_folder", lambda: tmp_path)
-    done = multiprocessing.get_context("fork").Event()
+    folder, made = tmp_path / "kept", tmp_path / "made"
+    go_on = _compiler(tmp_path, monkeypatch, f"echo $$ >> {made}; echo 'error: no such machine' >&2; exit 1")
+    _in_a_new_process(folder, monkeypatch)
+    processes = multiprocessing.get_context("fork")
+    compiling = processes.Event()
 
-    def slowly(isa: InstructionSet, folder: Path) -> Path:
-        done.wait()
-        raise CannotBuild("it was stopped")
+    def build_first() -> None:
+        with pytest.raises(CannotBuild):
+            build_library("avx2", folder, watch=lambda done, total: compiling.set())
 
-    monkeypatch.setattr(kernels, "build_library", slowly)
-    compiling = Kernels("avx2")
-    assert compiling.wait(lambda: True) is None
-    assert compiling.wait(lambda: False, timeout_s=0.0) is None
-    done.set()
-    assert compiling.wait(lambda: False) is None
+    first = processes.Process(target=build_first)
+    first.start()
+    assert compiling.wait(60)
+    with pytest.raises(CannotBuild, match=r"g\+\+ ended with 1: error: no such machine"):
+        build_library("avx2", folder, watch=lambda done, total: go_on.touch())
+    first.join()
+    assert first.exitcode == 0
+    tries = len(made.read_text().splitlines())
+    assert tries <= len(build.SOURCES)
+    with pytest.raises(CannotBuild, match="no such machine"):
+        build_library("avx2", folder)
+    assert len(made.read_text().splitlines()) > tries
+
+
+def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compile_to(monkeypatch, b"the library")
+    (tmp_path / "avx2.killed").mkdir()
+    (tmp_path / "avx2.killed" / "attention.o").write_bytes(b"half of it")
+    (tmp_path / "avx512.other").mkdir()
+    build_library("avx2", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["avx512.other"]
+
+
+def test_a_full_disk_is_named_and_leaves_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compile_to(monkeypatch, b"the library")
+
+    def full(made: Path, path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(build, "_keep", full)
+    with pytest.raises(CannotBuild, match="No space left on device"):
+        build_library("avx2", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["avx2.lock"]
+
+
+def test_a_file_system_without_locks_does_not_keep_the_kernels_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _compile_to(monkeypatch, b"the library")
+
+    def lockless(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(build.fcntl, "flock", lockless)
+    assert build_library("avx2", tmp_path) == kept_library("avx2", tmp_path)
 
 
 @needs_compiler
 def test_a_library_that_was_compiled_before_is_ready_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     build_library("avx2", cache_folder())
+    _in_a_new_process(cache_folder(), monkeypatch)
 
-    def unwanted(isa: InstructionSet, folder: Path) -> Path:
+    def unwanted(*_: object, **named: object) -> Path:
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(kernels, "build_library", unwanted)
-    ready = Kernels("avx2").wait(lambda: False, timeout_s=0.0)
+    seen: list[LoadProgress] = []
+    ready = find_kernels(torch.bfloat16, CPU, report=seen.append).library
     assert ready is not None
     assert ready.isa == "avx2"
+    assert not seen
+
+
+def test_a_worker_computes_with_the_kernels_only_if_its_siblings_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = find_kernels(torch.bfloat16, CPU, native=False)
+    assert without.library is None
+    assert without.problem == "the other workers of this model compute without the native kernels"
+    _in_a_new_process(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        ModelLoadFailed, match=r"compute with the native kernels, .* here: no C\+\+ compiler is on PATH"
+    ):
+        find_kernels(torch.bfloat16, CPU, native=True)
 
 
 def test_other_dtypes_and_devices_stay_with_torch() -> None:
-    assert native_library(torch.float16, CPU, lambda: False) is None
-    assert native_library(torch.bfloat16, torch.device("cuda", 0), lambda: False) is None
+    assert find_kernels(torch.float16, CPU).library is None
+    assert find_kernels(torch.bfloat16, torch.device("cuda", 0)).library is None
 
 
 @pytest.mark.parametrize(
@@ -289,13 +401,37 @@ def test_the_switch_keeps_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _compile_to(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    def run(build: object, commands: Sequence[list[str]], scratch: Path, done: int = 0) -> None:
+        for command in commands:
+            Path(command[command.index("-o") + 1]).write_bytes(content)
+
     monkeypatch.setattr(build, "find_compiler", lambda: "g++")
-    monkeypatch.setattr(build, "_run", lambda command: Path(command[command.index("-o") + 1]).write_bytes(content))
+    monkeypatch.setattr(build._Build, "_run", run)
+
+
+def _compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """Have the compiler be a script, which finds the name of its output in $made. It waits for the file that is
+    returned, and for ever if `script` is empty."""
+    go_on, compiler = folder / "go-on", folder / "g++"
+    waiting = f"while [ ! -e {go_on} ]; do sleep 0.01; done" if script else "sleep 1000"
+    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nmade=$2\n{waiting}\n{script}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return go_on
+
+
+def _compilers(folder: Path) -> list[psutil.Process]:
+    """The running processes of the compiler in `folder`, and what they started."""
+    return [
+        process
+        for process in psutil.process_iter(["environ"])
+        if str(folder) in (process.info["environ"] or {}).get("TMPDIR", "") and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def _in_a_new_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nothing had been compiled or loaded yet, on a CPU with AVX2."""
-    monkeypatch.setattr(kernels, "_kernels", kernels.cache(Kernels))
+    monkeypatch.setattr(kernels, "_opened", cache(NativeLibrary))
     monkeypatch.setattr(kernels, "native_isa", lambda: "avx2")
     monkeypatch.setattr(kernels, "cache_folder", lambda: folder)
 
@@ -307,7 +443,7 @@ def test_a_library_whose_products_are_torchs_passes_its_trial(library: NativeLib
 @needs_compiler
 def test_a_library_that_ends_its_trial_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_TRIED_FIRST", frozenset({"avx2"}))
-    monkeypatch.setattr(build, "SOURCES", (build.SOURCES[0],))
+    monkeypatch.setattr(build, "SOURCES", build.SOURCES[-1:])
     monkeypatch.setattr(build, "trial_command", lambda library, isa: ["/bin/sh", "-c", "kill -ILL $$"])
     with pytest.raises(CannotBuild, match="kernels for avx2 do not work on this machine: /bin/sh ended with -4"):
         build_library("avx2", tmp_path)
@@ -321,9 +457,9 @@ def test_a_shipped_library_is_tried_on_the_machine_that_uses_it(
     _compile_to(monkeypatch, b"for tiles")
     build.ship_libraries(tmp_path / "shipped")
     tried: list[str] = []
-    monkeypatch.setattr(build, "_try", lambda made, isa: tried.append(isa))
+    monkeypatch.setattr(build._Build, "_try", lambda build, made: tried.append(made.name))
     build_library("amx-bf16", tmp_path / "cache", tmp_path / "shipped")
-    assert tried == ["amx-bf16"]
+    assert tried == ["library.so"]
 
 
 def test_the_trial_is_a_process_that_ends_well(library: NativeLibrary) -> None:

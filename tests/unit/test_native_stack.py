@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.native.kernels import PATIENT_S, native_library
+from engine.backends.torch.native.kernels import find_kernels
 from engine.backends.torch.runner import ModelRunner
 from engine.config import CacheBits
 from tests.fakes.families import make_family
-from tests.fakes.oracle import load_runner, never
+from tests.fakes.oracle import load_runner
 from tests.fakes.tiny_models import make_tiny_model
 
 PAGE_TOKENS = 16
@@ -23,7 +23,7 @@ PAGE_TOKENS = 16
 
 @pytest.fixture(autouse=True)
 def _native() -> Iterator[None]:
-    if native_library(torch.float32, torch.device("cpu"), never, PATIENT_S) is None:
+    if find_kernels(torch.float32, torch.device("cpu")).library is None:
         pytest.skip("the native kernels do not run here")
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

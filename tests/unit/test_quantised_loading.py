@@ -126,7 +126,7 @@ def test_a_kernel_that_does_not_multiply_as_it_must_ends_the_load(
 
 @runs
 def test_a_zero_weight_is_like_itself() -> None:
-    library = kernels.quantised_library("int4", torch.bfloat16, torch.device("cpu"), lambda: False)
+    library = kernels.find_kernels(torch.bfloat16, torch.device("cpu")).library
     factory = LinearFactory(torch.device("cpu"), torch.bfloat16, library)
     layer = factory.make(torch.zeros(48, 64).bfloat16(), bits=4)
     assert not layer(torch.ones(2, 64).bfloat16()).any()
@@ -137,7 +137,6 @@ def test_without_a_compiler_a_sentence_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: WeightsName
 ) -> None:
     folder = make_tiny_model(tmp_path / "model", dtype="bfloat16", with_tokenizer=False)
-    monkeypatch.setattr(kernels, "_kernels", kernels.cache(kernels.Kernels))
     monkeypatch.setattr(kernels, "native_isa", lambda: "avx2")
     monkeypatch.setattr(kernels, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -164,6 +164,18 @@ async def test_an_idle_worker_that_falls_silent_is_replaced_too() -> None:
     assert "while it had nothing to do" in stage.owner.lost[0][2].message
 
 
+async def test_a_worker_whose_only_request_is_cancelled_in_a_long_step_is_not_hung() -> None:
+    stage = await Stage(hang_s=1.5).ready()
+    asked = request()
+    stage.replica.submit(asked)
+    stage.host.say(protocol.StepBatch(outputs=[], stats=BackendStats(), step_s=6.0))
+    stage.replica.forget(asked)
+    stage.pass_s(17)
+    assert not stage.host.killed
+    stage.pass_s(3)
+    assert stage.host.killed
+
+
 async def test_lines_of_output_are_no_steps() -> None:
     stage = await Stage().ready()
     stage.replica.submit(request())

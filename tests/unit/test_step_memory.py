@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.native.kernels import PATIENT_S, native_library
+from engine.backends.torch.native.kernels import find_kernels
 from engine.backends.torch.pages import PagePool
 from engine.backends.torch.prompts import PromptLogprobs
 from engine.backends.torch.runner import ModelRunner
@@ -110,7 +110,7 @@ def test_a_step_takes_no_more_than_its_bound_and_about_that(runner: ModelRunner,
 def test_codes_that_the_kernel_reads_take_no_more_of_a_step_than_plain_pages(
     bits: CacheBits, step: str, tmp_path: Path
 ) -> None:
-    if native_library(torch.bfloat16, torch.device("cpu"), never, PATIENT_S) is None:
+    if find_kernels(torch.bfloat16, torch.device("cpu")).library is None:
         pytest.skip("the native kernels do not run here")
     folder = make_tiny_model(tmp_path, max_position_embeddings=4096, with_tokenizer=False)
     chunks = [ChunkInput([5] * count, start, range(PAGES), True) for count, start in STEPS[step]]

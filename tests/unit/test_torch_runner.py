@@ -207,11 +207,11 @@ def test_half_precision_batches_give_logits_close_to_those_alone(tmp_path: Path,
 def test_a_load_that_has_no_use_for_the_kernels_does_not_wait_for_the_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wanted(isa: InstructionSet) -> NoReturn:
+    def wanted(isa: InstructionSet, *_: object) -> NoReturn:
         raise AssertionError(f"the kernels for {isa} were wanted")
 
     monkeypatch.setattr(kernels, "native_isa", lambda: "avx2")
-    monkeypatch.setattr(kernels, "_kernels", wanted)
+    monkeypatch.setattr(kernels, "_find", wanted)
     runner = load_runner(make_tiny_model(tmp_path), dtype="float16")
     assert runner.attention is not None
     assert (runner.dtype_name, runner.attention.name) == ("float16", "gathered")

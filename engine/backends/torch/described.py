@@ -29,6 +29,7 @@ def described(
         attention=runner.attention.name if runner.attention else "",
         attention_reason=runner.attention.reason if runner.attention else "",
         linear=runner.linear,
+        native=runner.native,
         shares=runner.shares,
         adapters_per_request=True,
         hidden_size=runner.config.hidden_size,

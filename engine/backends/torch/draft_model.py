@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
 import torch
 
 from engine.backends.base import LoadProgress
@@ -49,9 +50,8 @@ class DraftModel:
         assert spec.draft_model is not None
         refuse_other_vocabulary(spec.path, spec.draft_model)
         guest = GuestMemory(main.first_memory)
-        runner = ModelRunner.load(
-            spec.draft_model, draft_spec(spec), report=report, cancelled=cancelled, devices=(guest,)
-        )
+        alike = msgspec.structs.replace(draft_spec(spec), native=main.native)
+        runner = ModelRunner.load(spec.draft_model, alike, report=report, cancelled=cancelled, devices=(guest,))
         return cls(runner, main.config.vocab_size)
 
     @property

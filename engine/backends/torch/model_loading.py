@@ -22,8 +22,7 @@ from engine.backends.torch.lora_factors import locate_factors
 from engine.backends.torch.lora_loading import merged
 from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
-from engine.backends.torch.native.kernels import PATIENT_S, WAIT_S, native_library, quantised_library
-from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.native.kernels import Kernels, find_kernels
 from engine.backends.torch.opaque import dtype_name
 from engine.backends.torch.quantised_size import keeps_halves
 from engine.backends.torch.settings import apply_settings, refuse_settings
@@ -32,6 +31,7 @@ from engine.backends.torch.text_alone import text_alone
 from engine.backends.torch.weight_store import OwnWeights
 from engine.backends.torch.weights import WeightReader, locate
 from engine.config import DtypeName, ModelSpec
+from engine.errors import InvalidRequest
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -40,6 +40,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 class LoadedDecoder:
     """A decoder whose weights, of `dtype`, lie where `layout` says and are entered there.
 
+    kernels: what computes its linear layers, and may compute its attention.
     parameters: how many it has; active_parameters: those that a token is computed with.
     shared_bytes: how much of the weights all workers of this machine have once.
     settle: makes steps faster in the background; for when the load is over.
@@ -47,6 +48,7 @@ class LoadedDecoder:
 
     decoder: Decoder
     dtype: torch.dtype
+    kernels: Kernels
     layout: Layout
     parameters: int
     active_parameters: int
@@ -75,11 +77,12 @@ def load_decoder(
     config = as_stored(config, checkpoint)
     layout = lay_out(config.layers, devices, spec.shares)
     places = [memory.device for memory in layout.memories]
-    dtype, native = _computed_with(spec, config.checkpoint_dtype, places[0], cancelled)
     weights = locate(checkpoint, tensor_shapes(config), config.quantisation)
     if spec.lora is not None:
         weights = merged(weights, locate_factors(spec.lora, config))
     report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
+    dtype, kernels = _computed_with(spec, config.checkpoint_dtype, places[0], report, cancelled)
+    native = kernels.library
     reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
     files = {*checkpoint.files, path / "config.json", *(spec.lora.iterdir() if spec.lora else ())}
     halves = (
@@ -87,7 +90,7 @@ def load_decoder(
     )
     own = nullcontext(OwnWeights())  # halves are opaque
     with (
-        own if halves else weight_store(path, files, dtype, places, cancelled, native, spec.weights) as store,
+        own if halves else weight_store(path, files, dtype, places, report, cancelled, native, spec.weights) as store,
         torch.inference_mode(),
     ):
         loader = DecoderLoader(config, reader, layout, dtype, store, native, spec.deterministic, spec.weights, halves)
@@ -97,6 +100,7 @@ def load_decoder(
     return LoadedDecoder(
         decoder=decoder,
         dtype=dtype,
+        kernels=kernels,
         layout=layout,
         parameters=parameters,
         active_parameters=parameters - _idle_parameters(config),
@@ -114,16 +118,18 @@ def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device,
 
 
 def _computed_with(
-    spec: ModelSpec, stored: CheckpointDtype, device: torch.device, cancelled: Callable[[], bool]
-) -> tuple[torch.dtype, NativeLibrary | None]:
-    """The dtype to compute in, and the kernels of linear layers, if any: they may have to be compiled first, for which
-    a load waits only if they are for its dtype."""
-    patience = PATIENT_S if spec.deterministic else WAIT_S
-    native = native_library(_DTYPES.get(spec.dtype, torch.bfloat16), device, cancelled, patience)
-    dtype = pick_dtype(spec.dtype, stored, device, kernels=native is not None)
-    if spec.weights != "auto":
-        native = quantised_library(spec.weights, dtype, device, cancelled)
-    return dtype, native
+    spec: ModelSpec,
+    stored: CheckpointDtype,
+    device: torch.device,
+    report: Callable[[LoadProgress], None],
+    cancelled: Callable[[], bool],
+) -> tuple[torch.dtype, Kernels]:
+    """The dtype to compute in, and the kernels. Raises InvalidRequest where `weights` cannot be without them."""
+    wanted = _DTYPES.get(spec.dtype, torch.bfloat16)
+    kernels = find_kernels(wanted, device, report=report, cancelled=cancelled, native=spec.native)
+    if spec.weights != "auto" and kernels.library is None:
+        raise InvalidRequest(f"weights is {spec.weights}: {kernels.problem}", param="weights", value=spec.weights)
+    return pick_dtype(spec.dtype, stored, device, kernels=kernels.library is not None), kernels
 
 
 def _idle_parameters(config: ModelConfig) -> int:

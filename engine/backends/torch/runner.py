@@ -30,7 +30,6 @@ from engine.backends.torch.model import Decoder
 from engine.backends.torch.model_loading import LoadedDecoder, load_decoder
 from engine.backends.torch.native.attention import NativeAttention
 from engine.backends.torch.native.attention_fit import native_obstacle, turned_heads
-from engine.backends.torch.native.kernels import native_library
 from engine.backends.torch.native.stack import stacked
 from engine.backends.torch.prompts import FinalStates, Tell
 from engine.backends.torch.step_account import StepAccount
@@ -45,6 +44,7 @@ class ModelRunner:
     attention: how rows attend, and why; known after `allocate_kv`.  adapters: what chunks may name.
     active_parameters: those that a token is computed with.
     shared_bytes: how much of the weights all workers of this machine have once.  linear: what multiplies by weights.
+    native: whether it computes with the native kernels, as far as they can; None where they are not for its devices.
     deterministic: whether every row's result is to be its own affair.
     landing: what is drawn goes back to the host by it, where steps run while the host goes on: on a GPU, if it is one
         alone; a mixture of experts asks the host in every layer.
@@ -66,6 +66,8 @@ class ModelRunner:
         self.attention: Choice | None = None
         self.linear = kind_of(next(block for stage in decoder.stages for block in stage.blocks).qkv)
         self._dtype, self._layout, self._wanted_attention = dtype, layout, attention
+        self._kernels = loaded.kernels
+        self.native = self._kernels.library is not None if self._kernels.apply else None
         self._heads = HeadFormat(self.config.head_dim, cache_bits, dtype.itemsize)
         self.adapters = AttachedAdapters(AdapterLoader(decoder.config, dtype, layout.by_layer))
         self.deterministic = deterministic
@@ -268,7 +270,7 @@ class ModelRunner:
         if self._decoder is None:
             return NO_CPU
         return native_obstacle(
-            native_library(self._dtype, self._layout.first.device, lambda: False),
+            self._kernels,
             turned_heads(self._decoder),
             dtype=self._dtype,
             devices=[each.device for each in self._layout.memories],
@@ -277,7 +279,7 @@ class ModelRunner:
         )
 
     def _native_attention(self, kv: KvPool) -> NativeAttention:
-        library = native_library(self._dtype, self._layout.first.device, lambda: False)
+        library = self._kernels.library
         if self._decoder is None or library is None:
             raise RuntimeError("native attention was chosen without a model or its library")
         heads = [each.heads for each in turned_heads(self._decoder)]

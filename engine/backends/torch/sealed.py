@@ -132,8 +132,9 @@ class UnsealedFile:
 
 
 @contextmanager
-def alone(folder: Path, cancelled: Callable[[], bool]) -> Iterator[None]:
-    """Be the only process inside this for that folder; returns early, not alone, once `cancelled()` is true.
+def alone(folder: Path, cancelled: Callable[[], bool], waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Be the only process inside this for that folder; returns early, not alone, once `cancelled()` is true. `waiting`
+    is called several times a second while another process is inside.
 
     The kernel lets go of the lock when its holder dies. On a file system without locks, all are let in.
     """
@@ -144,6 +145,7 @@ def alone(folder: Path, cancelled: Callable[[], bool]) -> Iterator[None]:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                waiting()
                 time.sleep(_POLL_S)
             except OSError:
                 break

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from engine.backends.base import LoadProgress
 from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.sealed import SealedFile, UnsealedFile, alone
 from engine.backends.torch.weight_file import LAYOUT, SharedReader, SharedWriter
@@ -32,23 +33,24 @@ def weight_store(
     files: Iterable[Path],
     dtype: torch.dtype,
     devices: Iterable[torch.device],
+    report: Callable[[LoadProgress], None],
     cancelled: Callable[[], bool],
     native: NativeLibrary | None = None,
     weights: WeightsName = "auto",
 ) -> Iterator[WeightStore]:
     """Where to build the decoder of one model from, inside this: what another worker made, or this one makes for all.
 
-    folder: the model's.  files: all that its weights depend on.  native: the kernels that
-    compute with them, which read a layout of their own.  weights: what
-    linear layers are made into.  Waits while another worker makes them; one that dies
-    meanwhile leaves that to the next. What was made here is published when the block ends without an error, and freed
+    folder: the model's.  files: all that its weights depend on.  native: the kernels that compute with them, which read
+    a layout of their own.  weights: what linear layers are made into.  Waits while another worker makes them, and
+    reports that as the phase "wait"; one that dies meanwhile leaves that to the next. What was made here is published
+    when the block ends without an error, and freed
     with the last decoder that was built from it.
     """
     if sys.platform != "linux" or any(device.type != "cpu" for device in devices):
         yield OwnWeights()
         return
     name = identity(files, dtype, native, weights)
-    with alone(folder, cancelled):
+    with alone(folder, cancelled, lambda: report(LoadProgress(phase="wait", done=0, total=0, unit="steps"))):
         found = SealedFile.find(name)
         if found is not None:
             yield SharedReader(found, native)

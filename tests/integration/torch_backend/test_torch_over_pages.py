@@ -87,7 +87,11 @@ def test_a_load_tells_which_attention_computes_and_why(tmp_path: Path, monkeypat
     monkeypatch.setenv(SWITCH, "0")
     loaded = load_spec(TorchBackend(), spec)
     assert loaded.attention == "gathered"
-    assert loaded.attention_reason == "there is no CUDA device, and the native kernels cannot be used"
+    assert loaded.attention_reason == (
+        "there is no CUDA device, and the native kernels cannot be used: "
+        "they need Linux on x86-64, a CPU with AVX2, and that ERICLLM_NATIVE is not 0"
+    )
+    assert loaded.native is False
 
 
 @pytest.mark.parametrize("attention", ["flash", "triton", "varlen"])

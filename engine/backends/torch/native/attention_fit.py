@@ -15,6 +15,7 @@ from engine.backends.torch.capped import capped_
 from engine.backends.torch.kv_codes import HeadCodec
 from engine.backends.torch.kv_format import HeadFormat
 from engine.backends.torch.native.attention import DTYPES, TILE_TOKENS, Heads, NativeAttention
+from engine.backends.torch.native.kernels import Kernels
 from engine.backends.torch.native.library import NativeLibrary
 from engine.backends.torch.norms import HeadNorm
 from engine.backends.torch.rope import RotaryEmbedding, rotate_
@@ -51,7 +52,7 @@ def turned_heads(decoder: Decoder) -> list[Turned]:
 
 
 def native_obstacle(
-    library: NativeLibrary | None,
+    kernels: Kernels,
     layers: Sequence[Turned],
     *,
     dtype: torch.dtype,
@@ -66,13 +67,13 @@ def native_obstacle(
         return "the native kernels attend on a CPU alone"
     if dtype not in DTYPES:
         return f"the native kernels attend to bfloat16 or float32, and this is {dtype}".replace("torch.", "")
-    if library is None:
-        return "the native kernels cannot be used"
+    if kernels.library is None:
+        return kernels.problem
     if page_tokens % TILE_TOKENS:
         return f"the native kernels take pages of a multiple of {TILE_TOKENS} tokens, and these have {page_tokens}"
     if head_dim % TILE_TOKENS:
         return f"the native kernels take head sizes that {TILE_TOKENS} divides, and this is {head_dim}"
-    problem = _misfit(library, layers, dtype, page_tokens, bits)
+    problem = _misfit(kernels.library, layers, dtype, page_tokens, bits)
     if problem:
         _logger.warning("attention stays on torch's kernels: %s", problem)
     return problem

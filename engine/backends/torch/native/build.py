@@ -10,17 +10,24 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import platformdirs
 
 InstructionSet = Literal["amx-bf16", "avx512-bf16", "avx512", "avx2"]
+
+Watch = Callable[[int, int], None]
+"""Called several times a second during a build, with the number of files made and of all. What it raises ends the
+build, compilers included."""
 
 _FOLDER = Path(__file__).parent
 SHIPPED = _FOLDER / "shipped"
@@ -28,8 +35,10 @@ SHIPPED = _FOLDER / "shipped"
 
 SOURCES = tuple(
     _FOLDER / name
-    for name in ("linear.cpp", "float32.cpp", "quantised.cpp", "quantise.cpp", "attention.cpp", "blocks.cpp")
+    for name in ("attention.cpp", "quantised.cpp", "linear.cpp", "float32.cpp", "quantise.cpp", "blocks.cpp")
 )
+"""Those that take longest first, so that no compiler is waited for alone."""
+
 HEADERS = tuple(
     _FOLDER / f"{name}.h"
     for name in (
@@ -53,7 +62,11 @@ HEADERS = tuple(
     )
 )
 COMPILERS = ("g++", "clang++", "c++")
-TIMEOUT_S = 180.0
+
+MAX_BUILD_S = 300.0
+"""How long a build may take, and how long another process's build is waited for. One takes 16 s of one core."""
+
+_POLL_S = 0.05
 
 SWITCH = "ERICLLM_NATIVE"
 """The environment variable that keeps the kernels off with "0"."""
@@ -104,16 +117,19 @@ def kept_library(isa: InstructionSet, folder: Path) -> Path | None:
     return path if whole else None
 
 
-def build_library(isa: InstructionSet, folder: Path, shipped: Path = SHIPPED) -> Path:
+def build_library(
+    isa: InstructionSet, folder: Path, shipped: Path = SHIPPED, watch: Watch = lambda done, total: None
+) -> Path:
     """The library in `folder`; unless it is there, a copy of the one in `shipped`, else compiled. Of several processes
-    at once, one makes it and the others wait. Raises CannotBuild."""
+    at once, one makes it and the others wait; they take its failure for theirs. Raises CannotBuild, and whatever
+    `watch` raises."""
+    build = _Build(isa, folder, watch)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (folder / f"{isa}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it when its holder dies
-            return kept_library(isa, folder) or _make(isa, folder, kept_library(isa, shipped))
+        with build.locked() as lock:
+            return kept_library(isa, folder) or build.make(kept_library(isa, shipped), lock)
     except OSError as error:
-        raise CannotBuild(f"{folder} cannot be written: {error}") from error
+        raise CannotBuild(f"{folder} cannot be used: {error}") from error
 
 
 def ship_libraries(folder: Path) -> list[Path]:
@@ -121,8 +137,9 @@ def ship_libraries(folder: Path) -> list[Path]:
     Raises CannotBuild."""
     folder.mkdir(parents=True, exist_ok=True)
     for isa in ISA_FLAGS:
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            _keep(_compile(isa, Path(scratch)), _path(isa, folder))
+        build = _Build(isa, folder)
+        with build.scratch() as scratch:
+            _keep(build.compile(scratch), _path(isa, folder))
     return [_path(isa, folder) for isa in ISA_FLAGS]
 
 
@@ -131,33 +148,146 @@ def find_compiler() -> str:
     return next((found for name in COMPILERS if (found := shutil.which(name))), "")
 
 
-def _make(isa: InstructionSet, folder: Path, shipped: Path | None) -> Path:
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        if shipped is None:
-            made = _compile(isa, Path(scratch))
-        else:
-            made = Path(scratch, "library.so")
-            made.write_bytes(shipped.read_bytes()[:-_DIGEST_BYTES])
-        if isa in _TRIED_FIRST:
-            _try(made, isa)
-        _keep(made, _path(isa, folder))
-    return _path(isa, folder)
+class _Build:
+    """One attempt to have the library for `isa` in `folder`, which ends MAX_BUILD_S from now at the latest."""
+
+    def __init__(self, isa: InstructionSet, folder: Path, watch: Watch = lambda done, total: None) -> None:
+        self._isa, self._folder, self._watch = isa, folder, watch
+        self._until = time.monotonic() + MAX_BUILD_S
+        self._waited = self._is_locked = False
+
+    @contextmanager
+    def locked(self) -> Iterator[IO[bytes]]:
+        """Be the only process that builds for `isa` in the folder; the lock file has why the last build failed. The
+        system drops the lock of a process that dies. On a file system without locks, all are let in."""
+        with (self._folder / f"{self._isa}.lock").open("a+b", buffering=0) as lock:
+            while not self._is_locked:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._is_locked = True
+                except BlockingIOError:
+                    self._waited = True
+                    self._look(sum(1 for _ in self._folder.glob(f"{self._isa}.*/*.o")))
+                except OSError:
+                    break
+            yield lock
+
+    def make(self, shipped: Path | None, lock: IO[bytes]) -> Path:
+        """Put the library in its place, made of a `shipped` one where there is one, else by the compiler."""
+        lock.seek(0)
+        if self._waited and (problem := lock.read()):
+            raise CannotBuild(problem.decode())
+        lock.truncate(0)
+        if self._is_locked:
+            for stale in self._folder.glob(f"{self._isa}.*/"):  # of a process that was killed
+                shutil.rmtree(stale, ignore_errors=True)
+        try:
+            with self.scratch() as scratch:
+                if shipped is None:
+                    made = self.compile(scratch)
+                else:
+                    made = scratch / "library.so"
+                    made.write_bytes(shipped.read_bytes()[:-_DIGEST_BYTES])
+                if self._isa in _TRIED_FIRST:
+                    self._try(made)
+                _keep(made, _path(self._isa, self._folder))
+        except CannotBuild as error:
+            with suppress(OSError):
+                lock.write(str(error).encode())
+            raise
+        return _path(self._isa, self._folder)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder for what is made on the way."""
+        with tempfile.TemporaryDirectory(prefix=f"{self._isa}.", dir=self._folder, ignore_cleanup_errors=True) as name:
+            yield Path(name)
+
+    def compile(self, scratch: Path) -> Path:
+        """Compile the library into `scratch`."""
+        compiler = find_compiler()
+        if not compiler:
+            raise CannotBuild(f"no C++ compiler is on PATH ({', '.join(COMPILERS)})")
+        made = scratch / "library.so"
+        objects = [scratch / f"{source.stem}.o" for source in SOURCES]
+        self._run(
+            [
+                [compiler, "-c", *_FLAGS, *ISA_FLAGS[self._isa], "-o", str(each), str(source)]
+                for each, source in zip(objects, SOURCES, strict=True)
+            ],
+            scratch,
+        )
+        self._run([[compiler, "-shared", *_LINK_FLAGS, "-o", str(made), *map(str, objects)]], scratch, len(objects))
+        return made
+
+    def _try(self, made: Path) -> None:
+        try:
+            self._run([trial_command(made, self._isa)], made.parent, len(SOURCES))
+        except CannotBuild as error:
+            raise CannotBuild(f"kernels for {self._isa} do not work on this machine: {error}") from error
+
+    def _run(self, commands: Sequence[list[str]], scratch: Path, done: int = 0) -> None:
+        """Run all commands, as many at once as there are cores. None of them is left running."""
+        waiting, running = deque(commands), list[_Command]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < (os.cpu_count() or 1):
+                    running.append(_Command(waiting.popleft(), scratch))
+                for command in [command for command in running if command.ended()]:
+                    running.remove(command)
+                    command.check()
+                    done += 1
+                self._look(done)
+        finally:
+            for command in running:
+                command.kill()
+
+    def _look(self, done: int) -> None:
+        """Report, and wait a moment."""
+        self._watch(done, len(SOURCES) + 1)
+        if time.monotonic() > self._until:
+            who = "the compiler" if self._is_locked or not self._waited else "the compiler of another process"
+            raise CannotBuild(f"{who} took longer than {MAX_BUILD_S:.0f} s")
+        time.sleep(_POLL_S)
 
 
-def _compile(isa: InstructionSet, scratch: Path) -> Path:
-    compiler = find_compiler()
-    if not compiler:
-        raise CannotBuild(f"no C++ compiler is on PATH ({', '.join(COMPILERS)})")
-    made = scratch / "library.so"
-    objects = [scratch / f"{source.stem}.o" for source in SOURCES]
-    commands = (
-        [compiler, "-c", *_FLAGS, *ISA_FLAGS[isa], "-o", str(each), str(source)]
-        for each, source in zip(objects, SOURCES, strict=True)
-    )
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(_run, commands))
-    _run([compiler, "-shared", *_LINK_FLAGS, "-o", str(made), *map(str, objects)])
-    return made
+class _Command:
+    """A running program. What it says is kept in memory: a disk that is full must not hide why it failed."""
+
+    def __init__(self, command: list[str], scratch: Path) -> None:
+        self._name = command[0]
+        self._output = os.fdopen(os.memfd_create("compiler"), "w+b")
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._output,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": str(scratch)},
+            )
+        except OSError as error:
+            self._output.close()
+            raise CannotBuild(f"{self._name} cannot be run: {error}") from error
+
+    def ended(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._process.poll() is not None
+
+    def check(self) -> None:
+        """Raise CannotBuild, with its first error, unless it ended well."""
+        with self._output:
+            self._output.seek(0)
+            said = self._output.read().decode(errors="replace")
+        if self._process.returncode:
+            first = next((line for line in said.splitlines() if "error" in line), said.strip()[-200:])
+            raise CannotBuild(f"{self._name} ended with {self._process.returncode}: {first}")
+
+    def kill(self) -> None:
+        """End it and what it started."""
+        with self._output, suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def _keep(made: Path, path: Path) -> None:
@@ -171,23 +301,6 @@ def _keep(made: Path, path: Path) -> None:
 def trial_command(library: Path, isa: InstructionSet) -> list[str]:
     """What tries a library, in a process of its own."""
     return [sys.executable, "-m", "engine.backends.torch.native.trial", str(library), isa]
-
-
-def _try(library: Path, isa: InstructionSet) -> None:
-    try:
-        _run(trial_command(library, isa))
-    except CannotBuild as error:
-        raise CannotBuild(f"kernels for {isa} do not work on this machine: {error}") from error
-
-
-def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotBuild(f"{command[0]} failed: {error}") from error
-    if done.returncode:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
-        raise CannotBuild(f"{command[0]} ended with {done.returncode}: {said}")
 
 
 def _path(isa: InstructionSet, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Whether this process can use the native kernels: found in the cache, or compiled in the background."""
+"""The native kernels as a load finds them: kept from before, or compiled for it, which it waits for."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import logging
 import os
 import platform
 import sys
-import threading
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 
+from engine.backends.base import LoadProgress
 from engine.backends.torch.native.build import (
     SWITCH,
-    TIMEOUT_S,
     CannotBuild,
     InstructionSet,
     build_library,
@@ -23,93 +23,57 @@ from engine.backends.torch.native.build import (
     kept_library,
 )
 from engine.backends.torch.native.library import DTYPES, NativeLibrary
-from engine.config import WeightsName
-from engine.errors import InvalidRequest, LoadCancelled
-
-WAIT_S = 10.0
-"""How long a load waits for the compiler. Later loads find what it has made."""
-
-PATIENT_S = 120.0
-"""How long one waits that cannot go on without."""
-
-_POLL_S = 0.02
+from engine.errors import LoadCancelled, ModelLoadFailed
 
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels for one instruction set: ready at once where they were compiled before, else when a thread of their
-    own has compiled them.
+    """What computes linear layers and attention of a model, or the clause that says why torch does.
 
-    problem: why there are none, as a clause.
+    apply: whether they are for such a device at all.
     """
 
-    def __init__(self, isa: InstructionSet) -> None:
-        self._isa, self._folder = isa, cache_folder()
-        self._library: NativeLibrary | None = None
-        self.problem = ""
-        self._done = threading.Event()
-        kept = kept_library(isa, self._folder)
-        if kept is not None and self._loaded(lambda: NativeLibrary(isa, kept)):
-            self._done.set()
-            return
-        threading.Thread(target=self._build, name="native kernels", daemon=True).start()
-
-    def wait(self, cancelled: Callable[[], bool], timeout_s: float = WAIT_S) -> NativeLibrary | None:
-        """The library; None where there can be none, or where it takes longer or `cancelled()` turns true."""
-        until = time.monotonic() + timeout_s
-        while not self._done.wait(_POLL_S) and time.monotonic() < until and not cancelled():
-            pass
-        return self._library
-
-    def _build(self) -> None:
-        self._loaded(lambda: NativeLibrary(self._isa, build_library(self._isa, self._folder)))
-        self._done.set()
-
-    def _loaded(self, load: Callable[[], NativeLibrary]) -> bool:
-        try:
-            self._library = load()
-        except CannotBuild as error:
-            self.problem = str(error)
-            _logger.warning("the model computes with torch's kernels, as ours cannot be used: %s", error)
-        return self._library is not None
+    library: NativeLibrary | None = None
+    problem: str = ""
+    apply: bool = True
 
 
-def native_library(
-    dtype: torch.dtype, device: torch.device, cancelled: Callable[[], bool], timeout_s: float = WAIT_S
-) -> NativeLibrary | None:
-    """What computes linear layers and attention of `dtype` on `device`; None where torch does, as where compiling takes
-    longer. What is not the kernels' is not waited for."""
-    isa = native_isa()
-    if isa is None or dtype not in DTYPES or device.type != "cpu":
-        return None
-    return _kernels(isa).wait(cancelled, timeout_s)
+def find_kernels(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    report: Callable[[LoadProgress], None] = lambda progress: None,
+    cancelled: Callable[[], bool] = lambda: False,
+    native: bool | None = None,
+) -> Kernels:
+    """The kernels for a model of `dtype` on `device`. Where they have to be compiled first, that is waited for and
+    reported as the phase "kernels"; where that fails, a warning in the log has the reason.
 
-
-def quantised_library(
-    weights: WeightsName, dtype: torch.dtype, device: torch.device, cancelled: Callable[[], bool]
-) -> NativeLibrary:
-    """What computes with weights made into fewer bits, compiled first if need be.
-
-    Raises InvalidRequest where there is no such thing here, LoadCancelled.
+    native: as in ModelSpec. Raises LoadCancelled, and ModelLoadFailed where `native` is true and there are none.
     """
-
-    def refused(why: str) -> InvalidRequest:
-        return InvalidRequest(f"weights is {weights}: {why}", param="weights", value=weights)
-
-    if dtype not in DTYPES or device.type != "cpu":
+    if device.type != "cpu":
+        return Kernels(problem="the native kernels are for a CPU", apply=False)
+    if dtype not in DTYPES:
         dtype_name = str(dtype).removeprefix("torch.")
-        raise refused(f"they are for bfloat16 or float32 on a CPU, not for {dtype_name} on {device.type}")
+        return Kernels(problem=f"the native kernels are for bfloat16 or float32 on a CPU, not for {dtype_name}")
+    if native is False:
+        return Kernels(problem="the other workers of this model compute without the native kernels")
     isa = native_isa()
     if isa is None:
-        raise refused("their kernels need Linux, a CPU with AVX2, and that ERICLLM_NATIVE is not 0")
-    kernels = _kernels(isa)
-    library = kernels.wait(cancelled, timeout_s=2 * TIMEOUT_S)
-    if library is None:
-        if cancelled():
-            raise LoadCancelled("the load was cancelled")
-        raise refused(f"their kernels cannot be used: {kernels.problem or 'the compiler does not end'}")
-    return library
+        problem = f"they need Linux on x86-64, a CPU with AVX2, and that {SWITCH} is not 0"
+    else:
+        try:
+            return Kernels(_find(isa, report, cancelled))
+        except CannotBuild as error:
+            problem = str(error)
+            _logger.warning("the model computes without the native kernels, as they cannot be used: %s", problem)
+    if native:
+        raise ModelLoadFailed(
+            f"the other workers of this model compute with the native kernels, which cannot be used here: {problem}"
+        )
+    return Kernels(problem=f"the native kernels cannot be used: {problem}")
 
 
 def native_isa() -> InstructionSet | None:
@@ -128,7 +92,19 @@ def native_isa() -> InstructionSet | None:
             return None
 
 
+def _find(isa: InstructionSet, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> NativeLibrary:
+    """The library for `isa`. Raises CannotBuild, LoadCancelled."""
+
+    def watch(done: int, total: int) -> None:
+        if cancelled():
+            raise LoadCancelled("the load was cancelled while kernels were compiled")
+        report(LoadProgress(phase="kernels", done=done, total=total, unit="files"))
+
+    folder = cache_folder()
+    return _opened(isa, kept_library(isa, folder) or build_library(isa, folder, watch=watch))
+
+
 @cache
-def _kernels(isa: InstructionSet) -> Kernels:
-    """Those of this process, started at their first use."""
-    return Kernels(isa)
+def _opened(isa: InstructionSet, path: Path) -> NativeLibrary:
+    """That of this process, which is opened once."""
+    return NativeLibrary(isa, path)
