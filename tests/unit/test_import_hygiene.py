@@ -43,7 +43,7 @@ def test_the_engine_knows_no_screen_and_no_http() -> None:
 
 
 def test_deciding_needs_no_torch() -> None:
-    parts = ("torch", "exllama", "paged_attention", "faults")
+    parts = ("torch", "exllama", "paged_attention", "faults", "cublas")
     heavy = (*(f"engine.backends.{part}" for part in parts), "engine.demo", "engine.models.synthetic")
     light = [name for name in modules("engine") if not name.startswith(heavy)]
     light += [f"engine.backends.torch.{name}" for name in ("scheduler", "pages", "batch")] + ["engine.demo"]

@@ -39,6 +39,9 @@ class CudaGpus:
         """Collect garbage, cycles too, and empty torch's cache."""
         import torch
 
+        from engine.backends.cublas import clear_workspaces
+
         gc.collect()
         if torch.cuda.is_initialized():
+            clear_workspaces()
             torch.cuda.empty_cache()

@@ -9,31 +9,40 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.backends.cublas import clear_workspaces
 from engine.backends.torch.graphs import Recorder
 from engine.backends.torch.landing import Landing
 from engine.backends.torch.step_upload import Staging, TurnStaging, Wait
 
 
 class CudaRecorder:
-    """Records work on one device. All recordings share the memory that they work in: no two run at once."""
+    """Records work on one device. All recordings share the memory that they work in, cuBLAS's workspace with it: no two
+    run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._beside = torch.cuda.Stream(device)
 
     def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Run `work` twice beside the other work, so that kernels are compiled and libraries have their workspaces,
-        then capture it."""
+        """Run `work` twice beside the other work, so that kernels are compiled and libraries ready, then capture it.
+
+        cuBLAS's workspace of a stream that is there already belongs to all of its work, and one that is not to what is
+        captured. So none is there when a capture begins, and none is left when it has ended.
+        """
         with torch.cuda.device(self._device):
-            current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+            current, beside, graph = torch.cuda.current_stream(), self._beside, torch.cuda.CUDAGraph()
             beside.wait_stream(current)
-            with torch.cuda.stream(beside):
-                work()
-                work()
+            try:
+                with torch.cuda.stream(beside):  # restores the stream also where the end of a capture fails
+                    work()
+                    work()
+                    clear_workspaces()
+                    with torch.cuda.graph(graph, pool=self._pool, stream=beside, capture_error_mode="thread_local"):
+                        work()
+            finally:
+                clear_workspaces()
             current.wait_stream(beside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                work()
         return graph
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.backends.cublas import clear_workspaces
 from engine.backends.faults import is_out_of_memory
 from engine.errors import InsufficientMemory
 from engine.ram import read_ram
@@ -43,6 +44,7 @@ def give_back(device: torch.device) -> None:
     """Return freed memory to the driver or the system: both allocators keep some of it otherwise, as do cycles."""
     gc.collect()
     if device.type == "cuda":
+        clear_workspaces()
         torch.cuda.empty_cache()
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
