@@ -57,7 +57,7 @@ def _compute_all(monkeypatch: pytest.MonkeyPatch, computed: list[int]) -> None:
     """Have the last block compute every row; how many those were."""
     hidden = Decoder.hidden
 
-    def all_rows(self: Decoder, plan: StepPlan, kv: KvPool, rows: Tensor | None = None) -> Tensor:
+    def all_rows(self: Decoder, plan: StepPlan, kv: KvPool, rows: Tensor | None, watch: object) -> Tensor:
         assert rows is not None
         states = hidden(self, plan, kv)
         computed.append(len(states))

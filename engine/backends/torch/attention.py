@@ -57,7 +57,10 @@ def _group(
     if view.own_rows:
         keys_values = own_keys_values[rows].unsqueeze(0)
     else:
-        keys_values = kv.read(layer, view.pages, group.sequences)[:, view.skip : view.skip + view.tokens]
+        keys_values = kv.read(layer, view.pages, group.sequences)
+        if view.stale is not None:  # of whoever had the page before: NaN would pass the mask
+            keys_values.flatten(0, 1).index_fill_(0, view.stale, 0)
+        keys_values = keys_values[:, view.skip : view.skip + view.tokens]
     if group.sequences == 1 and group.width > 1:
         return _one_chunk(queries[rows], keys_values, view, scores)
     return _many_chunks(queries[rows], keys_values, group, view, scores)

@@ -19,12 +19,11 @@ from engine.backends.faults import device_is_lost, ends_worker, is_out_of_memory
 from engine.backends.torch.described import described
 from engine.backends.torch.determinism import refuse_adapters
 from engine.backends.torch.draft_model import DraftModel
-from engine.backends.torch.drawn import SampledToken
 from engine.backends.torch.gauges import gauges
 from engine.backends.torch.jobs import NOT_FINITE, Job
 from engine.backends.torch.kv_size import CPU_SHARE, CUDA_SHARE, kv_pages
 from engine.backends.torch.pages import PagePool
-from engine.backends.torch.pipeline import Pipeline
+from engine.backends.torch.pipeline import Computed, Pipeline
 from engine.backends.torch.refusals import refuse_unknown_tokens
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampler import SampleRow
@@ -144,7 +143,7 @@ class TorchBackend:
             if admit and planned is None:
                 self._speculation.add(plan, self._scheduler, self._row_of)
             try:
-                tokens = self._pipeline.compute(plan, self._speculation)
+                computed = self._pipeline.compute(plan, self._speculation)
             except Exception as error:
                 if device_is_lost(error):
                     raise
@@ -158,7 +157,7 @@ class TorchBackend:
                 admit = False
                 continue
             self._steps += 1
-            return events + self._commit(plan, tokens)
+            return events + self._commit(plan, computed)
 
     def stats(self) -> BackendStats:
         """Counters and gauges now."""
@@ -237,18 +236,21 @@ class TorchBackend:
             self._kv_bytes += self._draft.runner.allocate_kv(pages, page_tokens, report=report)
         return PagePool(pages, page_tokens, spec.prefix_salt)
 
-    def _commit(self, plan: Plan, tokens: list[list[SampledToken]]) -> list[TokenEvent]:
-        sampled = plan.sampled
+    def _commit(self, plan: Plan, computed: Computed) -> list[TokenEvent]:
+        tokens, sampled = computed.tokens, plan.sampled
         guessed = [chunk.guessed for chunk in plan.chunks if chunk.sample]
         known = [sequence.known for sequence in sampled]
         ids = [[token.token_id for token in new] for new in tokens]
-        ended = self._loaded()[1].commit(plan, ids)
+        ended = self._loaded()[1].commit(plan, ids, computed.spoilt)
         at_end = {sequence.id for sequence in ended}
-        spoilt = self._add_told(plan)
+        spoilt = self._add_told(plan) | {sequence.id for sequence in computed.spoilt}
         events = [self._computed(each.id) for each in ended if not (each.answers or each.id in spoilt)]
         events += [self._end(name, "error", NOT_FINITE) for name in spoilt]
         for index, sequence in enumerate(sampled):
             if sequence.id in spoilt:
+                continue
+            if not ids[index] and guessed[index]:
+                self._speculation.end(sequence.id)  # it goes on without guesses, one of which may have spoilt the step
                 continue
             if not ids[index]:
                 events.append(self._end(sequence.id, "error", self._jobs[sequence.id].why_nothing))

@@ -37,6 +37,11 @@ class ChunkInput:
         return self.start + len(self.token_ids)
 
     @property
+    def prefills(self) -> bool:
+        """Several tokens, all of them known: some of a prompt, or of an answer that is computed again."""
+        return len(self.token_ids) > 1 and not self.guessed
+
+    @property
     def sampled(self) -> int:
         """How many of the last tokens' logits are wanted."""
         return 1 + self.guessed if self.sample else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,10 +83,13 @@ class Decoder:
         """Whether all of its blocks are."""
         return all(block.fused is not None for stage in self.stages for block in stage.blocks)
 
-    def hidden(self, plan: StepPlan, kv: KvPool, rows: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, plan: StepPlan, kv: KvPool, rows: Tensor | None = None, watch: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
         """Run one step: write its keys and values to `kv`, return hidden states [rows, hidden] before the last norm:
         of all rows, or of `rows` [R] alone, which the last block then computes alone once it has attended.
 
+        watch: given the states [T, hidden] of all rows before the last block, but not by `stack`.
         `plan` and `rows` lie on the first stage's device, the states on the last one's.
         """
         traits = self.config.traits
@@ -100,6 +103,8 @@ class Decoder:
                 return self.stack(hidden, plan.native, angles, rows)
             for layer, block in enumerate(stage.blocks, stage.first_layer):
                 last = layer + 1 == self.config.layers
+                if last and watch is not None:
+                    watch(hidden)
                 taken = rows.to(stage.device) if last and rows is not None and not plan.adapted else None
                 hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary], taken)
         return hidden.index_select(0, rows.to(hidden.device)) if rows is not None and plan.adapted else hidden

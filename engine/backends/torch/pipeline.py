@@ -33,6 +33,7 @@ from engine.backends.torch.sampler import SampleRow, draw
 from engine.backends.torch.scheduler import Scheduler
 from engine.backends.torch.sending import sent
 from engine.backends.torch.sequences import Plan
+from engine.backends.torch.sequences import Sequence as TokenSequence
 from engine.backends.torch.speculation import Speculation
 
 _logger = logging.getLogger(__name__)
@@ -40,11 +41,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that the device was given. logits: of the rows to draw for.  written: pages held until it is done."""
+    """A step that the device was given. logits: of the rows to draw for.  written: pages held until it is done.
+    prefilled, finite: the sequences that it prefills, and `ModelRunner.finite` of them."""
 
     plan: Plan
     logits: Tensor
     began_s: float
+    prefilled: Sequence[TokenSequence] = ()
+    finite: Tensor | None = None
     written: list[int] = field(default_factory=list)
 
     def without_ended(self) -> Launched:
@@ -57,6 +61,15 @@ class Launched:
         logits = self.logits.index_select(0, sent(torch.tensor(rows, dtype=torch.int64), self.logits.device))
         plan = Plan([sequence for sequence, _ in left], [chunk for _, chunk in left])
         return replace(self, plan=plan, logits=logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step gave. tokens: of each sequence of `plan.sampled`, one, as many more as guesses held, or none where
+    there was nothing to draw from.  spoilt: sequences that it prefilled and whose numbers are not finite."""
+
+    tokens: list[list[SampledToken]]
+    spoilt: Sequence[TokenSequence] = ()
 
 
 class Pipeline:
@@ -82,14 +95,14 @@ class Pipeline:
         return self._ahead.plan if self._ahead is not None else None
 
     @torch.inference_mode()
-    def compute(self, plan: Plan, speculation: Speculation) -> list[list[SampledToken]]:
-        """The tokens of each sequence of `plan.sampled`: one, as many more as guesses held, or none where it failed.
+    def compute(self, plan: Plan, speculation: Speculation) -> Computed:
+        """What the step of `plan` gives.
 
         plan: what is `launched`, where anything is. After an error nothing of it counts, and `drop` is to be called.
         """
         step, self._ahead = self._ahead or self._launch(plan), None
         try:
-            return self._tokens(step, speculation)
+            return self._computed(step, speculation)
         except BaseException:
             self.drop()
             raise
@@ -108,7 +121,9 @@ class Pipeline:
 
     def _launch(self, plan: Plan, drawn: Tensor | None = None) -> Launched:
         began_s = time.perf_counter()
-        return Launched(plan, self._runner.forward(plan.chunks, partial(self._tell, plan), drawn), began_s)
+        logits = self._runner.forward(plan.chunks, partial(self._tell, plan), drawn)
+        prefilled = [each for each, chunk in zip(plan.sequences, plan.chunks, strict=True) if chunk.prefills]
+        return Launched(plan, logits, began_s, prefilled, self._runner.finite)
 
     def _launch_behind(self, running: Plan, drawn: Tensor, *, guesses: bool) -> Launched | None:
         """The step after `running`, with what is drawn there for its ids; None where it waits for those to be read."""
@@ -126,16 +141,17 @@ class Pipeline:
             return None  # it is planned again once the one before is read, and fails then if it must
         return replace(step, written=self._scheduler.hold_written(plan))
 
-    def _tokens(self, step: Launched, speculation: Speculation) -> list[list[SampledToken]]:
+    def _computed(self, step: Launched, speculation: Speculation) -> Computed:
         chunks = [chunk for chunk in step.plan.chunks if chunk.sample]
         rows = self._rows(step.plan, chunks)
-        tokens = self._read(step.plan, draw(step.logits, rows), speculation)
+        tokens, finite = self._read(step, draw(step.logits, rows), speculation)
+        spoilt = [each for each, good in zip(step.prefilled, finite, strict=False) if each.pages and not good]
         if len(rows) == sum(len(chunk.token_ids) for chunk in step.plan.chunks):
             speculation.stepped(len(rows), len(chunks), time.perf_counter() - step.began_s)
         if len(rows) == len(chunks):  # nothing was guessed
-            return [[] if token is None else [token] for token in tokens]
+            return Computed([[] if token is None else [token] for token in tokens], spoilt)
         left = iter(tokens)
-        return [_kept(chunk, list(itertools.islice(left, chunk.sampled))) for chunk in chunks]
+        return Computed([_kept(chunk, list(itertools.islice(left, chunk.sampled))) for chunk in chunks], spoilt)
 
     def _rows(self, plan: Plan, chunks: Sequence[ChunkInput]) -> list[SampleRow]:
         return [
@@ -144,15 +160,19 @@ class Pipeline:
             for tokens in range(chunk.sampled)
         ]
 
-    def _read(self, plan: Plan, drawn: Drawn, speculation: Speculation) -> list[SampledToken | None]:
-        """What was drawn, once it is there. This is where planning ahead comes in."""
-        landing = self._runner.landing
+    def _read(
+        self, step: Launched, drawn: Drawn, speculation: Speculation
+    ) -> tuple[list[SampledToken | None], list[bool]]:
+        """What was drawn, and which of the prefilled sequences are finite as far as that was looked at, once it is
+        there. This is where planning ahead comes in."""
+        landing, finite = self._runner.landing, step.finite
         if landing is None:
-            return drawn.tokens()
+            return drawn.tokens(), [] if finite is None else finite.tolist()
+        finite = None if finite is None else landing.fetch(finite)
         on_host, wait = drawn.copied(landing.fetch), landing.mark()
-        self._ahead = self._launch_behind(plan, drawn.ids, guesses=speculation.guesses)
+        self._ahead = self._launch_behind(step.plan, drawn.ids, guesses=speculation.guesses)
         wait()
-        return on_host.tokens()
+        return on_host.tokens(), [] if finite is None else finite.tolist()
 
     def _let_go(self, step: Launched) -> None:
         if step.written:

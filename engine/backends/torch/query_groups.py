@@ -19,6 +19,7 @@ class KeyView:
     pages: page ids, equally many per sequence, or a slice where one sequence's pages are adjacent.
     skip, tokens: which of those pages' tokens are used.  own_rows: the keys are the group's own rows, no pages.
     mask: added to the scores, or None.  causal: the plain triangle instead of a mask.
+    stale: [n] which tokens of all that the pages give lie behind their sequence's last; None where none does.
     """
 
     pages: Tensor | slice
@@ -27,6 +28,7 @@ class KeyView:
     mask: Tensor | None
     own_rows: bool = False
     causal: bool = False
+    stale: Tensor | None = None
 
     def copied_pages(self, copies_runs: bool) -> int:
         """How many pages are copied to be read; a run of adjacent ones only where `copies_runs`."""
@@ -106,7 +108,10 @@ class GroupPlanner:
             for chunk, base in zip(members, bases, strict=True)
         )
         mask = None if all_seen else self._mask(members, width, tokens, bases, window)
-        return KeyView(self._pages(members, first_pages, skip + tokens), skip, tokens, mask)
+        lengths = [chunk.end - base for chunk, base in zip(members, bases, strict=True)]
+        return KeyView(
+            self._pages(members, first_pages, skip + tokens), skip, tokens, mask, stale=self._stale(lengths, tokens)
+        )
 
     def _pages(self, members: Sequence[ChunkInput], first_pages: Sequence[int], tokens: int) -> Tensor | slice:
         """Page ids that cover `tokens` tokens of each member; a shorter one repeats its own last page."""
@@ -115,6 +120,16 @@ class GroupPlanner:
         if len(rows) == 1 and list(rows[0]) == list(range(rows[0][0], rows[0][0] + count)):
             return slice(rows[0][0], rows[0][0] + count)
         return self._tensor([page for row in rows for page in (*row, *[row[-1]] * (count - len(row)))])
+
+    def _stale(self, lengths: Sequence[int], tokens: int) -> Tensor | None:
+        """Which of `tokens` tokens of each sequence, read as whole pages, are behind its own `lengths`."""
+        stride = -(-tokens // self._page_tokens) * self._page_tokens
+        found = [
+            torch.arange(index * stride + length, index * stride + tokens)
+            for index, length in enumerate(lengths)
+            if length < tokens
+        ]
+        return torch.cat(found).to(self._device) if found else None
 
     def _mask(
         self, members: Sequence[ChunkInput], width: int, tokens: int, bases: Sequence[int], window: int | None

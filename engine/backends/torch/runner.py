@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,6 +49,8 @@ class ModelRunner:
     deterministic: whether every row's result is to be its own affair.
     landing: what is drawn goes back to the host by it, where steps run while the host goes on: on a GPU, if it is one
         alone; a mixture of experts asks the host in every layer.
+    finite: of the last `forward` that was given `tell`, [N] whether the states of each chunk that prefills are finite,
+        in their order; None where there was none, or attention looks at nothing that it masks.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class ModelRunner:
         self._staging = staging_for(layout.first.device)
         on_host = len(layout.spans) > 1 or decoder.config.traits.experts is not None
         self.landing = None if on_host else landing_for(layout.first.device)
+        self.finite: Tensor | None = None
 
     @classmethod
     def load(
@@ -238,6 +242,7 @@ class ModelRunner:
         """
         if self._decoder is None or self._kv is None or self._planner is None or self._account is None:
             raise RuntimeError("forward needs a loaded model with its KV pages allocated")
+        self.finite = None
         if self._graphs is not None and (logits := self._graphs.logits(chunks, drawn)) is not None:
             return logits
         plan = self._planner.plan(chunks)
@@ -248,7 +253,8 @@ class ModelRunner:
         most_told = self._enter(plan, self._account, fused=self._decoder.fused)
         try:
             few = not plan.told and len(plan.sampled_rows) < len(plan.ids)
-            hidden = self._decoder.hidden(plan, self._kv, plan.sampled_rows if few else None)
+            watch = partial(self._watch, plan.prefilled) if tell is not None and plan.prefilled else None
+            hidden = self._decoder.hidden(plan, self._kv, plan.sampled_rows if few else None, watch)
         except BaseException:
             if self._mirror is not None:
                 self._mirror.forget()
@@ -265,6 +271,10 @@ class ModelRunner:
         for each in self._layout.memories:
             each.weights_bytes = each.kv_bytes = 0
             memory.give_back(each.device)
+
+    def _watch(self, prefilled: Sequence[range], states: Tensor) -> None:
+        largest = torch.linalg.vector_norm(states, torch.inf, dim=-1)
+        self.finite = torch.stack([largest[rows.start : rows.stop].amax() for rows in prefilled]).isfinite()
 
     def _native_problem(self, page_tokens: int) -> str:
         if self._decoder is None:

@@ -121,17 +121,20 @@ class Scheduler:
             sequence.pages += self.pool.allocate(needed) or []
         return min(wanted, len(sequence.pages) * self.pool.page_tokens - sequence.known)
 
-    def commit(self, plan: Plan, tokens: abc.Iterable[abc.Sequence[int]]) -> list[Sequence]:
+    def commit(
+        self, plan: Plan, tokens: abc.Iterable[abc.Sequence[int]], spoilt: abc.Container[Sequence] = ()
+    ) -> list[Sequence]:
         """Note that the planned chunks are computed and that `plan.sampled` got these tokens: each one, and after
         guesses that held as many more; what is beyond the context is left out. Returns the sequences that ended, which
-        are removed: those at the context's end, those that are to have no answer, and those without a token, as their
-        computation came to nothing."""
+        are removed: those at the context's end, those that are to have no answer, and those that are `spoilt` or have
+        no token, as their computation came to nothing. After a guess that may be the guess's fault: the sequence stays,
+        and nothing of the step counts for it."""
         drawn = iter(tokens)
         ended: list[Sequence] = []
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
             new = next(drawn)[: self.max_model_len - sequence.known] if chunk.sample else ()
-            if chunk.sample and not new:
-                ended.append(sequence)
+            if sequence in spoilt or (chunk.sample and not new):
+                ended += [] if chunk.guessed else [sequence]
                 continue
             prompt = sequence.prompt_tokens
             self.counters.prompt_tokens_computed += min(chunk.end, prompt) - min(chunk.start, prompt)

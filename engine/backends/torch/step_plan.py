@@ -33,6 +33,8 @@ class StepPlan:
     empty where `paged` says how they attend over pages as they lie, or `native`, which needs no `slots` either.
     adapted: the rows that compute with LoRA adapters.
     told: by number of the chunk, the rows whose final states are wanted besides.
+    prefilled: rows of each chunk that prefills, in the order of the chunks; () where attention is `native`, which
+        looks at nothing that it masks.
     """
 
     ids: Tensor
@@ -45,6 +47,7 @@ class StepPlan:
     told: Mapping[int, range] = field(default_factory=dict)
     native: NativeStep | None = None
     mirrored: MirrorStep | None = None
+    prefilled: tuple[range, ...] = ()
 
     def on(self, device: torch.device) -> StepPlan:
         """The same step on `device`; itself where it is there."""
@@ -130,6 +133,11 @@ class StepPlanner:
             adapted=adapted_rows(ordered, self._adapters, self._device),
             told=_told_rows(chunks, last_row),
             mirrored=mirrored,
+            prefilled=tuple(
+                range(last_row[index] + 1 - len(chunk.token_ids), last_row[index] + 1)
+                for index, chunk in enumerate(chunks)
+                if chunk.prefills
+            ),
         )
 
     def _natively(self, chunks: Sequence[ChunkInput], attention: NativeAttention) -> StepPlan:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.backends.base import BackendRequest
-from engine.backends.torch import model_loading
 from engine.backends.torch.archs import ARCHITECTURES
+from engine.backends.torch.native.build import SWITCH
 from engine.config import SamplingParams
 from tests.fakes import tiny_models
 from tests.fakes.families import FAMILIES, make_family, make_multimodal
@@ -35,10 +35,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return MODELS[request.param](tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=[True, False], ids=["native", "torch"])
+@pytest.fixture(params=["1", "0"], ids=["native", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not request.param:
-        monkeypatch.setattr(model_loading, "native_library", lambda *_: None)
+    monkeypatch.setenv(SWITCH, request.param)
 
 
 def test_no_architecture_is_left_out(tmp_path: Path) -> None:
