@@ -18,6 +18,7 @@ from engine.backends.torch.jobs import NOT_FINITE
 from engine.backends.torch.prompts import Tell
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec, SamplingParams
+from tests.fakes import queued
 from tests.fakes.drafting import eager
 from tests.fakes.families import make_family
 from tests.fakes.tiny_models import make_tiny_model
@@ -40,19 +41,20 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "4 bits": ("llama", {}, TORCH | {"cache_bits": 4}),
     "n-grams": ("llama", {}, TORCH | {"ngram_draft": True}),
     "over pages": ("llama", {}, TORCH),
+    "ahead": ("llama", {}, TORCH),
     "experts": ("mixtral", {}, TORCH),
 }
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
 
 
 class Place:
-    """A folder and settings to load it by."""
+    """A folder, settings to load it by, and what computes it."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.folder, self.settings = folder, settings
+    def __init__(self, folder: Path, settings: dict[str, Any], runner_type: type[ModelRunner] = ModelRunner) -> None:
+        self.folder, self.settings, self.runner_type = folder, settings, runner_type
 
-    def load(self, *, step_tokens: int = 64, runner_type: type[ModelRunner] = ModelRunner) -> TorchBackend:
-        backend = TorchBackend(runner_type)
+    def load(self, *, step_tokens: int = 64) -> TorchBackend:
+        backend = TorchBackend(self.runner_type)
         spec = ModelSpec(path=self.folder, name="m", dtype="float32", kv_cache_tokens=KV_TOKENS, **self.settings)
         load_spec(backend, spec, max_prompts=6, step_tokens=step_tokens, page_tokens=PAGE_TOKENS)
         return eager(backend, lookup=True) if spec.ngram_draft else backend
@@ -64,8 +66,11 @@ class Place:
 @pytest.fixture(params=WAYS)
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     model, overrides, settings = WAYS[request.param]
+    runner_type = ModelRunner
     if request.param == "over pages":
         monkeypatch.setattr(ModelRunner, "pick_attention", over_pages)
+    if request.param == "ahead":
+        runner_type, _ = queued.use(monkeypatch)
     if model in ARCHITECTURES:
         folder = make_tiny_model(tmp_path, ARCHITECTURES[model], with_tokenizer=False, **overrides)
     else:
@@ -73,7 +78,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][BAD] = torch.inf
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return Place(folder, settings)
+    return Place(folder, settings, runner_type)
 
 
 def innocent(round_: int) -> list[BackendRequest]:
@@ -99,7 +104,7 @@ def test_who_shares_its_steps_or_gets_its_pages_is_answered_as_ever(place: Place
     assert_answered(place, after, innocent(5))
 
 
-@pytest.mark.parametrize("place", ["mirror", "window", "8 bits", "over pages"], indirect=True)
+@pytest.mark.parametrize("place", ["mirror", "window", "8 bits", "over pages", "ahead"], indirect=True)
 @pytest.mark.parametrize("tokens", [0, 8], ids=["no answer", "an answer"])
 def test_a_prompt_ends_with_the_step_that_spoils_it(place: Place, tokens: int) -> None:
     params = SamplingParams(temperature=0, seed=0, max_tokens=tokens)
@@ -108,7 +113,7 @@ def test_a_prompt_ends_with_the_step_that_spoils_it(place: Place, tokens: int) -
     assert not run.finish
     run.step()
     assert (run.finish, run.message) == ({"bad": "error"}, {"bad": NOT_FINITE})
-    assert not run.backend.has_work()
+    run.to_end()
 
 
 @pytest.mark.parametrize("tokens", [0, 8], ids=["no answer", "several chunks"])
@@ -140,7 +145,7 @@ def test_a_guess_that_spoils_its_step_is_not_the_requests_end(tmp_path: Path) ->
     folder = make_tiny_model(tmp_path, with_tokenizer=False)
     params = SamplingParams(temperature=0, logit_bias={5: 60.0, 6: 60.0})
     request = ask("a", prompt(1, 40), params)
-    run = Run(Place(folder, {"ngram_draft": True}).load(runner_type=Fragile), request)
+    run = Run(Place(folder, {"ngram_draft": True}, Fragile).load(), request)
     assert run.to_end() == Run(Place(folder, {}).load(), request).to_end()
     assert Fragile.guesses
     assert not run.finish
