@@ -16,7 +16,7 @@ from console.settings import APP_NAME, Settings, state_dir
 from engine.backends.torch.settings import refuse_settings
 from engine.config import BackendKind, ModelSpec
 from engine.costs import Workload
-from engine.devices import computable, new_probe
+from engine.devices import computable, new_probe, usable_cores
 from engine.errors import EngineError, ModelNotFound
 from engine.estimate import DeviceEstimate, Estimate, estimate
 from engine.facts import read_facts
@@ -67,6 +67,7 @@ def _estimate(settings: Settings, path: Path, devices: Sequence[DeviceReading] |
         ),
         correct=LedgerFile(state_dir()).read().correction,
         problem=_problem(settings, spec, entry, candidates(usable, spec)[0]),
+        cores=usable_cores(),
     )
 
 
@@ -83,6 +84,8 @@ def as_text(found: Estimate, width: int | None = None) -> str:
     notes = [_learned(found)] if found.learned.loads else []
     if found.simulated:
         notes.append("The devices are simulated: their workers would compute on the CPU.")
+    if found.warning:
+        notes.append(found.warning)
     paragraphs = [line for text in (*notes, found.verdict) for line in textwrap.wrap(text, wide)]
     return "\n".join([*head, "", *_table(found.devices), "", *_placements(found), "", *paragraphs])
 

@@ -24,11 +24,11 @@ _OF_TORCH = ("weights", "dtype")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One line of the form. most: the largest number that can be typed, 0 for what is chosen from a few."""
+    """One line of the form. max_number: the largest number that can be, 0 for what is chosen from a few."""
 
     name: FieldName
     title: str
-    most: int = 0
+    max_number: int = 0
 
 
 _FIELDS = (
@@ -89,15 +89,23 @@ class LoadForm:
         return self._with(name, numbers[at]) if 0 <= at < len(numbers) else self
 
     def typed(self, name: FieldName, number: int) -> LoadForm:
-        """A number as it was typed, held to what can be; one that is no choice changes nothing."""
-        most = next(field.most for field in self.fields if field.name == name)
-        if most:
-            return self._with(name, min(max(1, number), most))
-        return self._with(name, number) if number in self._choices(name) else self
+        """A number as it was typed, in range or not; one that is no choice changes nothing."""
+        if self._max_number(name) or number in self._choices(name):
+            return self._with(name, number)
+        return self
+
+    def out_of_range(self, name: FieldName) -> str:
+        """The range of a number that is outside of it, as "1 to 64"; "" where nothing is wrong."""
+        value, max_number = self.value(name), self._max_number(name)
+        own_number = self.is_own(name) and isinstance(value, int) and max_number
+        return f"1 to {max_number:,}" if own_number and not 1 <= value <= max_number else ""
 
     def cleared(self, name: FieldName) -> LoadForm:
         """Without a value of its own."""
         return self._with(name, None)
+
+    def _max_number(self, name: FieldName) -> int:
+        return next(field.max_number for field in self.fields if field.name == name)
 
     def _with(self, name: FieldName, value: Value | None) -> LoadForm:
         own = msgspec.structs.replace(self.own, **{name: value})

@@ -36,6 +36,8 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
 
     room: bytes that may be taken of each device.  groups: numbers of devices that a worker may span, those of one
     machine.  pages: KV pages that each worker has at the least.  held: workers of the model are there already.
+    later: bytes that may be taken once the workers that these replace are gone, () where none are: a device is
+    preferred by that.
     """
 
     costs: ModelCosts
@@ -43,6 +45,7 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[tuple[int, ...], ...]
     pages: int
     held: bool = False
+    later: tuple[int, ...] = ()
 
     @property
     def whole_bytes(self) -> int:
@@ -86,18 +89,20 @@ class Ground(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_room(self, room: Sequence[int]) -> Ground:
         """The same with other room."""
-        return msgspec.structs.replace(self, room=tuple(room))
+        return msgspec.structs.replace(self, room=tuple(room), later=())
 
 
 def whole(ground: Ground, number: int) -> list[Worker]:
     """`number` workers, each on the device with most room left of those that it fits on, or of all where it fits on
-    none; the first of equals."""
-    room, placed = list(ground.room), [0] * len(ground.room)
+    none; the first of equals. Among those that it fits on, the most room is what there will be later."""
+    room, later, placed = list(ground.room), list(ground.later or ground.room), [0] * len(ground.room)
     workers: list[Worker] = []
     for _ in range(number):
         sizes = [ground.next_whole_bytes(others) for others in placed]
-        device = max(range(len(room)), key=lambda each: (sizes[each] <= room[each], room[each]))
+        fits = [size <= left for size, left in zip(sizes, room, strict=True)]
+        device = max(range(len(room)), key=lambda each: (fits[each], later[each] if fits[each] else room[each]))
         room[device] -= sizes[device]
+        later[device] -= sizes[device]
         placed[device] += 1
         workers.append(_whole_on(ground, device))
     return workers

@@ -41,7 +41,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     weights_bytes: of a worker on one device.  kv_token_bytes: of one token.  fits: whether there is memory.
     problem: why it cannot be loaded however much there is, "" if it can.  learned: what earlier loads corrected.
-    verdict: one sentence.  simulated: the devices are.
+    verdict: one sentence.  warning: what will be slow though it fits, "" for nothing.  simulated: the devices are.
     """
 
     model: str
@@ -59,6 +59,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool
     verdict: str
     problem: str = ""
+    warning: str = ""
     learned: Correction = Correction()
     simulated: bool = False
 
@@ -77,11 +78,12 @@ def estimate(
     workload: Workload,
     correct: Callable[[str], Correction] = lambda identity: Correction(),
     problem: str = "",
+    cores: int = 0,
 ) -> Estimate:
     """The estimate for `workers` new workers on what `devices` have free now.
 
-    problem: what is wrong with the model or the settings apart from memory. Raises InvalidRequest for a device or a
-    split that cannot be.
+    problem: what is wrong with the model or the settings apart from memory.  cores: CPU cores that this process may run
+    on, 0 where that is not known. Raises InvalidRequest for a device or a split that cannot be.
     """
     found = plan(workers, facts, devices, spec, workload, correct=correct)
     costs = found.costs
@@ -101,6 +103,7 @@ def estimate(
         fits=found.fits,
         verdict=_verdict(found, problem),
         problem=problem,
+        warning=_warning(found, cores),
         learned=costs.correction,
         simulated=costs.kind == "simulated",
     )
@@ -122,6 +125,14 @@ def _device(seat: Seat) -> DeviceEstimate:
         short_bytes=seat.short_bytes,
         node=device.node,
     )
+
+
+def _warning(found: Plan, cores: int) -> str:
+    computing = sum(not placement.node for placement in found.placements) if found.costs.kind != "cuda" else 0
+    if not cores or computing <= cores:
+        return ""
+    shared = f"{cores} CPU cores" if cores > 1 else "one CPU core"
+    return f"{computing} workers share {shared}: each computes only part of the time."
 
 
 def _verdict(found: Plan, problem: str) -> str:

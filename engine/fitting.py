@@ -10,7 +10,6 @@ from engine.config import DeviceShare, EngineConfig, ModelSpec
 from engine.costs import Workload
 from engine.devices import computable
 from engine.errors import EngineError
-from engine.estimate import Estimate, estimate
 from engine.facts import ModelFacts, read_facts
 from engine.ledger import Ledger, LedgerFile
 from engine.placement import place
@@ -35,9 +34,16 @@ class Fitting:
         await self._reread()
 
     def place(
-        self, workers: int, config: EngineConfig, devices: Sequence[DeviceReading], *, held: bool = False
+        self,
+        workers: int,
+        config: EngineConfig,
+        devices: Sequence[DeviceReading],
+        *,
+        held: bool = False,
+        later: Sequence[DeviceReading] = (),
     ) -> list[Placement]:
-        """Where so many new workers go. held: others of the model run, whose weights they may share.
+        """Placements of so many new workers. held: others of the model run, whose weights they may share.  later: the
+        devices without the workers that they replace.
 
         Raises InsufficientMemory with the numbers, InvalidRequest for a device or split that cannot be.
         """
@@ -49,6 +55,7 @@ class Fitting:
             workload_of(config),
             correct=self._ledger.correction,
             held=held,
+            later=later,
         )
 
     def anew(self, spec: ModelSpec, config: EngineConfig, devices: Sequence[DeviceReading]) -> Placement | None:
@@ -61,20 +68,6 @@ class Fitting:
         except EngineError as error:
             _log.error("%s: a worker cannot be placed anew: %s", spec.name, error.message)
             return None
-
-    def estimate(
-        self, workers: int, config: EngineConfig, devices: Sequence[DeviceReading], problem: str = ""
-    ) -> Estimate:
-        """What such workers would take, whether it fits or not. Raises InvalidRequest."""
-        return estimate(
-            self._known,
-            computable(devices),
-            self._spec,
-            workers=workers,
-            workload=workload_of(config),
-            correct=self._ledger.correction,
-            problem=problem,
-        )
 
     async def note(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int) -> None:
         """Remember what a load took."""

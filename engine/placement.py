@@ -41,13 +41,16 @@ def place(
     *,
     correct: Callable[[str], Correction] = lambda identity: Correction(),
     held: bool = False,
+    later: Sequence[DeviceReading] = (),
 ) -> list[Placement]:
     """A placement for each of `workers` new workers of a model; what other workers hold is in `devices` already.
 
     held: whether workers of the same model run there, whose weights new ones may share.
+    later: the devices without the workers that these replace, where there are such: of the devices that have room now,
+    those are preferred that will have the most.
     Raises InsufficientMemory with the shortfall of each device, InvalidRequest for a device or split that cannot be.
     """
-    found = plan(workers, facts, devices, spec, workload or Workload(), correct=correct, held=held)
+    found = plan(workers, facts, devices, spec, workload or Workload(), correct=correct, held=held, later=later)
     if not found.fits:
         raise found.refusal()
     return list(found.placements)
@@ -62,11 +65,12 @@ def plan(
     *,
     correct: Callable[[str], Correction] = lambda identity: Correction(),
     held: bool = False,
+    later: Sequence[DeviceReading] = (),
 ) -> Plan:
     """The same, whether it fits or not. Raises InvalidRequest alone."""
     usable = candidates(devices, spec)
     costs = costs_of(facts, spec, usable[0].kind, workload, bfloat16=prefers_bfloat16(), correct=correct)
-    return plan_costs(workers, costs, usable, spec, workload.max_prompts, held=held)
+    return plan_costs(workers, costs, usable, spec, workload.max_prompts, held=held, later=later, hosts=devices)
 
 
 def plan_costs(
@@ -77,24 +81,43 @@ def plan_costs(
     max_prompts: int,
     *,
     held: bool = False,
+    later: Sequence[DeviceReading] = (),
+    hosts: Sequence[DeviceReading] = (),
 ) -> Plan:
-    """A plan over exactly these devices, all of one kind."""
+    """A plan over exactly these devices, all of one kind.
+
+    later: as for `place`.  hosts: among them are the CPUs of the devices' machines, whose RAM workers on simulated
+    devices take.
+    """
     headroom = [_headroom_bytes(device, position, spec) for position, device in enumerate(devices)]
     least, wanted = _pages(costs, spec, max_prompts)
+    free_later = {(device.node, device.id): device.free_bytes for device in later}
     ground = Ground(
         costs=costs,
         room=tuple(device.free_bytes - kept for device, kept in zip(devices, headroom, strict=True)),
         groups=_machines(devices),
         pages=least,
         held=held,
+        later=tuple(
+            free_later.get((device.node, device.id), device.free_bytes) - kept
+            for device, kept in zip(devices, headroom, strict=True)
+        ),
     )
     arranged = _arrange(ground, workers, spec, devices)
     short = ground.short(arranged)
-    pages = [least] * workers if any(short) else _grown(ground, arranged, wanted, KV_SHARE[costs.kind])
+    nodes = [devices[worker[0].device].node for worker in arranged]
+    machines = [host for host in hosts if costs.host_process_bytes and host.kind == "cpu" and host.node in nodes]
+    pages = [least] * workers
+    on_hosts = [_host_seat(ground, host, arranged, nodes, pages, spec) for host in machines]
+    if not any(short) and not any(seat.short_bytes for seat in on_hosts):
+        pages = _grown(ground, arranged, wanted, KV_SHARE[costs.kind])
+        for seat in on_hosts:
+            pages = _held_to_host(ground, seat, arranged, nodes, pages)
+        on_hosts = [_host_seat(ground, host, arranged, nodes, pages, spec) for host in machines]
     placements = tuple(_placement(costs, worker, held, devices) for worker, held in zip(arranged, pages, strict=True))
     used = ground.needs_with(arranged, pages)
-    seats = tuple(map(_seat, devices, headroom, used, short, _by_device(arranged, placements, len(devices))))
-    return Plan(costs=costs, placements=placements, seats=seats)
+    seats = map(_seat, devices, headroom, used, short, _by_device(arranged, placements, len(devices)))
+    return Plan(costs=costs, placements=placements, seats=(*seats, *on_hosts))
 
 
 def candidates(devices: Sequence[DeviceReading], spec: ModelSpec) -> list[DeviceReading]:
@@ -165,6 +188,48 @@ def _grown(ground: Ground, workers: Sequence[Worker], wanted: int, share: float)
     page_bytes = [more - now for more, now in zip(each_more, ground.needs(workers), strict=True)]
     possible = [int(left * share) // size if size else wanted for left, size in zip(spare, page_bytes, strict=True)]
     return [min(wanted, ground.pages + min(possible[segment.device] for segment in worker)) for worker in workers]
+
+
+def _host_seat(
+    ground: Ground,
+    host: DeviceReading,
+    workers: Sequence[Worker],
+    nodes: Sequence[str],
+    pages: Sequence[int],
+    spec: ModelSpec,
+) -> Seat:
+    """What the workers of simulated devices take of the RAM of `host`. nodes, pages: of each worker."""
+    costs = ground.costs
+    here = [
+        [costs.share("", segment.start, segment.stop, held) for segment in worker]
+        for worker, node, held in zip(workers, nodes, pages, strict=True)
+        if node == host.node
+    ]
+    weights = [sum(share.weights_bytes for share in shares) for shares in here]
+    once = costs.host_shares_weights
+    seat = Seat(
+        device=host,
+        headroom_bytes=_headroom_bytes(host, 0, spec),
+        weights_bytes=(0 if ground.held else max(weights)) if once else sum(weights),
+        kv_bytes=sum(share.kv_bytes for shares in here for share in shares),
+        working_bytes=sum(share.working_bytes for shares in here for share in shares)
+        + len(here) * costs.host_process_bytes,
+    )
+    return msgspec.structs.replace(seat, short_bytes=max(0, seat.used_bytes + seat.headroom_bytes - host.free_bytes))
+
+
+def _held_to_host(
+    ground: Ground, least: Seat, workers: Sequence[Worker], nodes: Sequence[str], pages: Sequence[int]
+) -> list[int]:
+    """The KV pages of each worker, as far as the RAM of its machine goes. least: what that holds with the least."""
+    spare = least.device.free_bytes - least.headroom_bytes - least.used_bytes
+    here = [worker for worker, node in zip(workers, nodes, strict=True) if node == least.device.node]
+    more = msgspec.structs.replace(ground, pages=ground.pages + 1)
+    page_bytes = sum(more.segment_bytes(each) - ground.segment_bytes(each) for worker in here for each in worker)
+    if not page_bytes:
+        return list(pages)
+    most = ground.pages + int(spare * KV_SHARE["cpu"]) // page_bytes
+    return [min(held, most) if node == least.device.node else held for held, node in zip(pages, nodes, strict=True)]
 
 
 def _placement(costs: ModelCosts, worker: Worker, pages: int, devices: Sequence[DeviceReading]) -> Placement:

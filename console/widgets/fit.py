@@ -49,6 +49,8 @@ def fit_lines(found: Estimate, width: int = 0, *, ascii_only: bool = False) -> I
         yield Content.assemble(("workers  ", "$muted"), _places(found))
     if found.simulated:
         yield Content.styled("The devices are simulated: workers compute on the CPU.", "$warning")
+    if found.warning:
+        yield Content.styled(found.warning, "$warning")
     if found.learned.loads:
         yield Content.styled(f"Corrected by {text.plural(found.learned.loads, 'earlier load')}.", "$muted")
 

@@ -159,11 +159,14 @@ def _line(form: LoadForm, field: Field, row: int, *, chosen: bool) -> Content:
     value = form.value(field.name)
     said = f"{value:,}" if isinstance(value, int) else text.dtype(value)
     style = "bold $foreground" if form.is_own(field.name) else "$foreground"
+    out_of_range = form.out_of_range(field.name)
     return Content.assemble(
         ("▸ " if chosen else "  ", "$primary"),
         (f"{field.title:<{_TITLE}}", "bold $primary" if chosen else "$muted"),
         clickable(" − ", f"step_row({row}, -1)", "bold $primary"),
-        (f"{said or '–':>{_VALUE}}", style),
+        (f"{said or '–':>{_VALUE}}", "bold $error" if out_of_range else style),
         clickable(" + ", f"step_row({row}, 1)", "bold $primary"),
-        (f"  {form.origin(field.name)}", "$primary" if form.is_own(field.name) else "$muted"),
+        (f"  {out_of_range}", "$error")
+        if out_of_range
+        else (f"  {form.origin(field.name)}", "$primary" if form.is_own(field.name) else "$muted"),
     )

@@ -28,7 +28,11 @@ MAX_HEAD_COPY_BYTES = 256 << 20
 
 RUNTIME_BYTES: dict[DeviceKind, int] = {"cpu": 256 << 20, "cuda": 512 << 20, "simulated": 0}
 """A worker's process besides its model. CPU: Python, torch and oneDNN, as measured on Linux. CUDA: the context, loaded
-kernels and cuBLAS's workspace. A simulated device holds what the worker allocates for its model alone."""
+kernels and cuBLAS's workspace. A simulated device holds what the worker allocates for its model alone; the rest is
+counted where the process is (ModelCosts.host_process_bytes)."""
+
+WORKERS_SHARE_WEIGHTS = sys.platform == "linux"
+"""Whether workers that compute on a CPU hold the weights of a model once for all of them."""
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -86,7 +90,9 @@ def _alone(
         joined_bytes=joined,
         page_bytes=page_heads * heads.head_bytes,
         device_page_bytes=page_heads * heads.copied_bytes if gathers else 0,
-        shares_weights=kind == "cpu" and sys.platform == "linux" and not halves,
+        shares_weights=kind == "cpu" and WORKERS_SHARE_WEIGHTS and not halves,
+        host_process_bytes=RUNTIME_BYTES["cpu"] if kind == "simulated" else 0,
+        host_shares_weights=kind == "simulated" and WORKERS_SHARE_WEIGHTS,
         working_bytes=RUNTIME_BYTES[kind] + working,
         head_working_bytes=RUNTIME_BYTES[kind] + head_working,
         unseen_bytes=RUNTIME_BYTES[kind],

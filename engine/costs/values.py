@@ -41,6 +41,8 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     working_bytes: on each device, for steps and the runtime.  head_working_bytes: on the last instead.
     unseen_bytes: of these, what LoadedModel.shares says nothing of.
     shares_weights: whether workers on one device hold them once.
+    host_process_bytes: RAM of the machine for each worker's process, where the devices are simulated and so all that
+    it holds is in RAM too; 0 elsewhere.  host_shares_weights: whether workers of one machine hold them once there.
     correction: by which all of these are corrected already.
     """
 
@@ -63,6 +65,8 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     head_working_bytes: int = 0
     unseen_bytes: int = 0
     shares_weights: bool = False
+    host_process_bytes: int = 0
+    host_shares_weights: bool = False
     weights: WeightsName = "auto"
     correction: Correction = Correction()
 

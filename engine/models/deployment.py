@@ -366,7 +366,11 @@ class Deployment:
         """
         old = self.handover.old if self.handover is not None else None
         try:
-            return self._place_all()
+            return self.place(
+                self.config.num_workers,
+                self._context.devices(),
+                later=self._context.devices(old.replicas()) if old is not None else (),
+            )
         except InsufficientMemory:
             if self.handover is None or old is None or not old.replicas():
                 raise
@@ -508,9 +512,14 @@ class Deployment:
         except OSError as error:
             raise ModelLoadFailed(f"{self.spec.name} cannot be read: {error}") from error
 
-    def place(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
-        """Placements of so many new workers; raises InsufficientMemory with the numbers."""
-        return self._fitting.place(workers, self.config, devices, held=bool(self.replicas()))
+    def place(
+        self, workers: int, devices: Sequence[DeviceReading], later: Sequence[DeviceReading] = ()
+    ) -> list[Placement]:
+        """Placements of so many new workers; raises InsufficientMemory with the numbers.
+
+        later: the devices without the workers that these replace.
+        """
+        return self._fitting.place(workers, self.config, devices, held=bool(self.replicas()), later=later)
 
     def _place_anew(self, spec: ModelSpec) -> Placement | None:
         return self._fitting.anew(spec, self.config, self._context.devices())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from engine.devices import simulated_readings
 from engine.errors import EngineBusy, InsufficientMemory, LoadCancelled, ModelNotFound
 from tests.fakes.backend import FakeBackend, Gate, expected_text
-from tests.fakes.engines import Backends, ask, read, started, until
+from tests.fakes.engines import Backends, StillProbe, ask, read, started, until
 from tests.fakes.several import encode, models, named, room_for, states
 
 # -- one for another ----------------------------------------------------------------------------------------------
@@ -27,6 +29,24 @@ async def test_where_both_fit_the_old_model_serves_until_the_new_one_is_ready(tm
         await loading
         assert (await engine.serving()).name == "b"
         await until(lambda: states(engine) == {"b": "ready"})
+
+
+async def test_workers_loaded_in_place_lie_as_they_would_alone(tmp_path: Path) -> None:
+    probe = StillProbe()
+    probe.readings = (*simulated_readings((8.0, 8.0)), *probe.readings)
+    async with started(probe=probe, num_workers=3) as engine:
+        places = []
+        for name in ("a", "b", "b"):
+            await engine.load(named(tmp_path, name))
+            await until(
+                lambda name=name: (
+                    states(engine) == {name: "ready"}
+                    and [worker.state for worker in engine.snapshot().workers] == ["ready"] * 3
+                )
+            )
+            workers = engine.snapshot().workers
+            places.append(Counter(share.device for worker in workers for share in worker.planned))
+        assert places == [{"sim:0": 2, "sim:1": 1}] * 3
 
 
 async def test_where_only_one_fits_the_old_model_goes_first(tmp_path: Path) -> None:

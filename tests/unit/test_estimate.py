@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.estimate import estimate_for
+from console.estimate import as_text, estimate_for
 from console.settings import Settings
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
@@ -30,7 +30,13 @@ DEMO = resolve("demo", ())
 
 
 def estimated(
-    *gib: float, workers: int = 1, max_prompts: int = 16, others_bytes: int = 0, problem: str = "", **settings: Any
+    *gib: float,
+    workers: int = 1,
+    max_prompts: int = 16,
+    others_bytes: int = 0,
+    problem: str = "",
+    cores: int = 0,
+    **settings: Any,
 ) -> Estimate:
     spec = ModelSpec(path=DEMO, name="demo", backend="torch", **settings)
     devices: list[DeviceReading] = [
@@ -44,7 +50,15 @@ def estimated(
         workers=workers,
         workload=Workload(max_prompts=max_prompts),
         problem=problem,
+        cores=cores,
     )
+
+
+def test_more_workers_than_cores_that_compute_for_them_are_warned_of() -> None:
+    said = "3 workers share 2 CPU cores: each computes only part of the time."
+    assert (estimated(24, 24, workers=3, cores=2).warning, estimated(24, 24, workers=2, cores=2).warning) == (said, "")
+    assert estimated(24, workers=3, cores=0).warning == ""
+    assert said in as_text(estimated(24, 24, workers=3, cores=2))
 
 
 def test_what_a_device_holds_kept_free_and_left_sums_to_its_total() -> None:
@@ -75,6 +89,16 @@ def test_what_does_not_fit_says_what_each_device_lacks() -> None:
 def test_memory_that_others_hold_counts() -> None:
     assert estimated(0.25).fits
     assert not estimated(0.25, others_bytes=200 * MIB).fits
+
+
+def test_simulated_devices_hold_no_more_workers_than_the_machine_that_computes_for_them() -> None:
+    spec = ModelSpec(path=DEMO, name="demo", backend="torch")
+    host = DeviceReading(id="cpu", name="", kind="cpu", utilisation=None, total_bytes=4096 * MIB, free_bytes=4096 * MIB)
+    devices = (*simulated_readings((24, 24)), host)
+    few, many = (estimate(read_facts(spec), devices, spec, workers=workers, workload=Workload()) for workers in (3, 64))
+    assert (few.fits, many.fits) == (True, False)
+    assert many.verdict.startswith("It does not fit: cpu: needed ")
+    assert [device.id for device in many.devices] == ["sim:0", "sim:1", "cpu"]
 
 
 def test_a_problem_beyond_memory_is_the_verdict() -> None:

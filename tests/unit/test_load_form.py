@@ -73,9 +73,15 @@ def test_a_value_between_two_steps_goes_to_the_next() -> None:
     assert odd.stepped("max_model_len", -1).value("max_model_len") == 4096
 
 
-def test_typed_numbers_are_held_to_what_can_be() -> None:
-    assert form().typed("num_workers", 900).value("num_workers") == 64
-    assert form().typed("max_model_len", 0).value("max_model_len") == 1
+def test_a_number_out_of_range_is_kept_as_it_was_typed_and_said_to_be_out_of_range() -> None:
+    assert form().out_of_range("num_workers") == ""
+    for name, number, said in (("num_workers", 250, "1 to 64"), ("max_model_len", 0, "1 to 10,000,000")):
+        typed = form().typed(name, number)  # type: ignore[arg-type]
+        assert (typed.value(name), typed.out_of_range(name)) == (number, said)  # type: ignore[arg-type]
+    assert form().typed("num_workers", 250).stepped("num_workers", -1).value("num_workers") == 64
+
+
+def test_a_typed_number_is_one_of_the_choices_or_changes_nothing() -> None:
     assert form().typed("cache_bits", 8).own == LoadSettings(cache_bits=8)
     assert form().typed("cache_bits", 5).own == NOTHING
 

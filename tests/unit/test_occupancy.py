@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.config import DeviceShare
+from engine.costs import RUNTIME_BYTES
 from engine.devices import simulated_readings
 from engine.occupancy import occupied
 from engine.snapshot import DeviceReading, WorkerState
@@ -54,6 +55,20 @@ def test_a_worker_that_is_to_go_gives_back_what_it_holds_and_no_more_than_there_
 def test_a_worker_that_is_to_go_before_it_has_loaded_gives_back_nothing() -> None:
     worker = Worker("w0", "loading", (share("cuda:0", 5),))
     assert occupied([card(10)], [worker], gone=[worker])[0].free_bytes == 10 * GIB
+
+
+def test_workers_on_simulated_devices_are_promised_the_hosts_memory_too() -> None:
+    host = DeviceReading(
+        id="cpu", name="a CPU", kind="cpu", utilisation=None, total_bytes=24 * GIB, free_bytes=20 * GIB
+    )
+    planned = DeviceShare(device="sim:0", weights_bytes=4 * GIB, kv_bytes=GIB, working_bytes=GIB)
+    devices = [*simulated_readings((24.0,)), host]
+    loading = [Worker(f"w{number}", "loading", (planned,)) for number in range(2)]
+    once = 4 * GIB + 2 * (2 * GIB + RUNTIME_BYTES["cpu"])
+    assert occupied(devices, loading)[1].free_bytes == 20 * GIB - once
+    ready = [Worker(f"w{number}", "ready", (planned,), (planned,)) for number in range(2)]
+    assert occupied(devices, ready)[1].free_bytes == 20 * GIB
+    assert occupied(devices, ready, gone=ready[:1])[1].free_bytes == 20 * GIB + 2 * GIB + RUNTIME_BYTES["cpu"]
 
 
 def test_a_simulated_device_has_nothing_but_what_was_promised() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -59,10 +60,16 @@ def spec(**fields: object) -> ModelSpec:
 
 
 def planned(
-    workers: int, devices: list[DeviceReading], *, costs: ModelCosts = COSTS, max_prompts: int = 1, **fields: object
+    workers: int,
+    devices: list[DeviceReading],
+    *,
+    costs: ModelCosts = COSTS,
+    max_prompts: int = 1,
+    later: Sequence[DeviceReading] = (),
+    **fields: object,
 ) -> Plan:
     model = spec(**fields)
-    return plan_costs(workers, costs, candidates(devices, model), model, max_prompts)
+    return plan_costs(workers, costs, candidates(devices, model), model, max_prompts, later=later, hosts=devices)
 
 
 def layers_of(found: Plan) -> list[dict[str, int]]:
@@ -76,6 +83,14 @@ def test_each_worker_goes_whole_where_most_memory_is_left() -> None:
     found = planned(3, cards(2500, 3000))
     assert layers_of(found) == [{"cuda:1": LAYERS}, {"cuda:0": LAYERS}, {"cuda:1": LAYERS}]
     assert [placement.device for placement in found.placements] == ["cuda:1", "cuda:0", "cuda:1"]
+
+
+def test_beside_workers_that_leave_new_ones_go_where_most_memory_is_left_once_those_are_gone() -> None:
+    before, later = cards(3000, 6000), cards(6000, 6000)
+    assert layers_of(planned(3, before)) == [{"cuda:1": LAYERS}] * 3
+    assert layers_of(planned(3, before, later=later)) == layers_of(planned(3, later))
+    crowded = cards(0, 6000)
+    assert layers_of(planned(3, crowded, later=later)) == [{"cuda:1": LAYERS}] * 3
 
 
 def test_only_what_fits_on_no_device_is_split_and_over_as_few_as_can_be() -> None:
@@ -196,6 +211,50 @@ def test_a_model_too_large_for_every_card_lacks_what_a_split_over_them_would_lac
     whole_short = LEAST_MIB - 500
     assert sum(seat.short_bytes for seat in found.seats) < whole_short * MIB
     assert len(found.placements[0].shares) == 2
+
+
+# -- simulated devices ---------------------------------------------------------------------------------------------------
+
+SIMULATED = msgspec.structs.replace(COSTS, kind="simulated", host_process_bytes=256 * MIB)
+
+
+def simulated(host_free_mib: float, *free_mib: float) -> list[DeviceReading]:
+    """Simulated devices with so many MiB to take, and a host with as many."""
+    return [
+        *(device(f"sim:{number}", 64 + free) for number, free in enumerate(free_mib)),
+        device("cpu", 256 + host_free_mib),
+    ]
+
+
+def test_workers_on_simulated_devices_take_the_hosts_memory_too() -> None:
+    each = LEAST_MIB + 256  # a process of its own besides what it holds on its device
+    assert planned(3, simulated(3 * each, 90000, 90000), costs=SIMULATED, kv_cache_tokens=2048).fits
+    found = planned(3, simulated(3 * each - 1, 90000, 90000), costs=SIMULATED, kv_cache_tokens=2048)
+    assert not found.fits
+    assert found.shortage.startswith(f"cpu: needed {3 * each} MiB (weights 2700 MiB, KV pages 96 MiB, ")
+    assert found.refusal().details["cpu.short_bytes"] == MIB
+    assert [seat.device.id for seat in found.seats] == ["sim:0", "sim:1", "cpu"]
+
+
+def test_workers_on_simulated_devices_that_share_their_weights_take_them_of_the_host_once() -> None:
+    costs = msgspec.structs.replace(SIMULATED, host_shares_weights=True)
+    room = 900 + 3 * (LEAST_MIB - 900 + 256)
+    assert planned(3, simulated(room, 90000, 90000), costs=costs, kv_cache_tokens=2048).fits
+    assert not planned(3, simulated(room - 1, 90000, 90000), costs=costs, kv_cache_tokens=2048).fits
+
+
+def test_kv_pages_of_simulated_devices_grow_no_further_than_the_host_holds() -> None:
+    room = 2 * (LEAST_MIB + 256) + 1000
+    found = planned(2, simulated(room, 90000, 90000), costs=SIMULATED, max_prompts=10_000)
+    assert found.fits
+    assert found.seats[-1].used_bytes <= room * MIB
+    assert {placement.kv_tokens > 2048 for placement in found.placements} == {True}
+
+
+def test_each_machine_holds_the_workers_of_its_own_simulated_devices() -> None:
+    names = [("sim:0", "a", 90000), ("cpu", "a", 90000), ("sim:0", "b", 90000), ("cpu", "b", 300)]
+    found = planned(2, [device(name, free, node) for name, node, free in names], costs=SIMULATED)
+    assert [seat.device.node for seat in found.seats if seat.short_bytes] == ["b"]
 
 
 # -- KV pages ----------------------------------------------------------------------------------------------------------
