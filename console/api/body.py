@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails, from_json
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, core_schema, from_json
 
 from console.api.body_schema import completed
 from console.api.failing import begun
@@ -27,6 +28,31 @@ _SHAPES = {
     "model_type": "should be an object",
 }
 """Pydantic names these by what they are in Python."""
+
+_SUBJECT = re.compile(r"(?:Input|String|List|Dictionary) ")
+"""How pydantic's sentences begin, where ours begin with the field's name."""
+
+_SHOWN_CHARACTERS = 40
+
+
+def whole_number(value: object) -> object:
+    """2.0 as 2, for JSON has one kind of number; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _taking_whole_floats(schema: Any) -> Any:
+    """A core schema whose integers may be written as floats."""
+    match schema:
+        case {"type": "int"}:
+            return core_schema.no_info_before_validator_function(whole_number, cast(core_schema.IntSchema, schema))
+        case {"type": "function-before", "function": {"function": function}} if function is whole_number:
+            return schema
+        case dict():
+            return {key: _taking_whole_floats(value) for key, value in schema.items()}
+        case list() | tuple():
+            return type(schema)(map(_taking_whole_floats, schema))
+        case _:
+            return schema
 
 
 class Body(BaseModel):
@@ -50,6 +76,12 @@ class Body(BaseModel):
     refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {}
     internal: ClassVar[frozenset[str]] = frozenset()
     prompt_field: ClassVar[str] = "prompt"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """How the body is validated."""
+        taking: CoreSchema = _taking_whole_floats(handler(source))
+        return taking
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -105,7 +137,8 @@ class Body(BaseModel):
 
 def received(request: web.Request) -> bytes:
     """The request's body, unpacked; empty where it has none."""
-    return request.get(_RECEIVED, b"")
+    body: bytes = request.get(_RECEIVED, b"")
+    return body
 
 
 def keep_received(request: web.Request, body: bytes) -> None:
@@ -140,8 +173,8 @@ def _explain(error: ErrorDetails, sent_as: Mapping[str, str]) -> InvalidRequest:
     elif error["type"] == "extra_forbidden":
         wrong = "is not a field that this endpoint knows"
     else:
-        reason = _SHAPES.get(error["type"]) or error["msg"].removeprefix("Input ")
-        wrong = f"{reason}, not {_shown(error['input'])}"
+        reason = _SHAPES.get(error["type"]) or _SUBJECT.sub("", error["msg"], count=1)
+        wrong = f"{reason}, not {_shown(error['input'], is_of_kind=not error['type'].endswith('_type'))}"
     details: dict[str, Detail] = {"param": param, AS_SENT: True}
     return InvalidRequest(f"{param} {wrong}", **details)
 
@@ -154,9 +187,14 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
     return path
 
 
-def _shown(value: Any) -> str:
-    """A wrong value, or what kind it is where it would be long."""
-    return shown(value) if isinstance(value, int | float) and not isinstance(value, bool) else _kind(value)
+def _shown(value: object, *, is_of_kind: bool) -> str:
+    """A wrong value; what kind it is where that is wrong, or the value long. is_of_kind: the kind is the one wanted."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return shown(value)
+    if isinstance(value, str) and is_of_kind:
+        more = "..." if len(value) > _SHOWN_CHARACTERS else ""
+        return f'"{value[:_SHOWN_CHARACTERS]}{more}"'
+    return _kind(value)
 
 
 def _kind(value: object) -> str:

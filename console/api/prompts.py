@@ -5,7 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeGuard
 
+from console.api.body import whole_number
 from console.api.sampling import SamplingFields
 from console.api.served import ServedModel
 from engine.errors import InvalidRequest
@@ -81,17 +83,20 @@ def _items(value: object, param: str) -> list[object]:
         raise _misshapen(param)
     if not value:
         raise InvalidRequest(f"{param} is an empty array", param=param)
-    return [value] if _is_id(value[0]) else value
+    return [value] if _is_id(whole_number(value[0])) else value
 
 
 async def _read_ids(item: object, model: ServedModel, param: str) -> Prompt:
-    if not isinstance(item, list) or not all(_is_id(part) for part in item):
+    if not isinstance(item, list):
         raise _misshapen(param)
-    text = await model.decode(item, param)
-    return Prompt(compact(item), text)
+    ids = [part for part in map(whole_number, item) if _is_id(part)]
+    if len(ids) < len(item):
+        raise _misshapen(param)
+    text = await model.decode(ids, param)
+    return Prompt(compact(ids), text)
 
 
-def _is_id(value: object) -> bool:
+def _is_id(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

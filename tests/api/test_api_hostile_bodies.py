@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.api.harness import Served
+from tests.api.harness import Served, serving
+from tests.api.operators import FolderOperator
 
 HUGE = "1" + "0" * 400
 
@@ -122,6 +125,55 @@ async def test_a_path_cannot_write_into_the_log(api: Served, caplog: pytest.LogC
 async def test_what_is_wrong_with_a_shape_is_said_in_json_s_words(api: Served) -> None:
     error = await api.refusal("/v1/completions", prompt="x", stream=True, stream_options=[])
     assert error["message"] == "stream_options should be an object, not an array"
+
+
+TALK = [{"role": "user", "content": "x"}]
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "sentence"),
+    [
+        (
+            "/v1/completions",
+            {"response_format": {"type": "zzz"}},
+            "response_format.type should be 'text', 'json_object' or 'json_schema', not \"zzz\"",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": TALK, "tools": [{**TOOL, "type": "x" * 100}]},
+            f"tools[0].type should be 'function', not \"{'x' * 40}...\"",
+        ),
+        ("/v1/completions", {"temperature": "hot"}, "temperature should be a valid number, not a string"),
+        ("/v1/completions", {"stop_token_ids": 3}, "stop_token_ids should be an array, not 3"),
+        ("/v1/completions", {"max_tokens": 2.5}, "max_tokens should be a valid integer, not 2.5"),
+        ("/v1/completions", {"n": 0}, "n should be greater than or equal to 1, not 0"),
+        ("/v1/completions", {"n": True}, "n should be a valid integer, not a boolean"),
+        ("/admin/load", {"model": ""}, 'model should have at least 1 character, not ""'),
+    ],
+)
+async def test_a_wrong_value_is_named_and_a_wrong_kind_by_its_kind(
+    tmp_path: Path, path: str, fields: dict[str, Any], sentence: str
+) -> None:
+    async with serving(tmp_path, operator=FolderOperator(tmp_path)) as api:
+        prompt = {"prompt": "x"} if path == "/v1/completions" else {}
+        assert (await api.refusal(path, **prompt, **fields))["message"] == sentence
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", '{"prompt": "x", "max_tokens": 2.0, "seed": 7e0, "n": 1.0, "stop_token_ids": [3.0]}'),
+        ("/v1/completions", '{"prompt": [120.0], "max_tokens": 2, "logprobs": 1.0}'),
+        ("/api/v1/generate", '{"prompt": "x", "max_length": 2.0}'),
+        ("/api/generate", '{"model": "fake", "prompt": "x", "stream": false, "options": {"num_predict": 2.0}}'),
+        ("/generate", '{"inputs": "x", "parameters": {"max_new_tokens": 2.0}}'),
+        ("/detokenize", '{"tokens": [120.0]}'),
+    ],
+)
+async def test_a_whole_number_is_an_integer_however_it_is_written(api: Served, path: str, body: str) -> None:
+    async with api.http.post(path, data=body, headers={"Content-Type": "application/json"}) as response:
+        assert response.status == 200, await response.text()
 
 
 @pytest.mark.parametrize(
