@@ -17,6 +17,7 @@ from aiohttp.typedefs import Handler
 from console.api import kobold, ollama, textgen, tgi
 from console.api.anthropic.errors import anthropic_error
 from console.api.anthropic.messages import Messages
+from console.api.anthropic.models import AnthropicModels
 from console.api.body import json_object, received
 from console.api.chat import Chat
 from console.api.completions import Completions
@@ -46,7 +47,9 @@ class Dialect:
 
     tells: the JSON body of an error, in the shape that the dialect's clients read.
     claims: whether a JSON body is in this dialect, asked where several have an endpoint at one path; without it, the
-    dialect takes what no other claims.
+    dialect takes what no other claims.  header: one that this dialect's clients send, and no others: where several have
+    an endpoint at one path, a request with it is in this dialect, and none without.
+    root: the dialect speaks also of what is not there at or under this path, or, with its header, anywhere.
     """
 
     name: str
@@ -54,6 +57,17 @@ class Dialect:
     endpoints: tuple[Callable[[ApiContext], Endpoint], ...]
     tells: Tells = envelope
     claims: Callable[[Mapping[str, object]], bool] | None = None
+    header: str = ""
+    root: str = ""
+
+    def is_asked_by(self, request: web.Request) -> bool:
+        """Whether the request comes from a client of this dialect, as far as headers say."""
+        return bool(self.header) and self.header in request.headers
+
+    def answers_for(self, request: web.Request) -> bool:
+        """Whether it says that there is nothing at the request's path."""
+        beneath = bool(self.root) and f"{request.path}/".startswith(f"{self.root}/")
+        return beneath or self.is_asked_by(request)
 
 
 DIALECTS: tuple[Dialect, ...] = (
@@ -62,7 +76,14 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect("tgi", "TGI", (tgi.Generating, tgi.Telling), tgi.tells, tgi.claims),
     Dialect("kobold", "KoboldAI", (kobold.Kobold,), kobold.tells),
     Dialect("textgen", "text-generation-webui", (textgen.Textgen,), textgen.tells, textgen.claims),
-    Dialect("anthropic", "Anthropic", (Messages,), anthropic_error),
+    Dialect(
+        "anthropic",
+        "Anthropic",
+        (Messages, AnthropicModels),
+        anthropic_error,
+        header="anthropic-version",
+        root="/v1/messages",
+    ),
     Dialect("ollama", "Ollama", (ollama.Generate, ollama.Chat, ollama.Embed, ollama.ModelList), ollama.tells),
 )
 
@@ -95,16 +116,20 @@ class Dialects:
     def routes(self) -> list[web.RouteDef]:
         """Those of all dialects, each place once."""
         return [
-            next(iter(here.values())) if len(here) == 1 else web.route(*place, _shared(here))
-            for place, here in self._at.items()
+            first if len(here) == 1 else web.route(first.method, first.path, _shared(here))
+            for here in self._at.values()
+            for first in [next(iter(here.values()))]
         ]
 
     def tells(self, request: web.Request) -> Tells:
         """How to put an error to whoever asks, as far as that is known before the body is read."""
-        if here := self._here(request):
-            return self._dialects[next(iter(here))].tells
-        other_method = self._of_path.get(request.path) if request.match_info.http_exception else None
-        return envelope if other_method is None else other_method.tells
+        if here := self._asked(request):
+            return here[0].tells
+        if request.match_info.http_exception is None:
+            return envelope
+        answering = next((each for each in self._dialects.values() if each.answers_for(request)), None)
+        known = answering or self._of_path.get(request.path)
+        return envelope if known is None else known.tells
 
     def at(self, method: str, path: str) -> list[Dialect]:
         """The dialects that have an endpoint at a place."""
@@ -113,7 +138,7 @@ class Dialects:
     async def of(self, request: web.Request) -> Dialect | None:
         """The dialect that the request is in, None where it is in none; where several have an endpoint there, its body
         decides, which is read then. A body that is no JSON object is the first one's to refuse."""
-        here = [self._dialects[name] for name in self._here(request)]
+        here = self._asked(request)
         if len(here) < 2:
             return here[0] if here else None
         if request.method in LOOKING:
@@ -162,6 +187,14 @@ class Dialects:
         resource = request.match_info.route.resource
         method = "GET" if request.method == "HEAD" else request.method
         return {} if resource is None else self._at.get((method, resource.canonical), {})
+
+    def _asked(self, request: web.Request) -> list[Dialect]:
+        """The dialects that have an endpoint there, as far as headers tell them apart."""
+        here = [self._dialects[name] for name in self._here(request)]
+        if len(here) < 2:
+            return here
+        signed = [dialect for dialect in here if dialect.is_asked_by(request)]
+        return signed or [dialect for dialect in here if not dialect.header]
 
     def _first_on(self, dialects: Sequence[Dialect]) -> Dialect:
         """The first that is answered, else the first."""

@@ -1,9 +1,13 @@
 """POST /generate: the endpoint of EricLLM, and of vLLM's demo server.
 
-The answer is {"text": prompt + completion}: a string for one prompt and one answer, as EricLLM gives it, else a list,
-as vLLM gives it. With `stream` every line is a JSON object {"text": [...]} that holds all texts so far, as vLLM's
-demo server sends them; a failure is a last line {"error": {...}}. Where an answer ran out of time, finish_reason says
-so, for one or for each; neither of the two has that field, so it is given in no other case.
+The answer is {"text": prompt + completion}: a list, as vLLM gives it, to a body with a field that vLLM's clients always
+send (`n`, `stream`) or that EricLLM does not know (`best_of`, `ignore_eos`), and for several prompts; else a string, as
+EricLLM gives it. A body with a field that EricLLM alone knows (`token_repetition_penalty`, `top_a`) asks for one answer
+as a string whatever else it has.
+
+With `stream` every line is a JSON object {"text": [...]} that holds all texts so far, as vLLM's demo server sends them;
+a failure is a last line {"error": {...}}. Where an answer ran out of time, finish_reason says so, for one or for each;
+neither of the two has that field, so it is given in no other case.
 """
 
 from __future__ import annotations
@@ -30,6 +34,10 @@ from engine.backends.base import FinishReason
 from engine.errors import InvalidRequest
 
 
+_VLLM_FIELDS = frozenset({"n", "stream", "best_of", "ignore_eos"})
+_ERICLLM_FIELDS = frozenset({"token_repetition_penalty", "top_a"})
+
+
 class GenerateBody(SamplingFields):
     """What the endpoint takes, with EricLLM's defaults. prompt: as /v1/completions takes it.
 
@@ -51,6 +59,12 @@ class GenerateBody(SamplingFields):
     top_a: Annotated[float, AfterValidator(lambda top_a: 0.0 if top_a == 1 else top_a)] = 0.0
     token_repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100.0)] = None
 
+    @property
+    def asks_for_string(self) -> bool:
+        """Whether the answer is one string, as EricLLM's clients read it. vLLM's read a list."""
+        from_vllm = self.model_fields_set & _VLLM_FIELDS and not self.model_fields_set & _ERICLLM_FIELDS
+        return self.n == 1 and isinstance(self.prompt, str) and not from_vllm
+
 
 _EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 16}
 
@@ -58,7 +72,11 @@ Finishes = list[FinishReason | None]
 
 
 class GenerateText(msgspec.Struct, frozen=True):
-    """The answer, and each line of a stream. finish_reason: where any answer ran out of time, why each one ended."""
+    """The answer, and each line of a stream.
+
+    text: a string to EricLLM's clients, a list to vLLM's, for several prompts or answers, and in a stream.
+    finish_reason: where any answer ran out of time, why each one ended.
+    """
 
     text: str | list[str]
     finish_reason: FinishReason | Finishes | msgspec.UnsetType | None = msgspec.UNSET
@@ -99,8 +117,7 @@ class Generate:
             answers = await generation.answers()
             texts = [start + answer.text for start, answer in zip(starts, answers, strict=True)]
             whole = _so_far(texts, [answer.finish for answer in answers])
-            single = body.n == 1 and isinstance(body.prompt, str)
-            return json_response(_first(whole) if single else whole)
+            return json_response(_first(whole) if body.asks_for_string else whole)
 
 
 async def _send(generation: Generation, texts: list[str], chunks: ChunkStream) -> None:

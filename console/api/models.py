@@ -55,11 +55,15 @@ class Models:
 
     @describes("The models and adapters that a request may name", answer=ModelList)
     async def _list(self, request: web.Request) -> web.Response:
-        return json_response(ModelList(data=list(self._cards().values())))
+        return json_response(ModelList(data=list(self.cards().values())))
 
     @describes("One of them", answer=ModelCard)
     async def _get(self, request: web.Request) -> web.Response:
-        name, cards = request.match_info["name"], self._cards()
+        return json_response(self.card(request.match_info["name"]))
+
+    def card(self, name: str) -> ModelCard:
+        """That of one model or adapter; raises ModelNotFound."""
+        cards = self.cards()
         if name not in cards:
             available = ", ".join(cards)
             raise ModelNotFound(
@@ -68,9 +72,9 @@ class Models:
                 model=name,
                 available=available,
             )
-        return json_response(cards[name])
+        return cards[name]
 
-    def _cards(self) -> dict[str, ModelCard]:
+    def cards(self) -> dict[str, ModelCard]:
         """By name: one that is ready goes before one of the same name that sleeps."""
         answering = [model for model in self._context.engine.published.models if model.status.state in ANSWERING]
         answering.sort(key=lambda model: ANSWERING.index(model.status.state))

@@ -47,6 +47,35 @@ async def test_a_body_with_every_default_that_ericllm_has_is_accepted(api: Serve
     assert await api.post("/generate", prompt="Once", **body) == {"text": "Once" + completion("Once", 4)}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1, "temperature": 0.0, "max_tokens": 3, "stream": False},
+        {"n": 1, "use_beam_search": False, "temperature": 0.0, "max_tokens": 3, "stream": False},
+        {"n": 1, "best_of": 1, "use_beam_search": False, "top_p": 1.0, "ignore_eos": True, "max_tokens": 3},
+        {"n": 1, "max_tokens": 3},
+        {"stream": False, "max_tokens": 3},
+    ],
+    ids=["demo client", "older demo client", "benchmark", "n", "stream"],
+)
+async def test_vllm_s_demo_clients_get_a_list(api: Served, fields: dict[str, object]) -> None:
+    assert await api.post("/generate", prompt="Once", **fields) == {"text": ["Once" + completion("Once", 3)]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.7, "top_k": 40, "top_p": 0.5},
+        {"token_repetition_penalty": 1.0, "n": 1, "stop": [], "skip_special_tokens": True, "model": ""},
+    ],
+    ids=["prompt alone", "sampling", "all that EricLLM knows"],
+)
+async def test_ericllm_s_clients_get_a_string(api: Served, fields: dict[str, object]) -> None:
+    answer = await api.post("/generate", prompt="Once", max_tokens=3, **fields)
+    assert answer == {"text": "Once" + completion("Once", 3)}
+
+
 async def test_ericllm_s_name_for_the_repetition_penalty_reaches_the_engine(api: Served) -> None:
     await api.post("/generate", prompt="Once", max_tokens=1, token_repetition_penalty=1.2)
     assert api.backend.submitted[0].params.repetition_penalty == 1.2
