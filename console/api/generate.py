@@ -33,7 +33,6 @@ from console.api.stream import JSON_LINES, ChunkStream
 from engine.backends.base import FinishReason
 from engine.errors import InvalidRequest
 
-
 _VLLM_FIELDS = frozenset({"n", "stream", "best_of", "ignore_eos"})
 _ERICLLM_FIELDS = frozenset({"token_repetition_penalty", "top_a"})
 
