@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from textual.content import Content
 
 from console.widgets import text
 from console.widgets.bars import Part, stack
-from console.widgets.names import device_name, devices_name
+from console.widgets.names import device_name, places_name
 from engine.estimate import DeviceEstimate, Estimate
 
 _COLUMNS = (
@@ -20,7 +19,6 @@ _COLUMNS = (
     ("free", "free_bytes"),
 )
 _CELLS = 8
-_FEW_PLACES = 3
 _LEAST_BAR, _MOST_BAR = 8, 30
 _MIB = 2**20
 _LACKING = 14
@@ -46,21 +44,14 @@ def fit_lines(found: Estimate, width: int = 0, *, ascii_only: bool = False) -> I
     yield verdict(found)
     yield from _table(found, width, ascii_only)
     if found.placements:
-        yield Content.assemble(("workers  ", "$muted"), _places(found))
+        places = places_name([share.device for share in each.shares] for each in found.placements)
+        yield Content.assemble(("workers  ", "$muted"), places)
     if found.simulated:
         yield Content.styled("The devices are simulated: workers compute on the CPU.", "$warning")
     if found.warning:
         yield Content.styled(found.warning, "$warning")
     if found.learned.loads:
         yield Content.styled(f"Corrected by {text.plural(found.learned.loads, 'earlier load')}.", "$muted")
-
-
-def _places(found: Estimate) -> str:
-    """ "1 on GPU0, 2 on GPU1"; said in short where many have the same."""
-    places = Counter(devices_name([share.device for share in each.shares]) for each in found.placements)
-    if len(places) > _FEW_PLACES and len(set(places.values())) == 1:
-        return f"{next(iter(places.values()))} on each of {len(places)} devices"
-    return ", ".join(f"{workers} on {place}" for place, workers in places.items())
 
 
 def _table(found: Estimate, width: int, ascii_only: bool) -> Iterator[Content]:

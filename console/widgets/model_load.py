@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from textual.content import Content
 from textual.widgets import Static
 
-from console.in_view import first, workers_of
+from console.in_view import first
 from console.links.models import Fetching
 from console.load_pace import LoadPaces, Pace
 from console.widgets import text
 from console.widgets.clicks import clickable
 from console.widgets.glyphs import fitted
 from console.widgets.load_phases import pace_words, phase_lines, phase_now
-from console.widgets.names import device_name, devices_name
-from console.widgets.placement import devices_of, difference
+from console.widgets.names import device_name, devices_name, places_name
+from console.widgets.placement import devices_of, difference, taken_on
 from console.widgets.states import model_state, worker_state
 from engine.backends.base import LoadedModel, LoadProgress
 from engine.snapshot import AdapterReading, ModelReading, ModelStatus, Snapshot, WorkerReading
@@ -189,12 +189,23 @@ def _rows(model: ModelReading, snapshot: Snapshot, *, full: bool) -> Iterator[Co
         yield _row("idle", Content("loads again with the next request"))
     elif model.idle_unload_s > 0:
         yield _row("idle", Content(f"unloads after {_span(model.idle_unload_s)} without requests"))
+    workers = [worker for worker in snapshot.workers if worker.model in ("", model.name)]
     if full and model.status.model is not None:
-        yield from (_row(label, Content(value)) for label, value in _facts(model.status.model, snapshot))
+        yield from (_row(label, Content(value)) for label, value in _facts(model.status.model, workers))
     if model.status.state != "idle":
-        for device in devices_of(model.planned, model.used):
-            yield _row(device_name(device), difference(model.planned, model.used, device))
+        yield from _taken(model, workers)
     yield from (_row("adapter", _adapter(adapter, model)) for adapter in model.adapters)
+
+
+def _taken(model: ModelReading, workers: Sequence[WorkerReading]) -> Iterator[Content]:
+    """For each device what the largest worker on it takes: together they would count twice what they share."""
+    known = [(worker.planned, worker.used) for worker in workers if worker.planned or worker.used]
+    known = known or [(model.planned, model.used)]
+    for device in devices_of(*(shares for both in known for shares in both)):
+        here = [both for both in known if device in devices_of(*both)]
+        planned, used = max(here, key=lambda both: taken_on(device, both[1] or both[0]))
+        many = f" · largest of {len(here)} workers" if len(here) > 1 else ""
+        yield _row(device_name(device), Content.assemble(difference(planned, used, device), (many, "$muted")))
 
 
 def _row(label: str, value: Content) -> Content:
@@ -209,13 +220,15 @@ def _adapter(adapter: AdapterReading, model: ModelReading) -> Content:
     return Content.assemble(("✓ ", "$success"), adapter.name, (on, "$muted"))
 
 
-def _facts(model: LoadedModel, snapshot: Snapshot) -> Iterator[tuple[str, str]]:
-    yield "backend", f"{model.backend}, {text.dtype(model.dtype)}, on {devices_name(model.devices)}"
+def _facts(model: LoadedModel, workers: Sequence[WorkerReading]) -> Iterator[tuple[str, str]]:
+    places = [worker.devices for worker in workers if worker.devices] or [model.devices]
+    where = places_name(places) if len(set(places)) > 1 else f"on {devices_name(places[0])}"
+    yield "backend", f"{model.backend}, {text.dtype(model.dtype)}, {where}"
     if model.attention:
         yield "attention", f"{model.attention}: {model.attention_reason}"
     yield "weights", f"{text.size(model.weights_bytes)} a worker"
     yield "KV pages", f"{text.size(model.kv_bytes)} for {model.kv_tokens:,} tokens"
     yield "context", f"{model.max_model_len:,} tokens, {model.page_tokens} a page"
-    loaded = next((worker.load_s for worker in workers_of(snapshot) if worker.load_s), None)
+    loaded = next((worker.load_s for worker in workers if worker.load_s), None)
     if loaded is not None:
         yield "loaded", f"in {text.seconds(loaded)}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from console.widgets import text
 from engine.snapshot import DeviceReading, Snapshot
 
 _NODE_CELLS = 10
+_FEW_PLACES = 3
 _SHORT = {"cuda": "GPU", "sim": "SIM", "cpu": "CPU"}
 
 
@@ -34,6 +36,14 @@ def devices_name(devices: Sequence[str]) -> str:
     if all(name.startswith(kind) for name in names):
         return "+".join([names[0], *(name.removeprefix(kind) for name in names[1:])])
     return "+".join(names)
+
+
+def places_name(workers: Iterable[Sequence[str]]) -> str:
+    """Where several workers are, by the devices of each: "1 on GPU0, 2 on GPU1"; short where many have the same."""
+    places = Counter(map(devices_name, workers))
+    if len(places) > _FEW_PLACES and len(set(places.values())) == 1:
+        return f"{next(iter(places.values()))} on each of {len(places)} devices"
+    return ", ".join(f"{number} on {place}" for place, number in places.items())
 
 
 def simulated(snapshot: Snapshot) -> bool:

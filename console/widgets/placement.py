@@ -75,6 +75,11 @@ def devices_of(*shares: Sequence[DeviceShare]) -> list[str]:
     return list(dict.fromkeys(share.device for group in shares for share in group))
 
 
+def taken_on(device: str, shares: Sequence[DeviceShare]) -> int:
+    """Bytes that shares take of a device."""
+    return sum(share.total_bytes for share in shares if share.device == device)
+
+
 def _share(shares: Sequence[DeviceShare], device: str) -> DeviceShare | None:
     return next((share for share in shares if share.device == device), None)
 

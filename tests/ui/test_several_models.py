@@ -10,6 +10,7 @@ from console.commands import entries
 from console.screens.chat import ChatScreen
 from console.widgets.model_load import describe
 from console.widgets.states import model_state
+from engine.config import DeviceShare
 from engine.errors import ErrorInfo
 from engine.snapshot import ModelStatus, Snapshot
 from tests.fakes import fleet_scenes, scenes
@@ -130,6 +131,25 @@ def test_every_model_held_is_listed_with_what_it_does_and_takes() -> None:
         "● ready  demo  1 × 16 prompts",
     ):
         assert words in shown, words
+
+
+def test_the_engine_says_of_every_device_what_its_workers_take_there() -> None:
+    lines = describe(fleet_scenes.two_models()).plain.splitlines()
+    backend = next(line for line in lines if line.startswith("backend"))
+    assert backend.endswith("1 on GPU0, 1 on GPU1")
+    planned = [line.split()[0] for line in lines if "planned 16.7" in line]
+    assert planned == ["GPU0", "GPU1"]
+
+
+def test_a_device_with_several_workers_says_what_the_largest_of_them_takes() -> None:
+    card, more = (DeviceShare(device="sim:1", weights_bytes=size << 30) for size in (2, 3))
+    workers = [
+        scenes.worker(number, devices=("sim:1",), planned=(share,), used=(share,))
+        for number, share in enumerate((card, more, card))
+    ]
+    shown = describe(scenes.busy(workers=tuple(workers))).plain
+    assert "on SIM1\n" in shown
+    assert "SIM1      planned 3.0 → used 3.0 GiB, as planned · largest of 3 workers" in shown
 
 
 def test_a_second_model_shows_its_phases_while_the_first_serves() -> None:
