@@ -32,7 +32,7 @@ class LocalConversation:
 
         def begin(feed: Feed) -> Future[None]:
             encode = _encoder(messages, continue_answer=continue_answer)
-            return self._loop.submit(_converse(self._runtime.engine, encode, params, model, feed))
+            return self._loop.submit(_converse(self._runtime.engine, encode, params, model, feed, continue_answer))
 
         return told(begin)
 
@@ -94,7 +94,12 @@ def _encoder(messages: Sequence[ChatMessage], *, continue_answer: bool = False) 
 
 
 async def _converse(
-    engine: Engine, encode: Callable[[Tokenizer], list[int]], params: SamplingParams, model: str, feed: Feed
+    engine: Engine,
+    encode: Callable[[Tokenizer], list[int]],
+    params: SamplingParams,
+    model: str,
+    feed: Feed,
+    continue_answer: bool,
 ) -> None:
     """Encode beside the loop, submit and forward one chat; runs on the engine's loop."""
     serving = await engine.serving(model)
@@ -107,6 +112,7 @@ async def _converse(
         key=serving.key,
         adapter=serving.adapter,
         encode=encode,
+        continues=continue_answer,
     )
     stream = engine.submit(request)
     try:

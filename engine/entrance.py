@@ -59,6 +59,7 @@ class Entrance:
             client=asked.client,
             encode=asked.encode,
             choices=asked.choices,
+            continues=asked.continues,
             embed=asked.embed,
         )
         return request, deployment

@@ -46,6 +46,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: a LoRA adapter of that model.  client: who shares the queue fairly with others.
     encode: makes prompt_ids again for another model's tokenizer, where the request may go to any.
     choices: what the answers to its prompt have in common that were asked for together; None where it is the only one.
+    continues: as in BackendRequest.
     embed: what is wanted is the prompt's vector (see TokenEvent), no answer.
     """
 
@@ -61,6 +62,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     client: str = ""
     encode: Encode | None = None
     choices: Choices | None = None
+    continues: bool = False
     embed: bool = False
 
 
@@ -97,6 +99,7 @@ class Request:
     client: str = ""
     encode: Encode | None = None
     choices: Choices | None = None
+    continues: bool = False
     embed: bool = False
     prompt_told: bool = False
     generated: list[int] = field(default_factory=list)
@@ -169,6 +172,7 @@ class Request:
             params=params,
             end_token_ids=self.end_token_ids,
             adapter=self.adapter,
+            continues=self.continues,
             embed=self.embed,
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Annotated
@@ -40,6 +41,7 @@ from engine.backends.base import TokenLogprob
 from engine.config import MAX_LOGPROBS
 from engine.engine import StreamDelta
 from engine.errors import InvalidRequest
+from engine.text.detokenizer import IncrementalDetokenizer
 
 _EXAMPLE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
 
@@ -96,9 +98,9 @@ class Chat:
             negative_prompt_ids=await _negative_prompt_ids(body, model, use),
         )
         params = use.applied(params)
-        call = _Call(body, model, use)
-        prompts = [await body.prompt(model, read_messages(body.messages), use)]
-        with self._context.generate(request, call.id, body, model, prompts, params) as generation:
+        prompt = await body.prompt(model, read_messages(body.messages), use)
+        call = _Call(body, model, use, partial(prompt.answer_text, model.tokenizer, params))
+        with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
             if not body.stream:
                 return json_response(await call.whole(generation))
             async with ChunkStream(request, self._context.settings) as chunks:
@@ -115,13 +117,16 @@ async def _negative_prompt_ids(body: ChatBody, model: ServedModel, use: ToolUse)
 
 
 class _Call:
-    """One request on its way to its answer."""
+    """One request on its way to its answer. answer_text: makes what makes the text of one answer."""
 
-    def __init__(self, body: ChatBody, model: ServedModel, use: ToolUse) -> None:
+    def __init__(
+        self, body: ChatBody, model: ServedModel, use: ToolUse, answer_text: Callable[[], IncrementalDetokenizer]
+    ) -> None:
         self.id = new_id("chatcmpl")
         self._body = body
         self._model = model
         self._use = use
+        self._texts = defaultdict[int, IncrementalDetokenizer](answer_text)
         self._include_usage = body.include_usage
         self._created = now()
         self._fingerprint = model.fingerprint
@@ -166,11 +171,11 @@ class _Call:
         reader = self._use.reader()
         message = ChatAnswer(answer.text) if reader is None else message_of(*whole(reader, answer.text))
         finish = finish_of(reader, answer.finish)
-        return ChatChoice(i, message, self._logprobs(answer.logprobs), finish, answer.stop_reason)
+        return ChatChoice(i, message, self._logprobs(i, answer.logprobs), finish, answer.stop_reason)
 
     def _pieces(self, i: int, delta: StreamDelta, reader: CallReader | None) -> Iterator[ChatChunkChoice]:
         """What a delta adds to an answer; its log-probabilities go with the first piece."""
-        logprobs = self._logprobs(delta.logprobs)
+        logprobs = self._logprobs(i, delta.logprobs)
         added = [ChatPiece(content=delta.text)] if delta.text else []
         if reader is not None:
             read = reader.feed(delta.text) + (reader.finish() if delta.finish else [])
@@ -181,8 +186,8 @@ class _Call:
             yield ChatChunkChoice(i, piece, logprobs)
             logprobs = None
 
-    def _logprobs(self, records: list[TokenLogprob]) -> ChatLogprobs | None:
-        return chat_logprobs(records, self._model.tokenizer) if self._body.logprobs else None
+    def _logprobs(self, i: int, records: list[TokenLogprob]) -> ChatLogprobs | None:
+        return chat_logprobs(records, self._texts[i]) if self._body.logprobs else None
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: UsageField) -> ChatChunk:
         return ChatChunk(

@@ -46,7 +46,7 @@ async def chat_prompt(
     long = len(turns) > MANY_MESSAGES or not model.tokenizer.renders_quickly
     text = await asyncio.to_thread(as_text, model.tokenizer) if long else as_text(model.tokenizer)
     ids = (await model.encode([text], add_special_tokens=False))[0]
-    return Prompt(compact(ids), text, None if tools else partial(_encode, as_text))
+    return Prompt(compact(ids), text, None if tools else partial(_encode, as_text), continues=continue_final)
 
 
 def _encode(as_text: Callable[[Tokenizer], str], tokenizer: Tokenizer) -> list[int]:

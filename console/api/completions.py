@@ -32,6 +32,7 @@ from console.api.sampling import limited, sampling_params
 from console.api.served import ServedModel
 from console.api.stream import DONE, ChunkStream
 from engine.backends.base import FinishReason, TokenLogprob
+from engine.config import SamplingParams
 
 OPENAI_MAX_TOKENS = 16
 
@@ -135,7 +136,7 @@ class Completions:
         body.check_prompt_logprobs()
         self._context.check_choices(count_prompts(body.prompt), body.answers_each)
         prompts = await read_prompts(body.prompt, model)
-        call = _Call(body, model, prompts, body.include_usage)
+        call = _Call(body, model, prompts, params)
         with self._context.generate(request, call.id, body, model, prompts, params) as generation:
             if not body.stream:
                 return json_response(await call.whole(generation))
@@ -147,12 +148,13 @@ class Completions:
 class _Call:
     """One request on its way to its answer."""
 
-    def __init__(self, body: CompletionBody, model: ServedModel, prompts: list[Prompt], include_usage: bool) -> None:
+    def __init__(self, body: CompletionBody, model: ServedModel, prompts: list[Prompt], params: SamplingParams) -> None:
         self.id = new_id("cmpl")
         self._body = body
         self._model = model
         self._prompts = prompts
-        self._include_usage = include_usage
+        self._params = params
+        self._include_usage = body.include_usage
         self._created = now()
         self._fingerprint = model.fingerprint
         self._offsets = [self._offsets_of(prompt) for prompt in prompts for _ in range(body.n)]
@@ -203,21 +205,22 @@ class _Call:
     def _offsets_of(self, prompt: Prompt) -> TextOffsets:
         """Where the tokens of an answer to it begin in the choice's text."""
         start = len(prompt.text) if self._body.echo else 0
-        return TextOffsets(self._model.tokenizer, start=start, skip_special_tokens=self._body.skip_special_tokens)
+        tokenizer = self._model.tokenizer
+        return TextOffsets(tokenizer, prompt.answer_text(tokenizer, self._params), start=start)
 
     def _echoed_logprobs(self, choice: int, records: Sequence[TokenLogprob | None]) -> CompletionLogprobs | None:
         top, prompt = self._body.logprobs, self._prompts[choice // self._body.n]
         if top is None or not (records and self._body.echo):
             return None
-        offsets = TextOffsets(self._model.tokenizer, within=prompt.text)
-        return completion_logprobs(prompt.ids, records, self._model.tokenizer, offsets=offsets, top=top)
+        offsets = TextOffsets.within(prompt.text, self._model.tokenizer)
+        return completion_logprobs(prompt.ids, records, offsets=offsets, top=top)
 
     def _logprobs(self, choice: int, records: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         top = self._body.logprobs
         if top is None or not records:
             return None
         token_ids = [record.token_id for record in records]
-        return completion_logprobs(token_ids, records, self._model.tokenizer, offsets=self._offsets[choice], top=top)
+        return completion_logprobs(token_ids, records, offsets=self._offsets[choice], top=top)
 
     def _completion(self, choices: list[CompletionChoice], usage: UsageField) -> Completion:
         return Completion(

@@ -97,6 +97,7 @@ class Generation:
                 client=client,
                 encode=prompt.encode if movable else None,
                 choices=together[i],
+                continues=prompt.continues,
                 embed=embed,
             )
             for i, prompt in enumerate(prompts)

@@ -65,57 +65,70 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 class TextOffsets:
     """Where each token of a text begins, in characters: tokens that share a character all begin with it.
 
-    start: characters before the text.  within: the text, where it is known before: control tokens that are not written
-    in it take no room.  skip_special_tokens: whether none does, where it is not.
+    text: what makes the text, before its first token.  start: characters before the text.
+    within: the text, where it is known before: control tokens that are not written in it take no room.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, start: int = 0, within: str | None = None, skip_special_tokens: bool = True
+        self, tokenizer: Tokenizer, text: IncrementalDetokenizer, *, start: int = 0, within: str | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        self._text = IncrementalDetokenizer(tokenizer, skip_special_tokens=within is None and skip_special_tokens)
+        self._text = text
         self._start = self._at = start
         self._within = within
+
+    @classmethod
+    def within(cls, text: str, tokenizer: Tokenizer) -> TextOffsets:
+        """Those of tokens whose text is known."""
+        return cls(tokenizer, IncrementalDetokenizer(tokenizer, skip_special_tokens=False), within=text)
 
     def push(self, token_id: int) -> int:
         """Where `token_id` begins, which comes next."""
         at = self._at
-        if token_id not in self._tokenizer.special_ids or self._shows(_text(token_id, self._tokenizer)):
-            piece = self._text.push(token_id)
-            unwritten = piece.startswith(" ") and not self._shows(piece) and self._shows(piece[1:])
-            self._at += len(piece) - unwritten  # SentencePiece puts a space of its own after control tokens
+        if token_id not in self._tokenizer.special_ids or self._shows(self.text_of(token_id)):
+            unwritten = self._unwritten(token_id)
+            self._at += len(self._text.push(token_id)) - unwritten
         return at
+
+    def text_of(self, token_id: int) -> str:
+        """What `token_id` would add if it came next; U+FFFD in place of a part of a character."""
+        text = _decoded(self._text.bytes_of(token_id))
+        return text[1:] if self._unwritten(token_id) else text
+
+    def _unwritten(self, token_id: int) -> bool:
+        """Whether the token begins with a space that SentencePiece put after a control token by itself."""
+        text = _decoded(self._text.bytes_of(token_id))
+        return text.startswith(" ") and not self._shows(text) and self._shows(text[1:])
 
     def _shows(self, piece: str) -> bool:
         """Whether the text goes on like this, as far as it is known."""
         return self._within is None or self._within.startswith(piece, self._at - self._start)
 
 
-def chat_logprobs(records: Sequence[TokenLogprob], tokenizer: Tokenizer) -> ChatLogprobs:
-    """The chat shape of `records`."""
-    return ChatLogprobs([_chat_logprob(record, tokenizer) for record in records])
+def chat_logprobs(records: Sequence[TokenLogprob], text: IncrementalDetokenizer) -> ChatLogprobs:
+    """The chat shape of `records`, whose tokens come next in `text`."""
+    return ChatLogprobs([_chat_logprob(record, text) for record in records])
 
 
 def completion_logprobs(
     token_ids: Sequence[int],
     records: Sequence[TokenLogprob | None],
-    tokenizer: Tokenizer,
     *,
     offsets: TextOffsets,
     top: int,
 ) -> CompletionLogprobs:
-    """The completions shape of `records`, one for each token.
+    """The completions shape of `records`, one for each token. offsets: before the first of them.
 
     top: how many alternatives were asked for, 0 for none; the token itself is among them, as OpenAI has it.
     """
-    return CompletionLogprobs(
-        tokens=[_text(token_id, tokenizer) for token_id in token_ids],
-        token_logprobs=[None if record is None else _finite(record.logprob) for record in records],
-        top_logprobs=[None if record is None else _alternatives(record, tokenizer, top) for record in records]
-        if top
-        else [],
-        text_offset=[offsets.push(token_id) for token_id in token_ids],
-    )
+    found = CompletionLogprobs([], [], [], [])
+    for token_id, record in zip(token_ids, records, strict=True):
+        found.tokens.append(offsets.text_of(token_id))
+        found.token_logprobs.append(None if record is None else _finite(record.logprob))
+        if top:
+            found.top_logprobs.append(None if record is None else _alternatives(record, offsets, top))
+        found.text_offset.append(offsets.push(token_id))
+    return found
 
 
 def joined(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
@@ -144,26 +157,29 @@ def _by_id(record: TokenLogprob, tokenizer: Tokenizer, top: int) -> dict[str, Pr
     return own | others | own
 
 
-def _chat_logprob(record: TokenLogprob, tokenizer: Tokenizer) -> ChatLogprob:
-    raw = tokenizer.token_bytes(record.token_id)
+def _chat_logprob(record: TokenLogprob, text: IncrementalDetokenizer) -> ChatLogprob:
+    top = [(text.bytes_of(token_id), _finite(logprob)) for token_id, logprob in record.top]
+    raw = text.bytes_of(record.token_id)
+    text.push(record.token_id)
     return ChatLogprob(
-        token=raw.decode(errors="replace"),
+        token=_decoded(raw),
         logprob=_finite(record.logprob),
         bytes=list(raw),
-        top_logprobs=[
-            TopLogprob(_text(token_id, tokenizer), _finite(logprob), list(tokenizer.token_bytes(token_id)))
-            for token_id, logprob in record.top
-        ],
+        top_logprobs=[TopLogprob(_decoded(other), logprob, list(other)) for other, logprob in top],
     )
 
 
-def _alternatives(record: TokenLogprob, tokenizer: Tokenizer, top: int) -> dict[str, float]:
-    found = {_text(token_id, tokenizer): _finite(logprob) for token_id, logprob in record.top[:top]}
-    return found | {_text(record.token_id, tokenizer): _finite(record.logprob)}
+def _alternatives(record: TokenLogprob, offsets: TextOffsets, top: int) -> dict[str, float]:
+    found = {offsets.text_of(token_id): _finite(logprob) for token_id, logprob in record.top[:top]}
+    return found | {offsets.text_of(record.token_id): _finite(record.logprob)}
 
 
 def _text(token_id: int, tokenizer: Tokenizer) -> str:
-    return tokenizer.token_bytes(token_id).decode(errors="replace")
+    return _decoded(tokenizer.token_bytes(token_id))
+
+
+def _decoded(raw: bytes) -> str:
+    return raw.decode(errors="replace")
 
 
 def _finite(logprob: float) -> float:

@@ -10,8 +10,10 @@ from typing import TypeGuard
 from console.api.body import whole_number
 from console.api.sampling import SamplingFields
 from console.api.served import ServedModel
+from engine.config import SamplingParams
 from engine.errors import InvalidRequest
 from engine.request import Encode, compact
+from engine.text.detokenizer import IncrementalDetokenizer, begins_text
 from engine.text.tokenizer import Tokenizer
 
 
@@ -19,12 +21,22 @@ from engine.text.tokenizer import Tokenizer
 class Prompt:
     """One prompt: the ids to continue, compact, and the text that stands before the answer.
 
-    encode: makes the ids again for another model; None where the client gave ids.
+    encode: makes the ids again for another model; None where the client gave ids.  continues: as in BackendRequest.
     """
 
     ids: array[int]
     text: str
     encode: Encode | None = None
+    continues: bool = True
+
+    def answer_text(self, tokenizer: Tokenizer, params: SamplingParams) -> IncrementalDetokenizer:
+        """The text of one answer to it, before its first token, as the worker makes it."""
+        return IncrementalDetokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            shown=params.shown_token_ids,
+            begins=begins_text(tokenizer, self.ids, params, continues=self.continues),
+        )
 
 
 async def read_prompts(

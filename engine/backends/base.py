@@ -24,6 +24,7 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: the model's end tokens (unless ignore_eos) and stop_token_ids, masked before min_tokens.
     banned_next: ids that the very next token must not be (a rewound banned string); they bind that token alone.
     adapter: name of an attached LoRA adapter to compute with; "" is the model as it was loaded.
+    continues: the answer goes on with the text of its prompt; else it is a text of its own, a turn of a chat say.
     params.max_tokens 0: it ends with "length" once its prompt is computed, without a token.
     embed: it ends then with "stop" and a vector instead; max_tokens is 0.
     """
@@ -35,6 +36,7 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: tuple[int, ...] = ()
     banned_next: tuple[int, ...] = ()
     adapter: str = ""
+    continues: bool = False
     embed: bool = False
 
 

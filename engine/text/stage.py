@@ -6,7 +6,7 @@ import msgspec
 
 from engine.backends.base import BackendRequest, FinishReason
 from engine.text.banned import BannedStrings
-from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.detokenizer import IncrementalDetokenizer, begins_text
 from engine.text.stops import StopMatcher
 from engine.text.tokenizer import Tokenizer
 
@@ -41,7 +41,10 @@ class TextStage:
     def __init__(self, tokenizer: Tokenizer, request: BackendRequest) -> None:
         params = request.params
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, skip_special_tokens=params.skip_special_tokens, shown=params.shown_token_ids
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            shown=params.shown_token_ids,
+            begins=begins_text(tokenizer, request.prompt_ids, params, continues=request.continues),
         )
         stops = () if params.grammar is not None and params.grammar.is_json else params.stop
         self._stops = StopMatcher(stops, params.include_stop)

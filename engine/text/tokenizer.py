@@ -89,6 +89,22 @@ class Tokenizer:
         """The text of `ids`; unknown ids are left out, broken UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def opens_text(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether what comes after these tokens begins a text: there is no text in them, or they end with a
+        control token and the tokenizer begins anew behind those, as SentencePiece's do with a space of their own."""
+        known = (token_id for token_id in reversed(prompt_ids) if self.pieces.knows(token_id))
+        last = next(known, None)
+        if last is None or last not in self.special_ids:
+            return last is None
+        return self._restarts_after_special or all(token_id in self.special_ids for token_id in known)
+
+    @cached_property
+    def _restarts_after_special(self) -> bool:
+        """Whether a text behind a control token has the tokens that it has on its own."""
+        control = self.id_to_token(min(self.special_ids))
+        alone, behind = self.encode_all(["a", f"{control}a"], add_special_tokens=False)
+        return behind[1:] == alone
+
     def id_to_token(self, token_id: int) -> str:
         """The vocabulary's own spelling of a token ("Ġthe", "▁the"); "" for an unknown id."""
         return self._backend.id_to_token(token_id) or ""

@@ -9,6 +9,7 @@ import pytest
 
 from console.api.logprobs import LOWEST, TextOffsets, chat_logprobs, completion_logprobs
 from engine.backends.base import TokenLogprob
+from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.folder import TokenizerFolder
 from engine.text.tokenizer import Tokenizer
 from tests.fakes import tiny_tokenizers
@@ -28,21 +29,22 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 
 def test_the_completions_shape_has_the_chosen_token_among_the_alternatives(tokenizer: Tokenizer) -> None:
-    shaped = completion_logprobs([A, C], RECORDS, tokenizer, offsets=TextOffsets(tokenizer, start=7), top=2)
+    offsets = TextOffsets(tokenizer, IncrementalDetokenizer(tokenizer), start=7)
+    shaped = completion_logprobs([A, C], RECORDS, offsets=offsets, top=2)
     assert shaped.tokens == ["a", "c"]
     assert shaped.top_logprobs == [{"a": -0.1, "b": -2.5}, {"a": -0.2, "b": -1.5, "c": LOWEST}]
     assert shaped.text_offset == [7, 8]
 
 
 def test_the_chat_shape_has_exactly_the_alternatives_best_first(tokenizer: Tokenizer) -> None:
-    first, second = chat_logprobs(RECORDS, tokenizer).content
+    first, second = chat_logprobs(RECORDS, IncrementalDetokenizer(tokenizer)).content
     assert [(top.token, top.logprob, top.bytes) for top in first.top_logprobs] == [("a", -0.1, [A]), ("b", -2.5, [B])]
     assert [top.token for top in second.top_logprobs] == ["a", "b"]
     assert (second.token, second.logprob) == ("c", LOWEST)
 
 
 def test_a_probability_of_zero_is_valid_json(tokenizer: Tokenizer) -> None:
-    encoded = msgspec.json.encode(chat_logprobs(RECORDS, tokenizer))
+    encoded = msgspec.json.encode(chat_logprobs(RECORDS, IncrementalDetokenizer(tokenizer)))
     assert msgspec.json.decode(encoded)["content"][1]["logprob"] == LOWEST
 
 
@@ -57,13 +59,13 @@ def test_a_probability_of_zero_is_valid_json(tokenizer: Tokenizer) -> None:
 def test_offsets_are_those_of_the_text(
     tokenizer: Tokenizer, text: str, token_ids: list[int], offsets: list[int]
 ) -> None:
-    found = TextOffsets(tokenizer, within=text)
+    found = TextOffsets.within(text, tokenizer)
     assert [found.push(token_id) for token_id in token_ids] == offsets
 
 
 def test_skipped_control_tokens_take_no_room_in_an_answer(tokenizer: Tokenizer) -> None:
     for skip, offsets in ((True, [3, 4, 4]), (False, [3, 4, 9])):
-        found = TextOffsets(tokenizer, start=3, skip_special_tokens=skip)
+        found = TextOffsets(tokenizer, IncrementalDetokenizer(tokenizer, skip_special_tokens=skip), start=3)
         assert [found.push(token_id) for token_id in (A, EOS_ID, B)] == offsets
 
 
@@ -72,9 +74,19 @@ def test_skipped_control_tokens_take_no_room_in_an_answer(tokenizer: Tokenizer) 
 def test_tokens_lie_in_the_text_where_their_offsets_say(kind: str, text: str) -> None:
     tokenizer = Tokenizer(getattr(tiny_tokenizers, kind)(), TokenizerFolder())
     token_ids = tokenizer.encode(text)
-    offsets = TextOffsets(tokenizer, within=text)
+    offsets = TextOffsets.within(text, tokenizer)
     starts = [offsets.push(token_id) for token_id in token_ids]
     pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
     assert "".join(pieces) == text
     for piece, token_id in zip(pieces, token_ids, strict=True):
         assert piece.strip() in ("", tokenizer.token_bytes(token_id).decode().strip())
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
+@pytest.mark.parametrize("text", ["the fox", "a <s> in it"])
+def test_the_tokens_of_an_echoed_prompt_spell_it(kind: str, text: str) -> None:
+    tokenizer = Tokenizer(getattr(tiny_tokenizers, kind)(), TokenizerFolder())
+    token_ids = [*tokenizer.encode(text, add_special_tokens=False)]
+    offsets = TextOffsets.within(text, tokenizer)
+    shaped = completion_logprobs(token_ids, [None] * len(token_ids), offsets=offsets, top=0)
+    assert "".join(shaped.tokens) == text

@@ -10,8 +10,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.config import SamplingParams
 from engine.errors import UnsupportedModel
-from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.detokenizer import IncrementalDetokenizer, begins_text
 from engine.text.folder import TokenizerFolder
 from engine.text.tokenizer import Tokenizer
 from tests.fakes import tiny_tokenizers
@@ -28,6 +29,55 @@ def stream(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: boo
     """The text of each push, then of the flush."""
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(prompt=st.text(st.sampled_from("the fox é\n")), answer=st.text(st.sampled_from("the fox é\n")))
+def test_an_answer_that_goes_on_with_a_text_reads_as_the_whole_decoded_at_once(
+    kind: str, prompt: str, answer: str
+) -> None:
+    subject = tokenizer(kind)
+    before, after = subject.encode(prompt), subject.encode(answer, add_special_tokens=False)
+    begins = begins_text(subject, before, SamplingParams(), continues=True)
+    detokenizer = IncrementalDetokenizer(subject, begins=begins)
+    text = "".join(detokenizer.push(token_id) for token_id in after) + detokenizer.flush()
+    assert subject.decode(before) + text == subject.decode([*before, *after])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_turn_of_its_own_begins_without_the_space_that_the_tokenizer_writes(kind: str) -> None:
+    subject = tokenizer(kind)
+    before, after = subject.encode("how"), subject.encode("the", add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(
+        subject, begins=begins_text(subject, before, SamplingParams(), continues=False)
+    )
+    assert "".join(map(detokenizer.push, after)) == "the"
+
+
+def test_text_behind_a_control_token_begins_where_the_tokenizer_writes_a_space_there() -> None:
+    subject = tokenizer("byte_fallback")
+    raw = tiny_tokenizers.byte_fallback()
+    raw.normalizer = None
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    once = Tokenizer(raw, TokenizerFolder())
+    prompt = subject.encode("how</s>", add_special_tokens=False)
+    assert subject.opens_text(prompt)
+    assert not once.opens_text(prompt)
+    for each in (subject, once):
+        assert each.opens_text([])
+        assert each.opens_text(each.encode(""))
+        assert not each.opens_text(each.encode("how"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_tokens_are_those_of_the_text(kind: str) -> None:
+    subject = tokenizer(kind)
+    for begins in (True, False):
+        detokenizer, spelt, text = IncrementalDetokenizer(subject, begins=begins), b"", ""
+        for token_id in subject.encode("the fox é", add_special_tokens=False):
+            spelt += detokenizer.bytes_of(token_id)
+            text += detokenizer.push(token_id)
+        assert spelt.decode() == text + detokenizer.flush()
 
 
 def is_lone_byte(token: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,19 @@ def test_an_end_token_ends_the_answer_and_makes_no_text() -> None:
 def test_a_stop_string_ends_the_answer_before_it() -> None:
     text, finish, _ = feed(stage(stop=("lazy",)), ids_of("the lazy dog"))
     assert (text, finish) == ("the ", "stop")
+
+
+def test_an_answer_that_was_resumed_goes_on_with_the_text_of_its_prompt_as_before() -> None:
+    spaced = Tokenizer(tiny_tokenizers.byte_fallback(), TokenizerFolder())
+    prompt, answer = spaced.encode("how"), spaced.encode("the the", add_special_tokens=False)
+    for continues, expected in ((True, " the the"), (False, "the the")):
+        request = BackendRequest(id="r", prompt_ids=prompt, params=SamplingParams(max_tokens=1000), continues=continues)
+        whole = TextStage(spaced, request)
+        texts = [whole.push(token_id).text for token_id in answer]
+        assert "".join(texts) == expected
+        for taken in range(len(answer) + 1):
+            resumed = TextStage(spaced, msgspec.structs.replace(request, generated=answer[:taken]))
+            assert [resumed.push(token_id).text for token_id in answer[taken:]] == texts[taken:]
 
 
 def test_max_tokens_end_the_answer_with_all_its_text() -> None:

@@ -20,6 +20,7 @@ from console.api.settings import ApiSettings
 from console.api.stream import JSON_LINES, ChunkStream
 from console.api.tools import CallReader
 from engine.engine import StreamDelta
+from engine.text.detokenizer import IncrementalDetokenizer
 
 
 class Shape(Protocol):
@@ -30,7 +31,7 @@ class Shape(Protocol):
 
 
 class Answering:
-    """Makes an answer of what the engine tells. logprobs: whether those were asked for.
+    """Makes an answer of what the engine tells. logprobs: the text of the answer where those were asked for.
 
     reader: what finds calls of tools, None where there are none.
     """
@@ -41,13 +42,13 @@ class Answering:
         watch: Stopwatch,
         shape: Shape,
         *,
-        logprobs: bool = False,
+        logprobs: IncrementalDetokenizer | None = None,
         reader: CallReader | None = None,
     ) -> None:
         self._model = model
         self._watch = watch
         self._shape = shape
-        self._wants_logprobs = logprobs
+        self._text = logprobs
         self._calls = CallCollector(reader)
         self._ids: list[int] = []
 
@@ -100,4 +101,4 @@ class Answering:
         return self._shape(text, calls, ids, model=self._model.name, created_at=now(), **fields)
 
     def _logprobs(self, delta: StreamDelta) -> list[ChatLogprob]:
-        return chat_logprobs(delta.logprobs, self._model.tokenizer).content if self._wants_logprobs else []
+        return chat_logprobs(delta.logprobs, self._text).content if self._text is not None else []

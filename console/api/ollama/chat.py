@@ -59,7 +59,8 @@ class Chat:
             tools=use.definitions,
         )
         params = use.applied(options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs))
-        answering = Answering(model, watch, _shape, logprobs=body.logprobs, reader=use.reader())
+        text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
+        answering = Answering(model, watch, _shape, logprobs=text, reader=use.reader())
         with self._context.generate(request, new_id("chat"), options, model, [prompt], params) as generation:
             return await answering.answer(request, self._context.settings, generation, body.stream)
 

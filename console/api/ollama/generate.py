@@ -50,8 +50,9 @@ class Generate:
         if not body.prompt:
             return Answering(model, watch, _loaded).loaded()
         prompt = await _prompt(body, model)
-        answering = Answering(model, watch, partial(_shape, body, prompt), logprobs=body.logprobs)
         params = options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs)
+        text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
+        answering = Answering(model, watch, partial(_shape, body, prompt), logprobs=text)
         with self._context.generate(request, new_id("gen"), options, model, [prompt], params) as generation:
             return await answering.answer(request, self._context.settings, generation, body.stream)
 
@@ -93,4 +94,4 @@ def _after(context: list[int], prompt: Prompt, model: ServedModel) -> Prompt:
     model.check_token_ids(context, "context")
     begins = bool(prompt.ids) and prompt.ids[0] == model.tokenizer.bos_token_id
     ids = prompt.ids[1:] if begins else prompt.ids
-    return Prompt(compact([*context, *ids]), prompt.text)
+    return Prompt(compact([*context, *ids]), prompt.text, continues=prompt.continues)

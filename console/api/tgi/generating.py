@@ -52,6 +52,10 @@ class _Call:
     params: SamplingParams
     echo: str
 
+    def texts(self) -> TokenTexts:
+        """The tokens of one answer, before the first."""
+        return TokenTexts(self.model.tokenizer, self.prompt.answer_text(self.model.tokenizer, self.params))
+
 
 _EXAMPLE = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 16}}
 
@@ -149,14 +153,14 @@ class _Events:
     def __init__(self, call: _Call, generation: Generation) -> None:
         self._call = call
         self._generation = generation
-        self._texts = TokenTexts(call.model.tokenizer)
+        self._texts = call.texts()
         self._shown = [call.echo]
         self._index = 0
 
     def of(self, delta: StreamDelta) -> Iterator[StreamEvent]:
         """Those of one delta; the last ends the stream, and where no token came with it, it has an empty one."""
         self._shown.append(delta.text)
-        events = [self._event(self._texts.token(each), self._texts.likeliest(each)) for each in delta.logprobs]
+        events = [self._event(*self._texts.next(each)) for each in delta.logprobs]
         if delta.finish is not None:
             last = events.pop() if events else self._event(Token(0, "", 0.0, special=True), [])
             events.append(self._end(last, delta))
@@ -202,7 +206,8 @@ def _generated(call: _Call, answers: list[Answer]) -> Generated:
 
 
 def _sequence(call: _Call, answer: Answer) -> BestOfSequence:
-    texts, records = TokenTexts(call.model.tokenizer), answer.logprobs
+    texts, records = call.texts(), answer.logprobs
+    told = [texts.next(record) for record in records]
     last_id = records[-1].token_id if records else None
     return BestOfSequence(
         generated_text=call.echo + answer.text,
@@ -210,8 +215,8 @@ def _sequence(call: _Call, answer: Answer) -> BestOfSequence:
         generated_tokens=len(records),
         seed=call.asked.seed,
         prefill=_prefill(call, answer),
-        tokens=[texts.token(record) for record in records],
-        top_tokens=[texts.likeliest(record) for record in records] if call.asked.top_n_tokens else msgspec.UNSET,
+        tokens=[token for token, _ in told],
+        top_tokens=[likeliest for _, likeliest in told] if call.asked.top_n_tokens else msgspec.UNSET,
     )
 
 

@@ -114,20 +114,26 @@ class SimpleToken(msgspec.Struct, frozen=True):
 
 
 class TokenTexts:
-    """Tokens of one answer with their texts, in the order of their coming."""
+    """Tokens of one text, of an answer say, with what each adds to it, in the order of their coming.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Control tokens that are not shown in the text have their names.  text: what makes it, before its first token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, text: IncrementalDetokenizer) -> None:
         self._tokenizer = tokenizer
-        self._texts = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+        self._text = text
 
-    def token(self, record: TokenLogprob) -> Token:
-        """The next one."""
-        return self._shaped(record.token_id, self._texts.push(record.token_id), record.logprob)
+    def next(self, record: TokenLogprob) -> tuple[Token, list[Token]]:
+        """The next one, and what could have stood at its place, the likeliest first."""
+        likeliest = [
+            self._shaped(id_, self._text.bytes_of(id_).decode(errors="replace"), logprob) for id_, logprob in record.top
+        ]
+        return self._shaped(record.token_id, self.text_of(record.token_id), record.logprob), likeliest
 
-    def likeliest(self, record: TokenLogprob) -> list[Token]:
-        """What could have stood at the token's place, the likeliest first."""
-        bytes_of = self._tokenizer.token_bytes
-        return [self._shaped(id_, bytes_of(id_).decode(errors="replace"), logprob) for id_, logprob in record.top]
+    def text_of(self, token_id: int) -> str:
+        """What the next token adds."""
+        name = self._text.bytes_of(token_id).decode() if token_id in self._tokenizer.special_ids else ""
+        return self._text.push(token_id) or name
 
     def _shaped(self, token_id: int, text: str, logprob: float) -> Token:
         return Token(token_id, text, max(logprob, LOWEST), token_id in self._tokenizer.special_ids)
@@ -142,8 +148,8 @@ def finish_of(finish: FinishReason | None, last_token: int | None, tokenizer: To
 
 def prefill(ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer) -> list[PrefillToken]:
     """A prompt's tokens. logprobs: one for each."""
-    texts = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    texts = TokenTexts(tokenizer, IncrementalDetokenizer(tokenizer))
     return [
-        PrefillToken(id_, texts.push(id_), None if record is None else max(record.logprob, LOWEST))
+        PrefillToken(id_, texts.text_of(id_), None if record is None else max(record.logprob, LOWEST))
         for id_, record in zip(ids, logprobs, strict=True)
     ]
