@@ -39,6 +39,11 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     continues: bool = False
     embed: bool = False
 
+    @property
+    def resumed(self) -> bool:
+        """Not the first try: tokens were taken back, or another worker had it. Its prompt is in the counters already."""
+        return bool(self.generated or self.banned_next)
+
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Log-probability (natural log, of the model's own distribution before any sampling knob) of a token,
@@ -164,6 +169,9 @@ class DraftPosition(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters and gauges of one backend. Counters only grow; pages_free counts cached pages that can be reused.
+
+    prefix_query_tokens, prefix_hit_tokens: of each prompt once, whatever resumes its request, what was looked up in the
+    prefix cache and what of it was found.
 
     draft_tokens, draft_accepted: tokens guessed ahead, and those of them that held.  drafts: the same by position,
     where the backend can tell.

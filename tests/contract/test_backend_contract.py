@@ -149,6 +149,18 @@ def test_a_known_prefix_is_found_and_changes_nothing(subject: Subject, knobs: Sa
     assert stats.pages_cached > 0
 
 
+def test_a_prompt_is_counted_once_however_often_its_answer_goes_on_anew(subject: Subject) -> None:
+    """As one does that takes tokens back, or that another worker had."""
+    backend = subject.loaded()
+    answer = Drive(backend, ask("a", prompt(1, 300))).to_end()["a"]
+    for generated, banned in (([], answer[:1]), (answer[:5], answer[5:6]), (answer[:9], [])):
+        again = Drive(backend, ask("a", prompt(1, 300), generated=generated, banned_next=tuple(banned)))
+        again.to_end()
+        assert again.events["a"][0].cached_tokens is not None
+    stats = backend.stats()
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (300, 0)
+
+
 def test_a_request_at_the_contexts_end_ends_with_length(subject: Subject) -> None:
     drive = Drive(subject.loaded(), ask("a", prompt(0, 500), params(max_tokens=1000)))
     tokens = drive.to_end()["a"]

@@ -19,6 +19,15 @@ def test_a_prefix_that_was_computed_before_is_not_computed_again() -> None:
     assert s.counters.prompt_tokens_computed == 12
 
 
+def test_a_preempted_sequence_is_counted_once() -> None:
+    s = scheduler(pages=8, page_tokens=4)
+    submit(s, "a", 10)
+    submit(s, "b", 10)
+    while not s.counters.preemptions or s.waiting:
+        step(s)
+    assert s.counters.prefix_query_tokens == 20
+
+
 def test_a_prefix_hit_leaves_one_token_to_compute() -> None:
     s = scheduler(page_tokens=4)
     submit(s, "a", 8, first=1)

@@ -75,7 +75,7 @@ class Live:
                     cached_tokens=None if self.begun else self.job.cached_tokens,
                 )
             )
-            if not self.begun:
+            if not (self.begun or self.request.resumed):
                 counters.prefix_query_tokens += self.job.known_tokens
                 counters.prefix_hit_tokens += self.job.cached_tokens
             self.begun = True

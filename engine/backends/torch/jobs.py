@@ -39,6 +39,7 @@ class Job:
             answers=most != 0,
             limit=prompt_tokens + most if most is not None else None,
             tell=telling.until if telling is not None else 0,
+            resumed=request.resumed,
         )
         row = SampleRow(
             request.params,

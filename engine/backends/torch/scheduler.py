@@ -227,8 +227,9 @@ class Scheduler:
         sequence.drafted = pool.leading_drafted(cached) * pool.page_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
-            self.counters.prefix_query_tokens += sequence.prompt_tokens if whole else 0
-            self.counters.prefix_hit_tokens += sequence.cached_tokens
+            if whole and not sequence.resumed:
+                self.counters.prefix_query_tokens += sequence.prompt_tokens
+                self.counters.prefix_hit_tokens += sequence.cached_tokens
         return True
 
     # --- pages ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ class Sequence:
     keys: keys of the full pages of known tokens, as far as anyone asked; they outlive a preemption.
     remembered: leading pages that the pool knows by key.
     cached_tokens: prompt tokens found in the prefix cache when first admitted; None before that.
+    resumed: see BackendRequest.
     adapter: key of the LoRA adapter that it computes with, "" for none; pages are shared within one key alone.
     answers: whether tokens are wanted; else it ends with its prompt computed.
     stay: number of this stay in the pages, which no other has; 0 while it holds none, or is guessed for.
@@ -43,6 +44,7 @@ class Sequence:
     told: int = 0
     drafted: int = 0
     stay: int = 0
+    resumed: bool = False
 
     @property
     def known(self) -> int:
