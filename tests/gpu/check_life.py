@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from engine.backends.base import Backend, BackendRequest, LoadedModel, LoadProgress
+from engine.backends.cublas import clear_workspaces
 from engine.config import BackendName, ModelSpec, SamplingParams
 from engine.errors import ContextLengthExceeded, EngineError, InsufficientMemory, LoadCancelled
 from engine.worker.factory import create_backend
@@ -113,7 +114,7 @@ def _unload(spec: ModelSpec) -> Iterable[Row]:
         backend.unload()
         used.append(_used_bytes())
     stayed = used[1] - used[0]
-    held = torch.cuda.memory_allocated() + torch.cuda.memory_reserved()
+    held = torch.cuda.memory_reserved()
     yield promise(
         f"{spec.backend}: unload gives memory back",
         max(stayed, held) <= UNLOAD_SLACK_BYTES,
@@ -185,8 +186,9 @@ def _answer(backend: Backend, *, tokens: int) -> int:
 
 
 def _used_bytes() -> int:
-    """Bytes of the device in use by anybody, after collecting what nobody refers to."""
+    """Bytes of the device in use by anybody, after collecting what nobody refers to, cuBLAS's workspaces too."""
     gc.collect()
+    clear_workspaces()
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()

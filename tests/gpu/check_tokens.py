@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,16 @@ class Variant:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A row: the variant `name` against another, which may lie apart by `tolerance` nats."""
+
+    title: str
+    name: str
+    against: str
+    tolerance: float
+
+
 REFERENCE = Variant("torch, gathered", "torch", "gathered")
 GRAPHS_OFF = {"EXLLAMA_NO_GRAPHS": "1"}
 
@@ -69,36 +79,34 @@ def variants(has_flash: bool, has_varlen: bool) -> Iterator[Variant]:
 
 
 def checks(place: Place) -> Iterable[Row]:
-    """A row for each variant against the torch backend, and for flash and graphs against our own attention."""
+    """A row for each variant against the torch backend, and for flash and graphs against our own attention; each as
+    soon as both of its sides are there."""
     has_flash = importlib.util.find_spec("flash_attn") is not None
     folder, count = exl2_model(place, TINY), 4 if place.quick else 8
     every = [REFERENCE, *variants(has_flash, _has_varlen())]
+    left = [Pair(each.name, each.name, REFERENCE.name, BACKENDS_NATS) for each in every[1:]]
+    left += [Pair("graphs off against on", "exllamav2, triton, no graphs", "exllamav2, triton", KERNELS_NATS)]
+    if has_flash:
+        left += [Pair("flash against triton", "exllamav2, flash", "exllamav2, triton", KERNELS_NATS)]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        asked = {each.name: pool.submit(_witness, place, each, folder, count) for each in every}
-        said = {name: future.exception() or future.result() for name, future in asked.items()}
-    for each in every[1:]:
-        yield from attempt(each.name, partial(_rows, each.name, said, REFERENCE.name, BACKENDS_NATS))
-    pairs = [("exllamav2, triton, no graphs", "graphs off against on")]
-    pairs += [("exllamav2, flash", "flash against triton")] if has_flash else []
-    for name, title in pairs:
-        yield from attempt(title, partial(_rows, name, said, "exllamav2, triton", KERNELS_NATS, title))
+        asked = {pool.submit(_witness, place, each, folder, count): each.name for each in every}
+        answers: dict[str, Future[Answers]] = {}
+        for future in as_completed(asked):
+            answers[asked[future]] = future
+            for pair in [each for each in left if each.name in answers and each.against in answers]:
+                left.remove(pair)
+                yield from attempt(pair.title, partial(_rows, pair, answers))
     if not has_flash:
         yield skipped("flash against triton", "flash-attn is not installed")
 
 
-def _rows(
-    name: str, said: Mapping[str, Answers | BaseException], against: str, tolerance: float, title: str = ""
-) -> list[Row]:
+def _rows(pair: Pair, answers: Mapping[str, Future[Answers]]) -> list[Row]:
     """Whether two variants agree. Raises what either of them raised."""
-    got, expected = said[name], said[against]
-    for each in (got, expected):
-        if isinstance(each, BaseException):
-            raise each
-    assert isinstance(got, Answers) and isinstance(expected, Answers)
+    got, expected = answers[pair.name].result(), answers[pair.against].result()
     found = agreement(expected, got)
     attention = f"; attention: {got.model.attention}" if got.model.attention else ""
-    held = found.within(tolerance, GRAPH_STEPS)
-    return [promise(title or name, held, f"{found}{attention}", value=found.worst_difference, unit="nats")]
+    held = found.within(pair.tolerance, GRAPH_STEPS)
+    return [promise(pair.title, held, f"{found}{attention}", value=found.worst_difference, unit="nats")]
 
 
 def _witness(place: Place, variant: Variant, folder: Path, count: int) -> Answers:

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
-needed='exllamav2 jinja2 msgspec numpy PIL platformdirs psutil pynvml rich safetensors tokenizers torch'
+needed='exllamav2 jinja2 llguidance msgspec numpy PIL platformdirs psutil pynvml rich safetensors tokenizers torch'
 
 has_all() { # has_all PYTHON: whether it finds every package, without importing one
   "$1" - $needed <<'PY'

@@ -24,16 +24,12 @@ _END_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One group of checks. module: has `checks(place) -> Iterable[Row]`.  budget_s: its wall time at most.
-
-    correctness: an error in it fails the run; else only its failed promises do.
-    """
+    """One group of checks. module: has `checks(place) -> Iterable[Row]`.  budget_s: its wall time at most."""
 
     name: str
     title: str
     module: str
     budget_s: float
-    correctness: bool = True
 
 
 def chosen(parts: Iterable[Part], only: str) -> list[Part]:

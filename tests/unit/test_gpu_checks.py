@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +19,9 @@ from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from tests.fakes import queued
+from tests.fakes.backend import FakeBackend
+from tests.fakes.cuda import FakeCuda, FakeStream
+from tests.fakes.model import fake_spec
 from tests.fakes.paged import Case
 from tests.fakes.recording import FakeRecorder, use
 from tests.gpu import check_ahead, check_graphs, check_life, check_parity, check_tokens
@@ -145,6 +150,32 @@ def test_every_variant_is_named_once_and_flash_comes_where_it_is_installed() -> 
     assert set(full) - set(bare) == {"torch, varlen", "exllamav2, varlen", "exllamav2, flash"}
 
 
+def test_tokens_are_told_of_as_soon_as_both_sides_of_a_row_are_there(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+
+    def witness(place: Place, variant: check_tokens.Variant, folder: Path, count: int) -> Answers:
+        if variant.name == "torch, triton":
+            never.wait()
+        if variant.name == "exllamav2, gathered":
+            raise RuntimeError("it ended with 7")
+        return _answers(*[(5, -1.0)] * check_tokens.TOKENS)
+
+    monkeypatch.setattr(check_tokens, "_witness", witness)
+    monkeypatch.setattr(check_tokens, "_has_varlen", lambda: False)
+    rows = iter(check_tokens.checks(place))
+    found = {row.name: row.verdict for row in itertools.islice(rows, 4)}
+    never.set()
+    assert found == {
+        "exllamav2, triton": "passed",
+        "exllamav2, gathered": "error",
+        "exllamav2, triton, no graphs": "passed",
+        "graphs off against on": "passed",
+    }
+    assert [row.name for row in rows] == ["torch, triton", "flash against triton"]
+
+
 # --- life -----------------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +204,27 @@ def test_the_life_of_a_torch_backend_is_checked_as_it_would_be_on_a_gpu(
     rows = list(check_life.backend_checks(spec))
     assert {row.name: row.detail for row in rows if row.verdict not in ("passed", "measured")} == {}
     assert len(rows) == 10
+
+
+@pytest.mark.parametrize(("stays", "verdict"), [(0, "passed"), (60, "passed"), (70, "failed")])
+def test_what_a_backend_leaves_on_a_hopper_is_counted_once_and_without_cublas_workspaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: int, verdict: str
+) -> None:
+    cuda = FakeCuda().install(monkeypatch)
+
+    class Leaving(FakeBackend):
+        """Multiplies on two streams, and leaves some MiB with torch."""
+
+        def unload(self) -> None:
+            for stream in (0, 1):
+                with torch.cuda.stream(FakeStream(stream)):  # type: ignore[arg-type]
+                    cuda.multiply()
+            cuda.other_bytes = stays << 20
+            super().unload()
+
+    monkeypatch.setattr(check_life, "create_backend", lambda spec: Leaving())
+    (row,) = check_life._unload(fake_spec(tmp_path))
+    assert (row.verdict, row.value) == (verdict, stays)
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.fakes.tiny_models import make_tiny_model
+from tests.gpu import __main__ as run
 from tests.gpu import report, toolchain
 from tests.gpu.compare import compare
 from tests.gpu.place import Place
@@ -28,10 +36,10 @@ def make_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[
     """A part whose `checks` has the body given, in a module that only the part's process imports."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(report.__file__).parents[2]}")
 
-    def make(name: str, body: str, *, budget_s: float = _LIMIT_S, correctness: bool = True) -> Part:
+    def make(name: str, body: str, *, budget_s: float = _LIMIT_S) -> Part:
         lines = f"import os, threading\nfrom tests.gpu.report import Row\n\ndef checks(place):\n    {body}\n"
         (tmp_path / f"gpu_part_{name}.py").write_text(lines)
-        return Part(name, f"the part {name}", f"gpu_part_{name}", budget_s, correctness)
+        return Part(name, f"the part {name}", f"gpu_part_{name}", budget_s)
 
     return make
 
@@ -82,14 +90,14 @@ def test_the_table_has_a_line_for_every_row_and_counts_the_verdicts() -> None:
         (Row(part="life", name="a", verdict="passed"), 0),
         (Row(part="life", name="a", verdict="skipped"), 0),
         (Row(part="speed", name="a", verdict="missed"), 0),
-        (Row(part="speed", name="a", verdict="error"), 0),
-        (Row(part="speed", name="a", verdict="failed"), 1),
+        (Row(part="speed", name="a", verdict="measured", value=3.0), 0),
+        (Row(part="speed", name="a", verdict="error"), 1),
         (Row(part="life", name="a", verdict="failed"), 1),
         (Row(part="life", name="a", verdict="error"), 1),
     ],
 )
-def test_the_exit_code_is_1_where_correctness_was_not_shown(row: Row, code: int) -> None:
-    assert report.exit_code([row], ["life"]) == code
+def test_the_exit_code_is_1_where_a_promise_failed_or_a_part_broke(row: Row, code: int) -> None:
+    assert report.exit_code([Row(part="first", name="well", verdict="passed"), row]) == code
 
 
 def test_a_check_that_raises_is_one_error_row_after_the_rows_it_gave() -> None:
@@ -184,3 +192,117 @@ def test_a_build_keeps_what_the_environment_leads_to(tmp_path: Path) -> None:
     (home / "bin" / "nvcc").touch(mode=0o755)
     assert build_environment({"PATH": "", "CUDA_HOME": "/kept"}, [tmp_path]) == {}
     assert build_environment({"PATH": str(home / "bin")}, [tmp_path]) == {}
+
+
+# --- what run.sh needs ------------------------------------------------------------------------------------------------
+
+_ROOT = Path(report.__file__).parents[2]
+_RUN = _ROOT / "tests" / "gpu" / "run.sh"
+
+_HIDES = """
+import importlib.abc, importlib.util, sys
+HIDDEN = {hidden!r}
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in HIDDEN else found(name, package)
+class Hides(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {{name!r}}: run.sh does not ask for it", name=name)
+sys.meta_path.insert(0, Hides())
+"""
+"""A sitecustomize.py: every Python that finds it has these packages no more, a worker's too."""
+
+_ANSWERS = """
+import asyncio, sys
+from importlib import import_module
+from pathlib import Path
+from engine.config import ModelSpec
+from tests.gpu.__main__ import PARTS
+from tests.gpu.load import engine_rate, serving
+
+async def main():
+    spec = ModelSpec(path=Path(sys.argv[1]), name="tiny", backend="torch", device="cpu", kv_cache_tokens=1024)
+    async with serving(spec, 1) as (engine, model):
+        assert await engine_rate(engine, 1, 1, 0) > 0
+
+for part in PARTS:
+    import_module(part.module)
+asyncio.run(main())
+print("answered")
+"""
+
+
+def _needed() -> list[str]:
+    """The packages that run.sh looks for, by the names they are imported by."""
+    found = re.search("^needed='(.*)'$", _RUN.read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1].split()
+
+
+def _with_their_own(packages: list[str]) -> set[str]:
+    """The packages, and those that they cannot be installed without."""
+    known = metadata.packages_distributions()
+    names = [name for package in packages for name in known.get(package, [])]
+    seen: set[str] = set()
+    while names:
+        name = _plain(names.pop())
+        if name not in seen:
+            seen.add(name)
+            try:
+                required = metadata.requires(name) or []
+            except metadata.PackageNotFoundError:
+                continue
+            names += [re.split(r"[^\w.-]", each)[0] for each in required if "extra ==" not in each]
+    return {package for package, owners in known.items() if any(_plain(owner) in seen for owner in owners)}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _hide(folder: Path, packages: set[str]) -> dict[str, str]:
+    """The environment of a Python that lacks these packages."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(_HIDES.format(hidden=packages))
+    return os.environ | {"PYTHONPATH": f"{folder}:{_ROOT}"}
+
+
+def test_a_machine_that_has_what_run_sh_asks_for_can_import_every_part_and_answer(tmp_path: Path) -> None:
+    ours = {"engine", "console", "tests"}
+    hidden = set(metadata.packages_distributions()) - _with_their_own(_needed()) - ours
+    assert "textual" in hidden
+    done = subprocess.run(
+        [sys.executable, "-c", _ANSWERS, str(make_tiny_model(tmp_path / "model"))],
+        env=_hide(tmp_path / "site", hidden),
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.endswith("answered\n"), done.stderr
+
+
+@pytest.mark.parametrize("package", ["llguidance", "msgspec"])
+def test_a_package_that_neither_python_nor_wheels_have_is_named_before_anything_runs(
+    tmp_path: Path, package: str
+) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "nothing-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("nothing.py", "")
+        wheel.writestr("nothing-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("nothing-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: nothing\nVersion: 1\n")
+        wheel.writestr("nothing-1.dist-info/RECORD", "")
+    environment = _hide(tmp_path / "site", {package}) | {"WHEELS": str(wheels), "PYTHON": sys.executable}
+    done = subprocess.run(["bash", _RUN], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    missing = next(line for line in done.stdout.splitlines() if line.startswith("missing:"))
+    assert package in missing.split()
+    assert "sees no CUDA device" not in done.stderr
+
+
+def test_every_part_has_time_for_what_it_does() -> None:
+    """About 40 compilations of Triton, of up to a second each, and as many launches."""
+    limits = {part.name: part.budget_s for part in run.PARTS}
+    assert limits["attention"] >= 90
+    assert len(limits) == len(run.PARTS)
