@@ -48,7 +48,7 @@ class _Track:
         while len(self._points) > 2 and at - self._points[1][0] >= WINDOW_S:
             self._points.popleft()
         (first_at, first), (last_at, last) = self._points[0], self._points[-1]
-        if progress.total <= 0 or last_at - first_at < _LEAST_S:
-            return None
+        if progress.total <= 0 or last_at - first_at < _LEAST_S or progress.phase == "kernels":
+            return None  # a compiler's files are few, and each takes seconds
         per_s = (last - first) / (last_at - first_at)
         return Pace(per_s, (progress.total - last) / per_s if per_s > 0 else None)

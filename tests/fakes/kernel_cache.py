@@ -10,7 +10,7 @@ from engine.backends.torch.native.build import cache_folder
 
 def share_kernels(cache: Path) -> None:
     """Let programs whose XDG_CACHE_HOME is to be `cache` find the kernels of this machine, and keep theirs there."""
-    kept, link = cache_folder(), cache / "ericllm" / "native"
+    kept, link = cache_folder().parent, cache / "ericllm" / "native"
     kept.mkdir(mode=0o700, parents=True, exist_ok=True)
     link.parent.mkdir(parents=True, exist_ok=True)
     if not link.is_symlink():

@@ -113,6 +113,13 @@ def test_a_load_that_stands_still_says_so() -> None:
     assert paces.observe(13.0, {"w0": weights(5)}) == {"w0": Pace(0.0, None)}
 
 
+def test_a_compiler_has_no_pace() -> None:
+    paces = LoadPaces()
+    for second in range(5):
+        compiling = LoadProgress(phase="kernels", done=second // 4, total=7, unit="files")
+        assert paces.observe(float(second), {"w0": compiling}) == {}
+
+
 def test_a_new_phase_and_a_new_load_are_measured_from_their_beginning() -> None:
     paces = LoadPaces()
     paces.observe(0.0, {"w0": weights(0)})

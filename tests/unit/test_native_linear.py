@@ -226,12 +226,10 @@ def test_a_library_that_came_with_the_wheel_needs_no_compiler(tmp_path: Path, mo
     _compile_to(monkeypatch, b"the library")
     (made,) = [each for each in build.ship_libraries(shipped) if each.name.startswith("avx2")]
     monkeypatch.setattr(build, "find_compiler", lambda: "")
-    copied = build_library("avx2", cache, shipped)
-    assert copied.parent == cache
-    assert copied.read_bytes() == made.read_bytes()
+    assert build_library("avx2", cache, shipped) == made
+    assert not cache.exists()
 
     made.write_bytes(made.read_bytes()[:-1])
-    copied.unlink()
     with pytest.raises(CannotBuild, match=r"no C\+\+ compiler is on PATH"):
         build_library("avx2", cache, shipped)
 
@@ -317,6 +315,14 @@ def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path, monkeypatch: p
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["avx512.other"]
 
 
+def test_machines_that_share_a_home_but_no_c_library_keep_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = set()
+    for version in ("2.36", "2.39"):
+        monkeypatch.setattr("platform.libc_ver", lambda version=version: ("glibc", version))
+        folders.add(cache_folder())
+    assert len(folders) == 2
+
+
 def test_a_full_disk_is_named_and_leaves_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _compile_to(monkeypatch, b"the library")
 
@@ -349,7 +355,7 @@ def test_a_library_that_was_compiled_before_is_ready_at_once(monkeypatch: pytest
     def unwanted(*_: object, **named: object) -> Path:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(kernels, "build_library", unwanted)
+    monkeypatch.setattr(build, "_Build", unwanted)
     seen: list[LoadProgress] = []
     ready = find_kernels(torch.bfloat16, CPU, report=seen.append).library
     assert ready is not None
@@ -457,9 +463,23 @@ def test_a_shipped_library_is_tried_on_the_machine_that_uses_it(
     _compile_to(monkeypatch, b"for tiles")
     build.ship_libraries(tmp_path / "shipped")
     tried: list[str] = []
-    monkeypatch.setattr(build._Build, "_try", lambda build, made: tried.append(made.name))
-    build_library("amx-bf16", tmp_path / "cache", tmp_path / "shipped")
-    assert tried == ["library.so"]
+    monkeypatch.setattr(build._Build, "try_out", lambda build, made: tried.append(made.name))
+    for _ in range(2):
+        kept = build_library("amx-bf16", tmp_path / "cache", tmp_path / "shipped")
+        assert kept.parent == tmp_path / "cache"
+        assert tried == ["library.so"]
+
+
+@needs_compiler
+def test_a_shipped_library_is_used_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compile_to(monkeypatch, b"for tiles")
+    build.ship_libraries(tmp_path / "shipped")
+    tried: list[str] = []
+    monkeypatch.setattr(build._Build, "try_out", lambda build, made: tried.append(made.name))
+    (tmp_path / "file").touch()
+    found = build_library("amx-bf16", tmp_path / "file" / "cache", tmp_path / "shipped")
+    assert found.parent == tmp_path / "shipped"
+    assert tried == [found.name]
 
 
 def test_the_trial_is_a_process_that_ends_well(library: NativeLibrary) -> None:

@@ -1,6 +1,6 @@
 """The compiled kernels on disk: made once for each instruction set and source, kept in the user's cache folder.
 
-A wheel may bring them (`hatch_build.py`): then they are copied from there, and no compiler is needed.
+A wheel may bring them (`hatch_build.py`): then no compiler is needed.
 A kept library ends in a digest of all before it, so one that was cut short or damaged is never loaded but made anew.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -95,8 +96,8 @@ class CannotBuild(Exception):
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept."""
-    return platformdirs.user_cache_path("ericllm") / "native"
+    """Where libraries are kept: by the C library that they were linked to, as machines may share a home."""
+    return platformdirs.user_cache_path("ericllm") / "native" / "".join(platform.libc_ver())
 
 
 def library_key(isa: InstructionSet) -> str:
@@ -120,16 +121,23 @@ def kept_library(isa: InstructionSet, folder: Path) -> Path | None:
 def build_library(
     isa: InstructionSet, folder: Path, shipped: Path = SHIPPED, watch: Watch = lambda done, total: None
 ) -> Path:
-    """The library in `folder`; unless it is there, a copy of the one in `shipped`, else compiled. Of several processes
-    at once, one makes it and the others wait; they take its failure for theirs. Raises CannotBuild, and whatever
-    `watch` raises."""
+    """The library in `folder`; unless it is there, the one in `shipped`, else one that is compiled. Of several
+    processes at once, one makes it and the others wait; they take its failure for theirs. Raises CannotBuild, and
+    whatever `watch` raises."""
+    came = kept_library(isa, shipped)
+    found = kept_library(isa, folder) or (None if isa in _TRIED_FIRST else came)
+    if found is not None:
+        return found
     build = _Build(isa, folder, watch)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with build.locked() as lock:
-            return kept_library(isa, folder) or build.make(kept_library(isa, shipped), lock)
+            return kept_library(isa, folder) or build.make(came, lock)
     except OSError as error:
-        raise CannotBuild(f"{folder} cannot be used: {error}") from error
+        if came is None:
+            raise CannotBuild(f"{folder} cannot be used: {error}") from error
+    build.try_out(came)  # each time, as that it works cannot be kept
+    return came
 
 
 def ship_libraries(folder: Path) -> list[Path]:
@@ -173,7 +181,7 @@ class _Build:
             yield lock
 
     def make(self, shipped: Path | None, lock: IO[bytes]) -> Path:
-        """Put the library in its place, made of a `shipped` one where there is one, else by the compiler."""
+        """Put the library in its place: a copy of the `shipped` one if there is one, else what the compiler makes."""
         lock.seek(0)
         if self._waited and (problem := lock.read()):
             raise CannotBuild(problem.decode())
@@ -189,13 +197,20 @@ class _Build:
                     made = scratch / "library.so"
                     made.write_bytes(shipped.read_bytes()[:-_DIGEST_BYTES])
                 if self._isa in _TRIED_FIRST:
-                    self._try(made)
+                    self.try_out(made)
                 _keep(made, _path(self._isa, self._folder))
         except CannotBuild as error:
             with suppress(OSError):
                 lock.write(str(error).encode())
             raise
         return _path(self._isa, self._folder)
+
+    def try_out(self, made: Path) -> None:
+        """Have a process of its own multiply by it."""
+        try:
+            self._run([trial_command(made, self._isa)], made.parent, len(SOURCES))
+        except CannotBuild as error:
+            raise CannotBuild(f"kernels for {self._isa} do not work on this machine: {error}") from error
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -219,12 +234,6 @@ class _Build:
         )
         self._run([[compiler, "-shared", *_LINK_FLAGS, "-o", str(made), *map(str, objects)]], scratch, len(objects))
         return made
-
-    def _try(self, made: Path) -> None:
-        try:
-            self._run([trial_command(made, self._isa)], made.parent, len(SOURCES))
-        except CannotBuild as error:
-            raise CannotBuild(f"kernels for {self._isa} do not work on this machine: {error}") from error
 
     def _run(self, commands: Sequence[list[str]], scratch: Path, done: int = 0) -> None:
         """Run all commands, as many at once as there are cores. None of them is left running."""

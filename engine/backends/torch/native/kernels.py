@@ -20,7 +20,6 @@ from engine.backends.torch.native.build import (
     InstructionSet,
     build_library,
     cache_folder,
-    kept_library,
 )
 from engine.backends.torch.native.library import DTYPES, NativeLibrary
 from engine.errors import LoadCancelled, ModelLoadFailed
@@ -95,13 +94,18 @@ def native_isa() -> InstructionSet | None:
 def _find(isa: InstructionSet, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> NativeLibrary:
     """The library for `isa`. Raises CannotBuild, LoadCancelled."""
 
+    begun = False
+
     def watch(done: int, total: int) -> None:
+        nonlocal begun
         if cancelled():
             raise LoadCancelled("the load was cancelled while kernels were compiled")
+        if not begun:
+            begun = True
+            _logger.info("compiling the native kernels, once for this machine")
         report(LoadProgress(phase="kernels", done=done, total=total, unit="files"))
 
-    folder = cache_folder()
-    return _opened(isa, kept_library(isa, folder) or build_library(isa, folder, watch=watch))
+    return _opened(isa, build_library(isa, cache_folder(), watch=watch))
 
 
 @cache
