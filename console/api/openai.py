@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict
@@ -37,12 +38,16 @@ far."""
 
 
 class StreamOptions(BaseModel):
-    """include_usage: send the usage as a last chunk.  continuous_usage_stats: as vLLM has it, with every chunk too."""
+    """include_usage: send the usage as a last chunk.  continuous_usage_stats: as vLLM has it, with every chunk too.
+
+    include_obfuscation: OpenAI pads chunks to one length where it is true; here they are never padded.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class OpenAiFields(SamplingFields):

@@ -40,6 +40,7 @@ _NOT_CUT = "a prompt that is too long is refused, never cut"
 SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "adaptive_target": Refusal(_NO_SAMPLER, (-0.01, -1)),
     "allowed_token_ids": Refusal("use logit_bias", ([],)),
+    "cache_salt": Refusal("prefixes are cached by what they are", ("",)),
     "detokenize": Refusal("answers are text", (True,)),
     "do_sample": Refusal("use temperature 0 for the most likely tokens", (True,)),
     "early_stopping": Refusal(_NO_BEAMS, (False,)),
@@ -48,14 +49,19 @@ SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "eta_cutoff": Refusal(_NO_SAMPLER, (0,)),
     "guided_decoding_backend": Refusal("answers are held to formats by llguidance", ("auto", "guidance")),
     "guided_whitespace_pattern": Refusal("whitespace in JSON is a space, or a line's end and indentation"),
+    "kv_transfer_params": Refusal("workers pass no KV pages on", ({},)),
     "length_penalty": Refusal(_NO_BEAMS, (1.0, 0.0)),
+    "logits_processors": Refusal("use logit_bias, banned_strings or a grammar", ([],)),
     "max_tokens_second": Refusal("answers come as fast as they are computed", (0,)),
     "min_keep": Refusal(_NO_SAMPLER, (0,)),
+    "mm_processor_kwargs": Refusal(_TEXT_ONLY, ({},)),
     "no_repeat_ngram_size": Refusal("use dry_multiplier", (0,)),
     "nsigma": Refusal(_NO_SAMPLER, (0,)),
     "num_beams": Refusal(_NO_BEAMS, (1,)),
     "penalty_alpha": Refusal(_NO_SAMPLER, (0,)),
     "prompt_logprobs": Refusal("use /v1/completions or /v1/chat/completions"),
+    "return_token_ids": Refusal("use logprobs for what the tokens were", (False,)),
+    "return_tokens_as_token_ids": Refusal("tokens are told as text", (False,)),
     "skew": Refusal(_NO_SAMPLER, (0,)),
     "smoothing_curve": Refusal(_NO_SAMPLER, (1,)),
     "spaces_between_special_tokens": Refusal("special tokens are shown as the tokenizer writes them", (True,)),
@@ -63,6 +69,7 @@ SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "top_n_sigma": Refusal(_NO_SAMPLER, (0,)),
     "truncate_prompt_tokens": Refusal(_NOT_CUT),
     "use_beam_search": Refusal(_NO_BEAMS, (False,)),
+    "vllm_xargs": Refusal("there are no arguments beyond the fields", ({},)),
 }
 """Asked of every dialect by clients of vLLM, TabbyAPI and text-generation-webui."""
 
@@ -174,6 +181,7 @@ OPENAI_INERT = FRONTEND_INERT | frozenset(
     {
         "metadata",  # labels of the client's own
         "prompt_cache_key",  # a hint: prefixes are cached by what they are
+        "prompt_cache_retention",  # likewise
         "request_id",  # answers carry ids of our own
         "safety_identifier",  # who asks; not looked at
         "service_tier",  # there is one

@@ -107,7 +107,7 @@ async def test_a_stream_with_usage_ends_with_it_and_is_null_before(api: Served) 
 
 async def test_a_stream_with_continuous_usage_counts_in_every_chunk(api: Served) -> None:
     for path, asked in (("/v1/completions", {"prompt": "Once"}), ("/v1/chat/completions", {"messages": USER})):
-        options = {"continuous_usage_stats": True}
+        options = {"continuous_usage_stats": True, "include_obfuscation": False}
         events = await api.events(path, **asked, max_tokens=4, stream_options=options)
         counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
         assert counts == sorted(counts)
@@ -223,8 +223,18 @@ async def test_a_bad_value_is_refused_by_its_field_s_name(api: Served, body: dic
         {"suffix": None, "best_of": 1, "logit_bias": None, "stop": None, "user": "me", "metadata": {"a": "b"}},
         {"suffix": "", "response_format": {"type": "text"}, "use_beam_search": False, "length_penalty": 1.0},
         {"seed": None, "logprobs": None, "echo": None, "stream_options": None, "service_tier": "auto", "priority": 0},
+        {
+            "cache_salt": "",
+            "kv_transfer_params": {},
+            "logits_processors": [],
+            "mm_processor_kwargs": {},
+            "prompt_cache_retention": "24h",
+            "return_token_ids": False,
+            "return_tokens_as_token_ids": False,
+            "vllm_xargs": {},
+        },
     ],
-    ids=["nulls", "neutral", "inert"],
+    ids=["nulls", "neutral", "inert", "vllm's defaults"],
 )
 async def test_neutral_values_of_what_is_not_honoured_are_fine(api: Served, body: dict[str, object]) -> None:
     answer = await api.post("/v1/completions", prompt="x", max_tokens=2, **body)

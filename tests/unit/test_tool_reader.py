@@ -262,6 +262,13 @@ def test_a_partial_call_stops_before_the_tag_that_the_answer_ends_within() -> No
     assert call.arguments == '{"city": "Paris", "days": '
 
 
+@pytest.mark.parametrize("value", ["4", "-1.5e", "tru", "true"])
+def test_a_value_that_the_answer_may_end_within_is_no_part_of_a_partial_call(value: str) -> None:
+    text = f'<tool_call>{{"name": "now", "arguments": {{"a": {value}'
+    said, [call] = whole(reader_of("Hermes"), text)
+    assert (said, call.arguments, call.cut) == ("", '{"a": ', True)
+
+
 def test_an_answer_ends_with_calls_only_where_all_are_whole() -> None:
     text = '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "now", "arguments": {"a'
     reader = reader_of("Hermes")

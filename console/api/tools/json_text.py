@@ -133,6 +133,8 @@ def _read_scalar(source: Source, give: Give) -> Reading[None]:
         if not (more := source.take_all(_SCALAR)):
             break
         text += more
+    else:
+        raise Malformed("the answer ends within it")
     if _VALID_SCALAR.fullmatch(text) is None:
         raise Malformed("a value is missing")
     give(text)
