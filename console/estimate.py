@@ -42,16 +42,21 @@ _COLUMNS = (
 )
 
 
-def estimate_for(settings: Settings, devices: Sequence[DeviceReading] | None = None) -> Estimate:
-    """The estimate for what `settings` ask for. devices: as they are now; None reads them.
+def estimate_for(
+    settings: Settings, devices: Sequence[DeviceReading] | None = None, later: Sequence[DeviceReading] = ()
+) -> Estimate:
+    """The estimate for what `settings` ask for. devices: as they are now; None reads them.  later: without the workers
+    that would be replaced.
 
     Raises ModelNotFound, or a ModelLoadFailed for a folder of which nothing can be told.
     """
     with _folder(settings) as path:
-        return _estimate(settings, path, devices)
+        return _estimate(settings, path, devices, later)
 
 
-def _estimate(settings: Settings, path: Path, devices: Sequence[DeviceReading] | None) -> Estimate:
+def _estimate(
+    settings: Settings, path: Path, devices: Sequence[DeviceReading] | None, later: Sequence[DeviceReading]
+) -> Estimate:
     entry = inspect(path, partial(backend_for, settings))
     spec = requested_spec(settings, settings.model, path, entry.backend)
     config = engine_config(settings, None)
@@ -68,6 +73,7 @@ def _estimate(settings: Settings, path: Path, devices: Sequence[DeviceReading] |
         correct=LedgerFile(state_dir()).read().correction,
         problem=_problem(settings, spec, entry, candidates(usable, spec)[0]),
         cores=usable_cores(),
+        later=later,
     )
 
 

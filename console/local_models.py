@@ -28,11 +28,11 @@ class LocalModels:
         self._last = LastSettings(runtime.state_dir)
 
     def defaults(self) -> LoadSettings:
-        """The knobs as they are, and the program's settings."""
-        settings, snapshot = self._runtime.settings, self._runtime.engine.snapshot()
+        """The knobs that a load gets where it sets none, and the program's settings."""
+        settings, knobs = self._runtime.settings, self._runtime.engine.defaults
         return LoadSettings(
-            num_workers=snapshot.target_workers or settings.num_workers,
-            max_prompts=snapshot.max_prompts or settings.max_prompts,
+            num_workers=knobs.num_workers,
+            max_prompts=knobs.max_prompts,
             max_model_len=settings.max_model_len,
             cache_bits=settings.effective_cache_bits,
             dtype=settings.dtype,
@@ -53,9 +53,7 @@ class LocalModels:
 
     async def estimate(self, model: str, changes: LoadSettings = NOTHING) -> Estimate:
         """What loading it would take of each device now."""
-        knobs = self.defaults()
-        asked = {"num_workers": knobs.num_workers, "max_prompts": knobs.max_prompts, **_as_settings(changes)}
-        return await self._call(self._runtime.estimate(model, asked))
+        return await self._call(self._runtime.estimate(model, _as_settings(changes)))
 
     async def remembered(self, model: str) -> LoadSettings:
         """What it was last loaded with."""

@@ -63,7 +63,7 @@ class RuntimeOperator:
     async def estimate(self, order: LoadOrder) -> Estimate:
         """What the load would take of each device now."""
         name = await asyncio.to_thread(self._admitted, order.model)
-        return await self._runtime.estimate(name, _changes(order))
+        return await self._runtime.estimate(name, _changes(order), beside=order.beside)
 
     async def admit(self, kind: Literal["model", "adapter", "setting"], name: str) -> str:
         """A name as the settings find it, the folder of an adapter, or a setting that names no folder or file."""

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from engine.cluster import Cluster
 
 T = TypeVar("T")
+_KNOBS = ("num_workers", "max_prompts", "step_tokens")
+"""Settings that an operator changes while the program runs, and that decide what a load takes."""
 log = logging.getLogger(__name__)
 
 
@@ -200,18 +202,35 @@ class Runtime:
             raise UnsupportedModel(described.problem, param="path")
         await self.engine.attach(AdapterSpec(name=name, path=folder), model)
 
-    async def estimate(self, model: str, changes: Mapping[str, object] | None = None) -> Estimate:
-        """What loading a model would take of each device: beside what is loaded, or in place of the first model where
-        it fits only so. Raises EngineError."""
-        settings = changed(self.settings, {**(changes or {}), "model": model})
-        found = await asyncio.to_thread(estimate_for, settings, await self.engine.devices())
+    async def estimate(
+        self, model: str, changes: Mapping[str, object] | None = None, *, beside: bool = False
+    ) -> Estimate:
+        """What `load` with the same arguments would take of each device: beside what is loaded, or in place of the
+        model that it replaces where it fits only so. Raises EngineError."""
+        fitting, tuned = await asyncio.to_thread(settings_for, self.saved.sources, self.settings, self.state_dir, model)
+        knobs = {name: getattr(self.engine.defaults, name) for name in _KNOBS if name not in tuned}
+        settings = changed(fitting, {**knobs, **(changes or {}), "model": model})
+        now = await self.engine.devices()
+        found = await asyncio.to_thread(estimate_for, settings, now)
+        replaced = "" if beside else self._replaced_by(found.model)
+        if not replaced:
+            return found
+        later = await self.engine.devices(without=replaced)
+        found = await asyncio.to_thread(estimate_for, settings, now, later)
+        if found.fits:
+            return found
+        alone = await asyncio.to_thread(estimate_for, settings, later)
+        return (
+            msgspec.structs.replace(alone, verdict=f"In place of {replaced}: {alone.verdict}") if alone.fits else found
+        )
+
+    def _replaced_by(self, name: str) -> str:
+        """The name of the loaded model whose place one called `name` would take; "" for none."""
+        loaded = [each.name for each in self.engine.snapshot().models if each.status.spec is not None]
         first = self.engine.status.spec
-        if found.fits or first is None:
-            return found
-        alone = await asyncio.to_thread(estimate_for, settings, await self.engine.devices(without=""))
-        if not alone.fits:
-            return found
-        return msgspec.structs.replace(alone, verdict=f"In place of {first.name}: {alone.verdict}")
+        if name in loaded or first is None:
+            return name if name in loaded else ""
+        return first.name
 
     async def diagnose(self) -> Report:
         """What this machine has and lacks for the settings; the probes under way end when this is cancelled."""

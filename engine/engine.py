@@ -107,6 +107,11 @@ class Engine:
         return self._models.config
 
     @property
+    def defaults(self) -> EngineConfig:
+        """The settings, the knobs being those that a load gets where it sets none of its own."""
+        return self._models.defaults
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the first model, loaded or loading its weights; else None."""
         return self._models.first.tokenizer if self._models.first is not None else None

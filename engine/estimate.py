@@ -79,13 +79,14 @@ def estimate(
     correct: Callable[[str], Correction] = lambda identity: Correction(),
     problem: str = "",
     cores: int = 0,
+    later: Sequence[DeviceReading] = (),
 ) -> Estimate:
     """The estimate for `workers` new workers on what `devices` have free now.
 
     problem: what is wrong with the model or the settings apart from memory.  cores: CPU cores that this process may run
-    on, 0 where that is not known. Raises InvalidRequest for a device or a split that cannot be.
+    on, 0 where that is not known.  later: as in `engine.placement.place`. Raises InvalidRequest for a device or a split that cannot be.
     """
-    found = plan(workers, facts, devices, spec, workload, correct=correct)
+    found = plan(workers, facts, devices, spec, workload, correct=correct, later=later)
     costs = found.costs
     return Estimate(
         model=spec.name,
@@ -139,7 +140,9 @@ def _verdict(found: Plan, problem: str) -> str:
     if problem:
         return f"It cannot be loaded: {problem}"
     if not found.fits:
-        return f"It does not fit: {found.shortage}."
+        on_devices = any(seat.short_bytes for seat in found.seats if seat.device.kind == found.costs.kind)
+        where = "" if on_devices else " the RAM that simulated devices are kept in, though it fits the devices"
+        return f"It does not fit{where}: {found.shortage}."
     tokens = sorted({placement.kv_tokens for placement in found.placements})
     held = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
     workers = len(found.placements)

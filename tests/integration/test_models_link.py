@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,17 +12,25 @@ from typing import Any
 import msgspec
 import pytest
 
+from console.api.operator import LoadOrder
 from console.link import EngineLink
 from console.links.models import NOTHING, LoadSettings
 from console.local import LocalLink
 from console.loops import OwnLoop
+from console.operating import RuntimeOperator
 from console.runtime import Runtime
 from console.settings import Settings
+from console.tuned import TunedFile, hardware_of
+from engine.devices import new_probe
 from engine.errors import LoadCancelled, ModelNotFound
+from tests.fakes.engines import until
 from tests.fakes.hub import FakeHub, FakeRepo, serve_hub
 from tests.fakes.tiny_models import make_tiny_model
+from tests.unit.test_tuned import found
 
 pytestmark = pytest.mark.timeout(120)
+
+SMALL = LoadSettings(max_model_len=64, max_prompts=1, cache_bits=16)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +92,61 @@ async def test_the_estimate_is_of_the_values_given_and_else_of_the_knobs_in_use(
         whole = await link.estimate("tiny")
         assert (whole.workers, whole.max_prompts, whole.cache_bits) == (1, 4, 16)
         assert whole.kv_token_bytes > small.kv_token_bytes
+
+
+async def test_the_estimate_is_of_what_the_load_will_do(models: Path) -> None:
+    async with linked(models, devices="sim:1,1", max_prompts=4) as (link, runtime):
+        await link.models.load("tiny", LoadSettings(num_workers=3))
+        assert link.models.defaults().num_workers == 1  # the knob; three were this load's own
+        for own in (NOTHING, LoadSettings(num_workers=3)):
+            estimated = await link.models.estimate("tiny", own)
+            await link.models.load("tiny", own)
+            await until(
+                lambda number=estimated.workers: (
+                    [each.state for each in runtime.engine.snapshot().workers] == ["ready"] * number
+                )
+            )
+            planned, real = (
+                Counter(share.device for shares in all_shares for share in shares)
+                for all_shares in (
+                    [each.shares for each in estimated.placements],
+                    [each.planned for each in runtime.engine.snapshot().workers],
+                )
+            )
+            assert planned == real
+
+
+async def test_the_estimate_of_an_order_over_http_has_the_knobs_of_the_load(models: Path) -> None:
+    async with linked(models, devices="sim:1,1") as (link, runtime):
+        await link.models.load("tiny")
+        await link.reconfigure(max_prompts=5)
+        operator = RuntimeOperator(runtime)
+        estimated = await operator.estimate(LoadOrder(model="tiny"))
+        await operator.load_model(LoadOrder(model="tiny"))
+        assert estimated.max_prompts == runtime.engine.snapshot().models[0].max_prompts == 5
+
+
+async def test_the_estimate_has_what_was_tuned_for_the_model(models: Path, tmp_path: Path) -> None:
+    async with linked(models, tmp_path, devices="sim:1") as (link, runtime):
+        assert runtime.state_dir is not None
+        hardware = hardware_of(new_probe((1.0,)).read())
+        TunedFile(runtime.state_dir).keep(found(str(models / "tiny"), hardware, settings={"max_prompts": 7}))
+        estimated = await link.models.estimate("tiny")
+        await link.models.load("tiny")
+        assert estimated.max_prompts == runtime.engine.snapshot().models[0].max_prompts == 7
+
+
+async def test_the_model_that_would_be_replaced_is_the_one_of_the_same_name(models: Path) -> None:
+    make_tiny_model(models / "other")
+    async with linked(models, devices="sim:1") as (link, _):
+        device = (await link.models.estimate("tiny", SMALL)).devices[0]
+    takes = device.weights_bytes + device.kv_bytes + device.working_bytes
+    headroom = device.headroom_bytes - device.total_bytes // 100  # besides a hundredth
+    room_for_two = (headroom + 2.5 * takes) / 0.99 / 2**30
+    async with linked(models, devices=f"sim:{room_for_two}") as (link, _):
+        await link.models.load("tiny", SMALL)
+        await link.models.load("other", SMALL, beside=True)
+        assert (await link.models.estimate("other", SMALL)).verdict.startswith("In place of other: It fits")
 
 
 async def test_bits_of_a_load_win_over_the_flag_of_the_program(models: Path) -> None:
