@@ -45,9 +45,9 @@ def recorded(folder: Path, device: str, sequences: int) -> list[Row]:
         runner.allocate_kv(sequences * each, _PAGE_TOKENS, report=lambda progress: None)
         plain, plain_s = _decode(runner, sequences, each)
         runner.record_decodes(sequences)
-        graphs = runner._graphs
-        if graphs is None or not graphs.recorded:
-            return [promise(f"{sequences} sequences are recorded", False, f"attention: {runner.attention}")]
+        if missing := _unrecorded(runner, sequences):
+            detail = f"no recording of {', '.join(map(str, missing))} sequences; attention: {runner.attention.reason}"
+            return [promise(f"{sequences} sequences are recorded", False, detail)]
         again, again_s = _decode(runner, sequences, each)
     finally:
         runner.unload()
@@ -57,6 +57,14 @@ def recorded(folder: Path, device: str, sequences: int) -> list[Row]:
         measured(f"{sequences} sequences: launched", plain_s * 1e3, "ms a step"),
         measured(f"{sequences} sequences: recorded", again_s * 1e3, "ms a step"),
     ]
+
+
+def _unrecorded(runner: ModelRunner, sequences: int) -> list[int]:
+    """The sizes of decodes, up to so many sequences, that there is no recording of."""
+    graphs = runner._graphs
+    if graphs is None:
+        return [sequences]
+    return sorted(set(graphs.buckets.batches) - {bucket.batch for bucket in graphs.recorded})
 
 
 def _decode(runner: ModelRunner, sequences: int, each: int) -> tuple[list[Tensor], float]:

@@ -240,6 +240,15 @@ def test_parity_finds_a_model_equal_to_itself_and_another_dtype_near(place: Plac
     assert check_parity.row("float32", exact, half).verdict == "failed"
 
 
+def test_a_recording_that_lacks_is_found_however_many_others_there_are(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, FakeRecorder(fails_from=2))
+    monkeypatch.setattr(ModelRunner, "pick_attention", lambda *given: (_GATHERED, gathered.paged_attention))
+    (row,) = check_graphs.recorded(plain_model(place, TINY, "float16"), "cpu", 3)
+    assert (row.verdict, row.detail) == ("failed", "no recording of 3 sequences; attention: the test wants it")
+
+
 def test_recorded_decodes_are_held_against_launched_ones(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = plain_model(place, TINY, "float16")
     assert [row.verdict for row in check_graphs.recorded(folder, "cpu", 3)] == ["failed"]
