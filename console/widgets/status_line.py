@@ -134,12 +134,15 @@ def _state(snapshot: Snapshot, brevity: int, room: int) -> Content:
         return Content.styled(text.clip(f"{state.glyph} failed: {status.error.message}", room), state.style)
     if status.progress is None or status.state != "loading":
         return state.content
+    words = (f" {text.progress(status.progress)}", state.style) if brevity < 3 else ""
+    if status.progress.total <= 0:
+        return Content.assemble(state.content, words)
     done = text.fraction(status.progress)
     filled = round(done * _BAR_CELLS)
     bar = Content.assemble((" " + "━" * filled, state.style), ("━" * (_BAR_CELLS - filled), "$gpu-free"))
     return Content.assemble(
         state.content,
-        (f" {text.progress(status.progress)}", state.style) if brevity < 3 else "",
+        words,
         bar if brevity < 2 else "",
         (f" {text.percent(done)}", state.style),
     )

@@ -118,7 +118,8 @@ def _state(worker: WorkerReading, brief: bool, pace: Pace | None) -> Cell:
     state = worker_state(worker)
     pieces = [(f"{state.glyph} {state.word}", state.style)]
     if worker.state == "loading" and worker.progress is not None:
-        done = text.percent(text.fraction(worker.progress)) if brief else text.progress(worker.progress)
+        known = worker.progress.total > 0
+        done = text.percent(text.fraction(worker.progress)) if brief and known else text.progress(worker.progress)
         pieces.append((f" {done}{left(pace)}", state.style))
     if said := trouble(worker):
         pieces.append((said, "$foreground"))

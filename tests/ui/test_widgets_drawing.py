@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from console.link import ApiStatus
 from console.widgets import text
 from console.widgets.bars import Part, meter, stack
 from console.widgets.columns import Column, fitting, spread
 from console.widgets.glyphs import wants_ascii
 from console.widgets.plot import column_of, columns, draw, nice_bound
+from console.widgets.status_line import status_line
 from engine.backends.base import LoadProgress
 from engine.snapshot import Second
+from tests.fakes import scenes
 
 
 def _drawn(front: list[float | None], behind: list[float | None], top: float, rows: int, **how: bool) -> list[str]:
@@ -129,6 +133,17 @@ def test_counts_are_short(value: float, shown: str) -> None:
 def test_progress_names_phase_and_bytes() -> None:
     assert text.progress(LoadProgress(phase="weights", done=3 * 1024**3, total=9 * 1024**3)) == "weights 3.0/9.0 GiB"
     assert text.progress(LoadProgress(phase="warm_up", done=1, total=3, unit="steps")) == "warming up 1/3"
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_a_load_whose_end_is_not_known_has_no_bar(width: int) -> None:
+    snapshot = scenes.loading()
+    waiting = LoadProgress(phase="wait", done=0, total=0, unit="steps")
+    status = msgspec.structs.replace(snapshot.status, progress=waiting)
+    line = status_line(scenes.changed(snapshot, status=status), ApiStatus(), width).plain
+    assert ("waiting for another worker" in line) is (width > 80)
+    assert "%" not in line
+    assert "━" not in line
 
 
 def test_the_linux_console_and_locales_without_utf_8_get_ascii() -> None:
