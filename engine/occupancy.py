@@ -8,11 +8,12 @@ from typing import Protocol
 import msgspec
 
 from engine.config import DeviceShare
-from engine.costs import RUNTIME_BYTES, WORKERS_SHARE_WEIGHTS
+from engine.costs import RUNTIME_BYTES
 from engine.devices import account
 from engine.snapshot import DeviceReading, WorkerState
 
 _TO_COME = ("starting", "loading", "restarting")
+_HOLDING = ("ready", "draining", "stopping")
 
 
 class Occupant(Protocol):
@@ -33,36 +34,36 @@ def occupied(
 ) -> list[DeviceReading]:
     """The devices with the memory set aside that workers were promised and do not hold yet; on simulated ones, which
     nothing else accounts for, with all that was promised. What is promised there is promised of the machine's RAM too.
-    gone: workers that are taken as gone."""
-    staying = [worker for worker in workers if worker not in gone]
-    holding = [worker for worker in workers if worker.state not in _TO_COME]
+    gone: workers that are taken as gone. Failed ones hold nothing, and were promised nothing any more."""
+    staying = [worker for worker in workers if worker not in gone and worker.state != "failed"]
+    holding = [worker for worker in workers if worker.state in _HOLDING]
     simulated = account(readings, {worker.id: worker.planned for worker in staying})
     promised = _sums(worker.planned for worker in staying if worker.state in _TO_COME)
-    freed = _sums(worker.shares for worker in gone if worker.state not in _TO_COME)
+    freed = _sums(worker.shares for worker in holding if worker in gone)
     found: list[DeviceReading] = []
     for reading, accounted in zip(readings, simulated, strict=True):
         if reading.kind == "simulated":
             found.append(accounted)
-            continue
-        more_bytes = freed.get(reading.id, 0) - promised.get(reading.id, 0)
-        if reading.kind == "cpu":
+        elif reading.kind == "cpu":
             here = {each.id for each in readings if each.kind == "simulated" and each.node == reading.node}
-            more_bytes += _ram_of_simulated(holding, here) - _ram_of_simulated(staying, here)
-        found.append(_with(reading, more_bytes))
+            found.append(_with(reading, _ram(holding, reading.id, here) - _ram(staying, reading.id, here)))
+        else:
+            found.append(_with(reading, freed.get(reading.id, 0) - promised.get(reading.id, 0)))
     return found
 
 
-def _ram_of_simulated(workers: Iterable[Occupant], devices: Collection[str]) -> int:
-    """RAM that workers on these simulated devices take, or will have taken. Workers with the same weights hold them
-    once where that is possible: by their sizes, for nothing else tells here whose they are."""
-    weights: list[int] = []
-    others = 0
+def _ram(workers: Iterable[Occupant], cpu: str, simulated: Collection[str]) -> int:
+    """RAM that workers on `cpu` and on the simulated devices of its machine take, or will have taken. What workers of
+    a model share counts once: known by its size, for nothing else tells here whose it is."""
+    shared: set[int] = set()
+    own = 0
     for worker in workers:
-        shares = [share for share in worker.planned if share.device in devices]
-        if shares:
-            weights.append(sum(share.weights_bytes for share in shares))
-            others += sum(share.kv_bytes + share.working_bytes for share in shares) + RUNTIME_BYTES["cpu"]
-    return others + sum(set(weights) if WORKERS_SHARE_WEIGHTS else weights)
+        shares = [share for share in worker.planned if share.device == cpu or share.device in simulated]
+        shared.add(sum(share.shared_bytes for share in shares))
+        own += sum(share.total_bytes - share.shared_bytes for share in shares)
+        if any(share.device in simulated for share in shares):
+            own += RUNTIME_BYTES["cpu"]
+    return own + sum(shared)
 
 
 def _sums(shares: Iterable[Iterable[DeviceShare]]) -> dict[str, int]:

@@ -20,13 +20,17 @@ MAX_STRETCH = 1000.0
 
 class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker takes of one device. device: "cpu", "cuda:N" or "sim:N".  layers: how many of the decoder's
-    layers, in order; the embedding goes with the first share, the final norm and the head with the last."""
+    layers, in order; the embedding goes with the first share, the final norm and the head with the last.
+
+    shared_bytes: of the weights, what all workers of the model have once in the machine's RAM, as far as a plan knows.
+    """
 
     device: str
     layers: int = 0
     weights_bytes: int = 0
     kv_bytes: int = 0
     working_bytes: int = 0
+    shared_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:

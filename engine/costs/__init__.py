@@ -1,13 +1,12 @@
 """What a model takes of each device that it is put on, as its backend will hold it. Pure: integers in and out."""
 
 from engine.costs.reckoning import costs_of
-from engine.costs.torch_costs import MAX_HEAD_COPY_BYTES, RUNTIME_BYTES, WORKERS_SHARE_WEIGHTS
+from engine.costs.torch_costs import MAX_HEAD_COPY_BYTES, RUNTIME_BYTES
 from engine.costs.values import Correction, DeviceKind, ModelCosts, Workload, corrected, device_kind
 
 __all__ = [
     "MAX_HEAD_COPY_BYTES",
     "RUNTIME_BYTES",
-    "WORKERS_SHARE_WEIGHTS",
     "Correction",
     "DeviceKind",
     "ModelCosts",

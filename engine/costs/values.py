@@ -99,10 +99,12 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         """What layers [start, stop) take of `device`, with `pages` KV pages."""
         first, last = start == 0, stop == self.layers
         working = self.head_working_bytes if last else self.working_bytes
+        weights = self.weights_of(start, stop)
         return DeviceShare(
             device=device,
             layers=stop - start,
-            weights_bytes=self.weights_of(start, stop),
+            weights_bytes=weights,
+            shared_bytes=weights if self.shares_weights or self.host_shares_weights else 0,
             kv_bytes=pages * ((stop - start) * self.page_bytes + self.first_page_bytes * first),
             working_bytes=working + pages * self.device_page_bytes,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from engine.config import DeviceShare
@@ -57,11 +58,26 @@ def test_a_worker_that_is_to_go_before_it_has_loaded_gives_back_nothing() -> Non
     assert occupied([card(10)], [worker], gone=[worker])[0].free_bytes == 10 * GIB
 
 
+def test_weights_that_workers_on_a_cpu_share_are_promised_and_given_back_once() -> None:
+    cpu = DeviceReading(id="cpu", name="a CPU", kind="cpu", utilisation=None, total_bytes=64 * GIB, free_bytes=20 * GIB)
+    planned = DeviceShare(device="cpu", weights_bytes=4 * GIB, shared_bytes=4 * GIB, kv_bytes=GIB)
+    own = msgspec.structs.replace(planned, shared_bytes=0)
+    for shares, together in ((planned, 4 + 3), (own, 3 * (4 + 1))):
+        loading = [Worker(f"w{number}", "loading", (shares,)) for number in range(3)]
+        assert occupied([cpu], loading)[0].free_bytes == (20 - together) * GIB
+        ready = [Worker(f"w{number}", "ready", (shares,), (shares,)) for number in range(3)]
+        assert occupied([cpu], ready, gone=ready)[0].free_bytes == (20 + together) * GIB
+    ready = [Worker(f"w{number}", "ready", (planned,), (planned,)) for number in range(3)]
+    more = Worker("w3", "loading", (planned,))
+    assert occupied([cpu], [*ready, more])[0].free_bytes == 19 * GIB
+    assert occupied([cpu], ready, gone=ready[:2])[0].free_bytes == 22 * GIB
+
+
 def test_workers_on_simulated_devices_are_promised_the_hosts_memory_too() -> None:
     host = DeviceReading(
         id="cpu", name="a CPU", kind="cpu", utilisation=None, total_bytes=24 * GIB, free_bytes=20 * GIB
     )
-    planned = DeviceShare(device="sim:0", weights_bytes=4 * GIB, kv_bytes=GIB, working_bytes=GIB)
+    planned = DeviceShare(device="sim:0", weights_bytes=4 * GIB, shared_bytes=4 * GIB, kv_bytes=GIB, working_bytes=GIB)
     devices = [*simulated_readings((24.0,)), host]
     loading = [Worker(f"w{number}", "loading", (planned,)) for number in range(2)]
     once = 4 * GIB + 2 * (2 * GIB + RUNTIME_BYTES["cpu"])
@@ -69,6 +85,14 @@ def test_workers_on_simulated_devices_are_promised_the_hosts_memory_too() -> Non
     ready = [Worker(f"w{number}", "ready", (planned,), (planned,)) for number in range(2)]
     assert occupied(devices, ready)[1].free_bytes == 20 * GIB
     assert occupied(devices, ready, gone=ready[:1])[1].free_bytes == 20 * GIB + 2 * GIB + RUNTIME_BYTES["cpu"]
+
+
+def test_a_failed_worker_holds_nothing_that_could_be_given_back() -> None:
+    dead = Worker("w0", "failed", (share("cuda:0", 5),), (share("cuda:0", 4),))
+    assert occupied([card(10)], [dead], gone=[dead])[0].free_bytes == 10 * GIB
+    assert (
+        occupied(simulated_readings((24.0,)), [Worker("w0", "failed", (share("sim:0", 5),))])[0].free_bytes == 24 * GIB
+    )
 
 
 def test_a_simulated_device_has_nothing_but_what_was_promised() -> None:

@@ -213,7 +213,7 @@ def test_a_model_too_large_for_every_card_lacks_what_a_split_over_them_would_lac
     assert len(found.placements[0].shares) == 2
 
 
-# -- simulated devices ---------------------------------------------------------------------------------------------------
+# -- simulated devices -------------------------------------------------------------------------------------------------
 
 SIMULATED = msgspec.structs.replace(COSTS, kind="simulated", host_process_bytes=256 * MIB)
 
