@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+import msgspec
+
 from engine.config import AdapterSpec
 from engine.errors import ErrorInfo, from_info
+from engine.models.adapters import version_of
 from engine.replica import Replica
 from engine.request import Request
 from engine.snapshot import AdapterReading
@@ -18,21 +21,29 @@ class Holder(Protocol):
 
     def __iter__(self) -> Iterator[Replica]: ...
     def attach(self, adapter: AdapterSpec) -> None: ...
-    def detach(self, name: str) -> None: ...
+    def detach(self, key: str) -> None: ...
 
 
 class Attachments:
-    """Adapters by name, in order of their coming. One that is retired can be named no more, and is still kept for the
-    requests that named it."""
+    """Adapters by name, in order of their coming; a name means one version of its adapter at a time.
+
+    Workers have every version that has its name, is on its way to it, or is used by a live request, which ends with the
+    one that it began with.
+    """
 
     def __init__(self) -> None:
         self._specs: dict[str, AdapterSpec] = {}
-        self._retired: set[str] = set()
+        self._given: dict[str, AdapterSpec] = {}
+        self._coming: list[AdapterSpec] = []
         self._workers: Holder | None = None
         self._news = asyncio.Event()
 
     def __contains__(self, name: str) -> bool:
         return name in self._specs
+
+    def key(self, name: str) -> str:
+        """The key of the version that a name means now, "" for "". Raises KeyError."""
+        return self._specs[name].key if name else ""
 
     def specs(self) -> tuple[AdapterSpec, ...]:
         """All that can be named."""
@@ -46,64 +57,63 @@ class Attachments:
         """The model was loaded on these workers: they get every adapter. None: it was unloaded."""
         self._workers = workers
         if workers is not None:
-            for adapter in self._specs.values():
+            for adapter in self._given.values():
                 workers.attach(adapter)
 
     def inherit(self, old: Attachments) -> None:
         """Take the adapters that another deployment of the same model has."""
-        for adapter in old._specs.values():
-            if self._specs.get(adapter.name) != adapter:
-                self._add(adapter)
+        for adapter in old._given.values():
+            if adapter.key not in self._given:
+                self._give(adapter)
+        self._specs |= old._specs
 
     def changed(self) -> None:
         """Something happened to a worker: it may have answered."""
         self._news.set()
 
-    async def attach(self, adapter: AdapterSpec) -> None:
-        """Make it usable on every worker; returns when all that are ready have it.
+    async def attach(self, adapter: AdapterSpec, live: Iterable[Request]) -> None:
+        """Make it usable on every worker, and its name mean it; returns when all that are ready have it. One that it
+        takes the place of is kept for the live requests that use it.
 
         Raises what the first of them refused it with; nothing is changed then.
         """
-        before = self._specs.get(adapter.name)
-        self._add(adapter)
-        error = await self._answer(adapter.name)
-        if error is None:
-            return
-        if before is not None:
-            self._add(before)
-        else:
-            del self._specs[adapter.name]
-            self._forget(adapter.name)
-        raise from_info(error)
+        adapter = msgspec.structs.replace(adapter, version=await asyncio.to_thread(version_of, adapter))
+        self._coming.append(adapter)
+        try:
+            self._give(adapter)
+            if (error := await self._answer(adapter.key)) is not None:
+                raise from_info(error)
+            self._specs[adapter.name] = adapter
+        finally:
+            self._coming.remove(adapter)
+            self.settle(live)
 
     def detach(self, name: str, live: Iterable[Request]) -> None:
         """Name it no more; it goes when none of the live requests uses it. Raises KeyError."""
         del self._specs[name]
-        self._retired.add(name)
         self.settle(live)
 
     def settle(self, live: Iterable[Request]) -> None:
-        """Let go of what is retired and used by none of the live requests."""
-        for name in self._retired.difference(request.adapter for request in live) if self._retired else ():
-            self._forget(name)
+        """Let go of what has no name and is used by none of the live requests."""
+        if len(self._given) == len(self._specs):
+            return
+        wanted = {adapter.key for adapter in (*self._specs.values(), *self._coming)}
+        for key in self._given.keys() - wanted - {request.adapter_key for request in live}:
+            del self._given[key]
+            if self._workers is not None:
+                self._workers.detach(key)
 
-    def _add(self, adapter: AdapterSpec) -> None:
-        self._specs[adapter.name] = adapter
-        self._retired.discard(adapter.name)
+    def _give(self, adapter: AdapterSpec) -> None:
+        self._given[adapter.key] = adapter
         if self._workers is not None:
             self._workers.attach(adapter)
 
-    def _forget(self, name: str) -> None:
-        self._retired.discard(name)
-        if self._workers is not None:
-            self._workers.detach(name)
-
-    async def _answer(self, name: str) -> ErrorInfo | None:
+    async def _answer(self, key: str) -> ErrorInfo | None:
         """Wait until every ready worker has answered for an adapter; the first error among the answers."""
         while True:
             workers = [] if self._workers is None else list(self._workers)
             ready = [replica for replica in workers if replica.state in ("ready", "draining")]
-            answers = [replica.orders.attached[name] for replica in ready if name in replica.orders.attached]
+            answers = [replica.orders.attached[key] for replica in ready if key in replica.orders.attached]
             error = next((answer.error for answer in answers if answer.error), None)
             if error is not None or len(answers) == len(ready):
                 return error
@@ -112,7 +122,7 @@ class Attachments:
 
     @staticmethod
     def _reading(spec: AdapterSpec, replicas: Sequence[Replica]) -> AdapterReading:
-        answers = [replica.orders.attached[spec.name] for replica in replicas if spec.name in replica.orders.attached]
+        answers = [replica.orders.attached[spec.key] for replica in replicas if spec.key in replica.orders.attached]
         return AdapterReading(
             name=spec.name,
             path=spec.path,

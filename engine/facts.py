@@ -33,6 +33,10 @@ _NAMES = {
 }
 """What config.json calls a size, by the model's maker."""
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_MAX_PARTS = 10_000
+"""Layers, and experts of a layer. The largest models have hundreds; a count without a bound would be counted out."""
+
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A model folder and what else its spec loads.
@@ -100,7 +104,16 @@ def _read_config(folder: Path) -> Mapping[str, object]:
         )
     config = read_json_object(folder / "config.json")
     text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
+    whole = {**config, **text} if isinstance(text, dict) else config
+    for key in (*_NAMES["layers"], *_EXPERTS):
+        count = whole.get(key)
+        if isinstance(count, int) and count > _MAX_PARTS:
+            raise UnsupportedModel(
+                f"config.json in {folder} has {key} {count}; more than {_MAX_PARTS} are not supported",
+                param=key,
+                limit=_MAX_PARTS,
+            )
+    return whole
 
 
 def _shape(folder: Path, config: Mapping[str, object], tensors: Mapping[str, TensorHeader]) -> ModelConfig:

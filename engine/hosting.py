@@ -71,7 +71,7 @@ class Hosting:
             return
         if kill:
             host.kill()
-        task = asyncio.get_running_loop().create_task(host.stop(STOP_PATIENCE_S))
+        task = asyncio.get_running_loop().create_task(self._dispose(host, self._starting))
         self._disposals.add(task)
         task.add_done_callback(self._disposals.discard)
 
@@ -87,7 +87,7 @@ class Hosting:
             await asyncio.wait(self._disposals)
 
     async def _start(self, host: WorkerHost) -> None:
-        while self._disposals:  # the one before may still hold the memory
+        while self._disposals and host is self._host:  # the one before may still hold the memory
             await asyncio.wait(self._disposals)
         if host is not self._host:
             return
@@ -102,6 +102,12 @@ class Hosting:
         else:
             if host is self._host:
                 self._listener.host_begins()
+
+    async def _dispose(self, host: WorkerHost, starting: asyncio.Task[None] | None) -> None:
+        """Stop a host that may still be starting: it could not be stopped before it has started."""
+        if starting is not None:
+            await asyncio.wait((starting,))
+        await host.stop(STOP_PATIENCE_S)
 
     def _said(self, host: WorkerHost, event: Event) -> None:
         if host is self._host:

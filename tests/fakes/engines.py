@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from engine.backends.base import TokenEvent
@@ -82,11 +82,29 @@ async def started(
     backends = backends or Backends()
     engine = Engine(config(**settings), backend_factory=backends, probe=probe or StillProbe())
     await engine.start()
+    with checked(engine):
+        try:
+            yield engine
+        finally:
+            backends.open_gates()
+            await engine.close(drain_s=0.0)
+
+
+@contextmanager
+def checked(engine: Engine) -> Iterator[None]:
+    """Prove the engine's accounts after every turn of the running loop."""
+    loop = asyncio.get_running_loop()
+    turn = loop._run_once  # type: ignore[attr-defined]
+
+    def turn_and_check() -> None:
+        turn()
+        engine.check()
+
+    loop._run_once = turn_and_check  # type: ignore[attr-defined]
     try:
-        yield engine
+        yield
     finally:
-        backends.open_gates()
-        await engine.close(drain_s=0.0)
+        loop._run_once = turn  # type: ignore[attr-defined]
 
 
 @asynccontextmanager

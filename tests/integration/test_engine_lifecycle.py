@@ -269,7 +269,7 @@ async def test_threads_are_shared_out_among_workers(tmp_path: Path, monkeypatch:
 async def test_the_models_shape_in_config_decides_the_memory_asked_for(tmp_path: Path) -> None:
     folder = write_fake_model(tmp_path)
     shape = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 10**6}))
+    (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 10**4, "intermediate_size": 10**5}))
     async with started() as engine:
         with pytest.raises(InsufficientMemory, match="short by"):
             await engine.load(fake_spec(folder))
