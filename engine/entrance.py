@@ -56,6 +56,7 @@ class Entrance:
             lane=deployment.lane,
             model=asked.model,
             adapter=asked.adapter,
+            adapter_key=deployment.adapters.key(asked.adapter),
             client=asked.client,
             encode=asked.encode,
             choices=asked.choices,

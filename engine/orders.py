@@ -73,7 +73,7 @@ class Orders:
     """What one worker is to do. Each order is sent to it at once, and kept in `load`, with which each that takes its
     place begins.
 
-    attached: what came of the adapters, by name.
+    attached: what came of the adapters, by key.
     """
 
     def __init__(self, load: Load, send: Callable[[Command], None]) -> None:
@@ -101,16 +101,16 @@ class Orders:
 
     def attach(self, adapter: AdapterSpec) -> None:
         """Let requests name this adapter; `attached` tells what came of it."""
-        others = self._without(adapter.name)
+        others = self._without(adapter.key)
         self._order(Attach(adapter=adapter), adapters=(*others, adapter))
 
-    def detach(self, name: str) -> None:
+    def detach(self, key: str) -> None:
         """Forget an adapter."""
-        self._order(Detach(name=name), adapters=self._without(name))
+        self._order(Detach(key=key), adapters=self._without(key))
 
-    def _without(self, name: str) -> tuple[AdapterSpec, ...]:
-        self.attached.pop(name, None)
-        return tuple(each for each in self.load.adapters if each.name != name)
+    def _without(self, key: str) -> tuple[AdapterSpec, ...]:
+        self.attached.pop(key, None)
+        return tuple(each for each in self.load.adapters if each.key != key)
 
     def _order(self, command: Command, **changes: object) -> None:
         self.load = msgspec.structs.replace(self.load, **changes)

@@ -180,15 +180,15 @@ class Pool:
 
     def attach(self, adapter: AdapterSpec) -> None:
         """Give every replica the adapter, those to come included."""
-        self._orders.adapters[adapter.name] = adapter
+        self._orders.adapters[adapter.key] = adapter
         for replica in self:
             replica.orders.attach(adapter)
 
-    def detach(self, name: str) -> None:
+    def detach(self, key: str) -> None:
         """Take the adapter from every replica."""
-        self._orders.adapters.pop(name, None)
+        self._orders.adapters.pop(key, None)
         for replica in self:
-            replica.orders.detach(name)
+            replica.orders.detach(key)
 
     def release(self, request: Request) -> None:
         """A request leaves its worker, which stops computing it."""

@@ -249,7 +249,7 @@ class Replica:
             case protocol.LoadFailed(error=error):
                 self._died(error)
             case protocol.Attached():
-                self.orders.attached[event.name] = event
+                self.orders.attached[event.key] = event
                 self._owner.replica_changed(self)
             case protocol.StepBatch():
                 self._stepped(event)

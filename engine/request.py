@@ -75,6 +75,7 @@ class Request:
     lane: of the model that is to answer it.
     order: arrival number, unique in the engine; a request that lost its worker keeps it and so returns to the head of
     the queue.  generated: every id that reached the engine so far.
+    adapter_key: of the version of its adapter that it is computed with to its end, as in AdapterSpec.
     deaths: workers that died in a row while they worked on it, without a token to show for it.
     taken: how many it had generated when its worker began to work on it, None before that.
     prompt_told: whether its reader has the prompt's log-probabilities.
@@ -96,6 +97,7 @@ class Request:
     asked: SamplingParams
     model: str = ""
     adapter: str = ""
+    adapter_key: str = ""
     client: str = ""
     encode: Encode | None = None
     choices: Choices | None = None
@@ -171,7 +173,7 @@ class Request:
             generated=list(self.generated),
             params=params,
             end_token_ids=self.end_token_ids,
-            adapter=self.adapter,
+            adapter=self.adapter_key,
             continues=self.continues,
             embed=self.embed,
         )

@@ -23,7 +23,7 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     params.seed and params.max_tokens are resolved, never None; max_tokens counts `generated` in.
     end_token_ids: the model's end tokens (unless ignore_eos) and stop_token_ids, masked before min_tokens.
     banned_next: ids that the very next token must not be (a rewound banned string); they bind that token alone.
-    adapter: name of an attached LoRA adapter to compute with; "" is the model as it was loaded.
+    adapter: key of an attached LoRA adapter to compute with, as in AdapterSpec; "" is the model as it was loaded.
     continues: the answer goes on with the text of its prompt; else it is a text of its own, a turn of a chat say.
     params.max_tokens 0: it ends with "length" once its prompt is computed, without a token.
     embed: it ends then with "stop" and a vector instead; max_tokens is 0.
@@ -255,11 +255,12 @@ class Backend(Protocol):
         """What changed in the prefix cache since the last call; nothing where the backend cannot tell."""
 
     def attach(self, adapter: AdapterSpec) -> int:
-        """Make a LoRA adapter usable by requests from the next step on; the bytes it takes. Raises InvalidRequest or
-        ModelLoadFailed with nothing changed, where it does not fit the model or the backend cannot change adapters."""
+        """Make a LoRA adapter usable by requests from the next step on, under its key; the bytes it takes. Raises
+        InvalidRequest or ModelLoadFailed with nothing changed, where it does not fit the model, its files are not those
+        of its version any more, or the backend cannot change adapters."""
 
-    def detach(self, name: str) -> None:
-        """Forget an adapter that no live request names; unknown names are fine."""
+    def detach(self, key: str) -> None:
+        """Forget an adapter that no live request uses; unknown keys are fine."""
 
     def check(self) -> None:
         """Prove the accounts (pages free + held = total); raises AssertionError with the numbers. Run when idle."""

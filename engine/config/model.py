@@ -39,11 +39,20 @@ class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A LoRA adapter: its folder (adapter_config.json and safetensors) and what requests call it."""
+    """A LoRA adapter: its folder (adapter_config.json and safetensors) and what requests call it.
+
+    version: what tells its files and scale from those of another under its name; "" where that is not looked at.
+    """
 
     name: str
     path: Path
     scale: float = 1.0
+    version: str = ""
+
+    @property
+    def key(self) -> str:
+        """Name and version: what an answer is computed with from its start to its end."""
+        return f"{self.name}\0{self.version}" if self.version else self.name
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

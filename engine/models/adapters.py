@@ -6,6 +6,7 @@ A folder holds adapter_config.json and adapter_model.safetensors
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _Rank = Annotated[int, msgspec.Meta(gt=0)]
 _Alpha = Annotated[float, msgspec.Meta(gt=0)]
 _Value = TypeVar("_Value", int, float)
-Version = tuple[str | float, ...]
+_VERSION_BYTES = 8
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,19 +193,18 @@ def read_factor_headers(file: Path) -> dict[str, FactorHeaders]:
     return {module: _paired(module, found) for module, found in sorted(halves.items())}
 
 
-def version_of(spec: AdapterSpec) -> Version:
-    """What tells the adapter in a folder from another that takes its place there or its name. Raises UnsafeWeights or
-    UnsupportedModel where a file is missing."""
-    weights, config = adapter_file(spec.path), spec.path / CONFIG
+def version_of(spec: AdapterSpec) -> str:
+    """Return what tells an adapter from another that takes its place in the folder, or its name: a digest of its scale
+    and its files, all of which are read. It is the same wherever they lie; of files that are not there, it is the
+    path's."""
+    digest = hashlib.blake2b(repr(float(spec.scale)).encode(), digest_size=_VERSION_BYTES)
     try:
-        stats = [file.stat() for file in (weights, config)]
-    except OSError as error:
-        raise UnsupportedModel(f"{spec.path} holds no LoRA adapter: {CONFIG}: {error.strerror}") from None
-    return (
-        str(spec.path.resolve()),
-        spec.scale,
-        *(number for stat in stats for number in (stat.st_mtime_ns, stat.st_size)),
-    )
+        for name in (CONFIG, WEIGHTS):
+            with (spec.path / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+    except OSError:
+        digest.update(str(spec.path).encode())
+    return digest.hexdigest()
 
 
 def _paired(module: str, found: Mapping[str, tuple[str, TensorHeader]]) -> FactorHeaders:

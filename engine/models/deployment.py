@@ -486,7 +486,7 @@ class Deployment:
                 f"the {model.backend} backend applies an adapter to every request: load {self.spec.name} with --lora",
                 param="adapter",
             )
-        await self.adapters.attach(adapter)
+        await self.adapters.attach(adapter, self.lane)
         _log.info("%s: adapter %s attached", self.spec.name, adapter.name)
         self._context.changed()
 

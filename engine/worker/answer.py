@@ -99,7 +99,7 @@ class Answer:
 
     @property
     def adapter(self) -> str:
-        """The adapter that it names, "" for none."""
+        """The key of its adapter, "" for none."""
         return self._request.adapter
 
     @property

@@ -88,13 +88,13 @@ def attach_adapter(replica: Replica | None, adapter: AdapterSpec) -> Attached:
     try:
         if replica is None:
             raise NoModelLoaded("the worker holds no model", state="unloaded")
-        return Attached(name=adapter.name, size_bytes=replica.backend.attach(adapter))
+        return Attached(key=adapter.key, size_bytes=replica.backend.attach(adapter))
     except EngineError as refusal:
         error = refusal
     except Exception as failure:
         _logger.exception("attaching %s failed", adapter.name)
         error = ModelLoadFailed(f"the adapter {adapter.name} could not be attached: {reason(failure)}")
-    return Attached(name=adapter.name, error=error.info)
+    return Attached(key=adapter.key, error=error.info)
 
 
 def reason(error: BaseException) -> str:

@@ -129,10 +129,10 @@ class WorkerLoop:
             case protocol.SetThreads(threads=threads):
                 limit_torch_threads(threads)
             case protocol.Attach(adapter=adapter):
-                self._leaving.discard(adapter.name)
+                self._leaving.discard(adapter.key)
                 self._channel.send(attach_adapter(self._replica, adapter))
-            case protocol.Detach(name=name):
-                self._leaving.add(name)
+            case protocol.Detach(key=key):
+                self._leaving.add(key)
             case protocol.Load():
                 self._load(command)
             case protocol.CancelLoad():
@@ -172,14 +172,14 @@ class WorkerLoop:
             self._replica = None
 
     def _detach_unused(self) -> None:
-        """Detach the adapters that are to go and that no live request names."""
+        """Detach the adapters that are to go and that no live request uses."""
         if not self._leaving:
             return
         unused = self._leaving - (self._requests.adapters if self._requests is not None else set())
         self._leaving -= unused
         if self._replica is not None:
-            for name in unused:
-                self._replica.backend.detach(name)
+            for key in unused:
+                self._replica.backend.detach(key)
 
     def _submit(self, request: BackendRequest) -> None:
         self._channel.send(protocol.Taken(request_id=request.id))

@@ -78,7 +78,7 @@ class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
 class Detach(msgspec.Struct, frozen=True, kw_only=True, tag="detach"):
     """Forget a LoRA adapter."""
 
-    name: str
+    key: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
@@ -118,7 +118,7 @@ class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag="load_failed"):
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
     """An adapter is usable and takes `size_bytes`, or `error` says why not."""
 
-    name: str
+    key: str
     size_bytes: int = 0
     error: ErrorInfo | None = None
 

@@ -31,7 +31,7 @@ class Requests:
 
     @property
     def adapters(self) -> set[str]:
-        """The adapters that they name: any of them may have to begin anew somewhere."""
+        """The keys of the adapters that they use: any of them may have to begin again somewhere."""
         return {answer.adapter for answer in self._answers.values()}
 
     def submit(self, request: BackendRequest) -> None:

@@ -314,12 +314,12 @@ class FakeBackend:
 
     def attach(self, adapter: AdapterSpec) -> int:
         """Take any adapter; its bytes are a thousand."""
-        self.adapters[adapter.name] = adapter
+        self.adapters[adapter.key] = adapter
         return 1000
 
-    def detach(self, name: str) -> None:
+    def detach(self, key: str) -> None:
         """Forget it."""
-        self.adapters.pop(name, None)
+        self.adapters.pop(key, None)
 
     def check(self) -> None:
         """Nothing to add up here; raises what the test asked for."""

@@ -63,7 +63,9 @@ class Driver:
     def add(self, prompt: Sequence[int], *, room: int = 64, adapter: str = "") -> Running:
         """A sequence of `prompt` with pages for `room` further tokens, under an adapter that is attached."""
         count = -(-(len(prompt) + room) // PAGE_TOKENS)
-        return Running(list(prompt), [self._free.pop() for _ in range(count)], adapter=adapter)
+        pages = [self._free.pop() for _ in range(count)]
+        found = self._runner.adapters.find(adapter)
+        return Running(list(prompt), pages, adapter=found.key if found is not None else "")
 
     def feed(self, *parts: tuple[Running, int | None]) -> Tensor:
         """One step over (sequence, tokens to feed); returns logits [parts, vocab] and keeps each row."""

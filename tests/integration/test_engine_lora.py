@@ -60,3 +60,46 @@ async def test_adapters_outlive_a_killed_worker_and_new_workers_have_them(
             await engine.attach(AdapterSpec(name="misfit", path=misfit.folder))
     finally:
         await engine.close(drain_s=0.0)
+
+
+async def test_an_answer_ends_with_the_adapter_it_began_with_or_says_why_it_cannot(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hold = Hold(monkeypatch, tmp_path, "make_torch")
+    folder = make_tiny_model(tmp_path / "model")
+    engine = Engine(config(worker_host="process"))
+    await engine.start()
+    try:
+        await engine.load(ModelSpec(path=folder, name="tiny", threads=1, kv_cache_tokens=4096, dtype="float32"))
+        request = ask("the quick brown fox jumps over the lazy dog", params=PARAMS, adapter="it")
+        answers = {}
+        for seed in (1, 2):
+            adapter = make_adapter(tmp_path / f"v{seed}", folder, seed=seed)
+            await engine.attach(AdapterSpec(name="it", path=adapter.folder))
+            answers[seed] = await read(engine.submit(request))
+        assert answers[1].token_ids != answers[2].token_ids
+
+        for seed, overwritten in ((1, False), (2, True)):
+            await engine.attach(AdapterSpec(name="it", path=tmp_path / f"v{seed}"))
+            hold.begin()
+            reading = asyncio.create_task(read(engine.submit(request)))
+            await until(lambda: [row.state for row in engine.snapshot().requests if not row.finish] == ["decode"])
+            if overwritten:
+                make_adapter(tmp_path / f"v{seed}", folder, seed=5)
+            await engine.attach(AdapterSpec(name="it", path=tmp_path / "v2"))
+            pid = engine.snapshot().workers[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            hold.end()
+            answer = await reading
+            if overwritten:
+                assert answer.deltas[-1].error is not None
+                assert "the files in" in answer.deltas[-1].error.message
+                assert answer.token_ids == answers[seed].token_ids[: len(answer.token_ids)]
+            else:
+                assert answer.token_ids == answers[seed].token_ids
+        again = [await read(engine.submit(request)) for _ in range(2)]
+        assert again[0].token_ids == again[1].token_ids
+        assert again[1].deltas[-1].cached_tokens > 0
+    finally:
+        await engine.close(drain_s=0.0)

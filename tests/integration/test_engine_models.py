@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import AdapterSpec
+from engine.config import AdapterSpec, SamplingParams
 from engine.errors import InsufficientMemory, InvalidRequest, ModelNotFound, NoModelLoaded
-from tests.fakes.backend import FakeBackend, Gate, expected_text
-from tests.fakes.engines import Backends, ask, read, started, until
+from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
+from tests.fakes.engines import Backends, DyingBackend, ask, read, started, until
 from tests.fakes.several import models, named, room_for, states
 
 # -- two at once --------------------------------------------------------------------------------------------------
@@ -156,7 +156,54 @@ async def test_a_request_names_an_adapter_that_is_there(tmp_path: Path) -> None:
             engine.submit(ask("x", adapter="polite"))
         await engine.attach(AdapterSpec(name="polite", path=tmp_path))
         await read(engine.submit(ask("x", adapter="polite")))
-        assert backend.submitted[-1].adapter == "polite"
+        assert list(backend.adapters) == [backend.submitted[-1].adapter]
+
+
+async def test_an_adapter_replaced_under_its_name_changes_no_answer_under_way(tmp_path: Path) -> None:
+    gate, later = Gate(), FakeBackend(gate=Gate())
+    dying = DyingBackend(dies_at=8, gate=gate, reply=saying("a bad end"))
+    async with started(Backends(dying, later)) as engine:
+        await engine.load(named(tmp_path, "a"))
+        await engine.attach(AdapterSpec(name="polite", path=tmp_path / "one"))
+        [first] = dying.adapters
+        params = SamplingParams(max_tokens=9, banned_strings=("bad",))
+        old = engine.submit(ask("x", params=params, adapter="polite"))
+        reading = asyncio.create_task(read(old))
+        await asyncio.to_thread(gate.wait_until_reached)
+        replacing = asyncio.create_task(engine.attach(AdapterSpec(name="polite", path=tmp_path / "two")))
+        await until(lambda: any(len(each.orders.load.adapters) == 2 for each in engine._models.replicas()))
+        gate.allow()
+        await replacing
+        gate.open()
+        await until(lambda: bool(later.submitted))
+        [second] = later.adapters.keys() - {first}
+        new = asyncio.create_task(read(engine.submit(ask("x", adapter="polite"))))
+        assert later.gate is not None
+        later.gate.open()
+        await asyncio.gather(reading, new)
+        assert len(dying.submitted) > 1
+        assert {request.adapter for request in dying.submitted} == {first}
+        assert [request.adapter for request in later.submitted][:1] == [first]
+        assert [request.adapter for request in later.submitted][-1:] == [second]
+        await until(lambda: list(later.adapters) == [second])
+
+
+async def test_an_adapter_that_cannot_take_the_place_of_another_leaves_it_there(tmp_path: Path) -> None:
+    class Choosy(FakeBackend):
+        def attach(self, adapter: AdapterSpec) -> int:
+            if adapter.scale != 1.0:
+                raise InvalidRequest(f"{adapter.name} does not fit", param="adapter")
+            return super().attach(adapter)
+
+    backend = Choosy()
+    async with started(Backends(backend)) as engine:
+        await engine.load(named(tmp_path, "a"))
+        await engine.attach(AdapterSpec(name="polite", path=tmp_path))
+        first = list(backend.adapters)
+        with pytest.raises(InvalidRequest, match="does not fit"):
+            await engine.attach(AdapterSpec(name="polite", path=tmp_path, scale=2.0))
+        await read(engine.submit(ask("x", adapter="polite")))
+        assert [backend.submitted[-1].adapter] == first == list(backend.adapters)
 
 
 async def test_the_workers_of_all_models_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from engine.backends.base import BackendRequest
 from engine.backends.torch.backend import TorchBackend
 from engine.config import AdapterSpec, CacheBits, DeviceShare, ModelSpec, SamplingParams
-from engine.errors import InsufficientMemory, InvalidRequest, UnsupportedModel
+from engine.errors import InsufficientMemory, InvalidRequest, UnsupportedModel, WorkerFailed
+from engine.models.adapters import version_of
 from tests.fakes.adapters import ATTENTION, MLP, MadeAdapter, make_adapter, merge_by_hand
 from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model
@@ -256,6 +258,35 @@ def test_another_adapter_under_the_same_name_is_for_new_requests_and_finds_no_ol
     again = Run(backend, ask("again", prompt(1, 45), "it"))
     assert again.to_end()["again"] == tokens["old"]
     assert again.cached == {"again": 40}
+
+
+def test_versions_of_one_name_are_there_side_by_side_each_for_the_requests_that_began_with_it(
+    llama: Path, adapters: dict[str, MadeAdapter]
+) -> None:
+    backend = load(llama)
+    versions = [
+        msgspec.structs.replace(each, version=version_of(each))
+        for each in (spec("it", adapters["all"]), spec("it", adapters["few"]))
+    ]
+    for each in versions:
+        backend.attach(each)
+    for each, name in zip(versions, ("all", "few"), strict=True):
+        expected = Run(with_adapters(llama, {"it": adapters[name]}), ask("r", prompt(1, 45), "it")).to_end()
+        resumed = ask("r", prompt(1, 45), each.key, generated=expected["r"][:9])
+        assert Run(backend, resumed).to_end() == expected
+
+
+def test_a_version_whose_files_have_changed_is_refused_and_its_requests_are_given_the_reason(
+    llama: Path, tmp_path: Path
+) -> None:
+    made = spec("it", make_adapter(tmp_path / "it", llama))
+    made = msgspec.structs.replace(made, version=version_of(made))
+    make_adapter(tmp_path / "it", llama, seed=8)
+    backend = load(llama)
+    with pytest.raises(UnsupportedModel, match="have changed since the adapter was attached"):
+        backend.attach(made)
+    with pytest.raises(WorkerFailed, match=r"adapter it could not be attached: the files in .* have changed"):
+        backend.submit(ask("r", prompt(1), made.key))
 
 
 def test_attaching_what_is_attached_loads_nothing_again(llama: Path, adapters: dict[str, MadeAdapter]) -> None:

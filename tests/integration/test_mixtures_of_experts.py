@@ -204,9 +204,9 @@ def test_adapters_of_attention_are_honoured_beside_experts(mixture: Path, tmp_pa
     adapter = make_adapter(tmp_path / "adapter", mixture, targets=ATTENTION)
     merged = merge_by_hand(mixture, adapter, tmp_path / "merged")
     runner = load_runner(mixture)
-    key = runner.adapters.attach(AdapterSpec(name="a", path=adapter.folder)).key
+    runner.adapters.attach(AdapterSpec(name="a", path=adapter.folder))
     driver = Driver(runner)
-    plain, adapted = driver.add(PROMPT), driver.add(PROMPT, adapter=key)
+    plain, adapted = driver.add(PROMPT), driver.add(PROMPT, adapter="a")
     logits = driver.feed((plain, None), (adapted, None))
     expected = torch.stack([reference_logits(folder, PROMPT)[-1] for folder in (mixture, merged)])
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)

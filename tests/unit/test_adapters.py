@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from engine.backends.torch.model_config import read_model_config
 from engine.config import AdapterSpec
 from engine.errors import EngineError, InvalidRequest, UnsafeWeights, UnsupportedModel
 from engine.models.adapters import (
+    WEIGHTS,
     AdapterConfig,
     adapter_file,
     describe_adapter,
@@ -204,5 +207,9 @@ def test_other_weights_in_the_same_folder_are_another_version(model: Path, tmp_p
     first = version_of(AdapterSpec(name="it", path=folder))
     assert version_of(AdapterSpec(name="it", path=folder / ".." / "it")) == first
     assert version_of(AdapterSpec(name="it", path=folder, scale=0.5)) != first
-    make_adapter(tmp_path / "it", model, rank=5)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    assert version_of(AdapterSpec(name="other", path=copy)) == first
+    stat = (folder / WEIGHTS).stat()
+    other = make_adapter(tmp_path / "it", model, seed=9).folder / WEIGHTS
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert version_of(AdapterSpec(name="it", path=folder)) != first

@@ -267,8 +267,16 @@ def test_pages_that_a_worker_dropped_are_not_expected_there() -> None:
 
 def test_a_prefix_computed_with_another_adapter_is_no_prefix() -> None:
     dispatcher = holding("w1", PREFIX, "w0")
-    dispatcher.add(make_request([*PREFIX, 1], adapter="tuned"))
+    dispatcher.add(make_request([*PREFIX, 1], adapter="tuned", adapter_key="tuned"))
     assert [worker for _, worker in assigned(dispatcher, 0, 1)] == ["w0"]
+
+
+def test_a_prefix_is_found_where_the_same_version_of_its_adapter_computed_it() -> None:
+    for key, holder in (("tuned\0v2", "w1"), ("tuned\0v1", "w0")):
+        dispatcher = holding("w1", [], "w0")
+        report(dispatcher, "w1", added=page_keys(SALT, PREFIX, PAGE, "tuned\0v2"))
+        dispatcher.add(make_request([*PREFIX, 1], adapter="tuned", adapter_key=key))
+        assert [worker for _, worker in assigned(dispatcher, 0, 1)] == [holder]
 
 
 def test_a_forgotten_worker_holds_no_prefix() -> None:

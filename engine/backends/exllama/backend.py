@@ -151,7 +151,7 @@ class ExllamaBackend:
             value=adapter.name,
         )
 
-    def detach(self, name: str) -> None:
+    def detach(self, key: str) -> None:
         """Nothing to forget."""
 
     def check(self) -> None:

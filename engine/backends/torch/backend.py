@@ -102,7 +102,7 @@ class TorchBackend:
             raise InvalidRequest(f"a request with id {request.id} is being worked on", param="id")
         vocab_size = runner.config.vocab_size
         refuse_unknown_tokens(request, vocab_size)
-        job = Job.of(request, runner.adapters.named(request.adapter), mask, vocab_size)
+        job = Job.of(request, runner.adapters.find(request.adapter), mask, vocab_size)
         scheduler.submit(job.sequence)
         self._jobs[request.id] = job
         if job.foreseeable:
@@ -170,15 +170,15 @@ class TorchBackend:
         return self._scheduler.pool.take_changes() if self._scheduler is not None else PrefixChanges()
 
     def attach(self, adapter: AdapterSpec) -> int:
-        """Make an adapter usable from the next step on, in place of another of its name; its bytes."""
+        """Make an adapter usable from the next step on, in place of another of its key; its bytes."""
         runner = self._loaded()[0]
         if runner.deterministic:
             raise refuse_adapters()
         return runner.adapters.attach(adapter).size_bytes
 
-    def detach(self, name: str) -> None:
-        """Take an adapter's name away; its memory is free once the last request that computes with it has ended."""
-        self._loaded()[0].adapters.detach(name)
+    def detach(self, key: str) -> None:
+        """Forget an adapter; its memory is free once the last request that computes with it has ended."""
+        self._loaded()[0].adapters.detach(key)
 
     def check(self) -> None:
         """Prove that pages, sequences and requests agree; raises AssertionError with the numbers."""

@@ -36,8 +36,8 @@ async def test_each_attachment_is_answered_with_its_bytes_or_the_reason(start_wo
     await probe.load(model_folder)
     probe.send(*(Attach(adapter=adapter(name)) for name in ("good", "bad", "broken")))
     good, bad, broken = [await probe.wait_for(Attached) for _ in range(3)]
-    assert (good.name, good.size_bytes, good.error) == ("good", 1000, None)
-    assert (bad.name, bad.error.message) == ("bad", "it does not fit")
+    assert (good.key, good.size_bytes, good.error) == ("good", 1000, None)
+    assert (bad.key, bad.error.message) == ("bad", "it does not fit")
     assert broken.error.message == "the adapter broken could not be attached: no rank"
 
 
@@ -48,7 +48,7 @@ async def test_a_load_brings_its_adapters_along_and_survives_one_that_fails(star
     probe.send(load)
     await probe.wait_for(Loaded)
     answers = [await probe.wait_for(Attached) for _ in range(2)]
-    assert [(answer.name, answer.error is None) for answer in answers] == [("bad", False), ("good", True)]
+    assert [(answer.key, answer.error is None) for answer in answers] == [("bad", False), ("good", True)]
     assert list(backend.adapters) == ["good"]
 
 
@@ -60,7 +60,7 @@ async def test_an_adapter_is_detached_when_the_last_request_that_names_it_has_en
     probe.send(Attach(adapter=adapter("it")), Attach(adapter=adapter("idle")))
     probe.send(submit_command("a", adapter="it", max_tokens=10**6), submit_command("b", max_tokens=10**6))
     await step_until(probe, gate, decoding=2)
-    probe.send(Detach(name="it"), Detach(name="idle"))
+    probe.send(Detach(key="it"), Detach(key="idle"))
     while "idle" in backend.adapters:
         await step_until(probe, gate, decoding=2)
     assert list(backend.adapters) == ["it"]
@@ -76,7 +76,7 @@ async def test_an_adapter_attached_again_before_it_could_go_stays(start_worker, 
     await probe.load(model_folder)
     probe.send(Attach(adapter=adapter("it")), submit_command("a", adapter="it", max_tokens=10**6))
     await step_until(probe, gate, decoding=1)
-    probe.send(Detach(name="it"), Attach(adapter=adapter("it")), Cancel(request_id="a"), submit_command("b"))
+    probe.send(Detach(key="it"), Attach(adapter=adapter("it")), Cancel(request_id="a"), submit_command("b"))
     gate.open()
     await probe.answer("b")
     assert list(backend.adapters) == ["it"]
@@ -98,7 +98,7 @@ async def test_a_banned_string_is_gone_round_under_an_adapter_that_is_to_go(star
     probe.send(Attach(adapter=adapter("it")))
     probe.send(submit_command("a", adapter="it", banned_strings=("bad",), max_tokens=9))
     await asyncio.to_thread(gate.wait_until_reached)
-    probe.send(Detach(name="it"))
+    probe.send(Detach(key="it"))
     gate.open()
     text, last = await probe.answer("a")
     assert last.finish == "length"
