@@ -221,6 +221,12 @@ def test_without_a_compiler_there_is_no_library_and_each_load_says_so_once(
         assert "no C++ compiler is on PATH (g++, clang++, c++)" in said[-1]
 
 
+def test_a_compiler_that_says_much_is_read_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compiler(tmp_path, monkeypatch, "head -c 1000000 /dev/zero >&2; echo >&2; echo 'the error' >&2; exit 1").touch()
+    with pytest.raises(CannotBuild, match="ended with 1: the error"):
+        build_library("avx2", tmp_path / "cache")
+
+
 def test_a_library_that_came_with_the_wheel_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped, cache = tmp_path / "shipped", tmp_path / "cache"
     _compile_to(monkeypatch, b"the library")
@@ -343,7 +349,7 @@ def test_a_file_system_without_locks_does_not_keep_the_kernels_off(
     def lockless(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(build.fcntl, "flock", lockless)
+    monkeypatch.setattr("fcntl.flock", lockless)
     assert build_library("avx2", tmp_path) == kept_library("avx2", tmp_path)
 
 

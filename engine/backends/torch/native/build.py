@@ -264,39 +264,44 @@ class _Command:
     """A running program. What it says is kept in memory: a disk that is full must not hide why it failed."""
 
     def __init__(self, command: list[str], scratch: Path) -> None:
-        self._name = command[0]
-        self._output = os.fdopen(os.memfd_create("compiler"), "w+b")
+        self._name, self._said = command[0], b""
         try:
             self._process = subprocess.Popen(
                 command,
+                bufsize=0,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._output,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
                 env={**os.environ, "TMPDIR": str(scratch)},
             )
         except OSError as error:
-            self._output.close()
             raise CannotBuild(f"{self._name} cannot be run: {error}") from error
+        assert self._process.stderr is not None
+        self._errors = self._process.stderr
+        os.set_blocking(self._errors.fileno(), False)
 
     def ended(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._process.poll() is not None
+        """Whether it has ended, well or not. Called often enough, it never waits for its errors to be read."""
+        ended = self._process.poll() is not None
+        while chunk := self._errors.read(1 << 16):
+            self._said += chunk
+        return ended
 
     def check(self) -> None:
         """Raise CannotBuild, with its first error, unless it ended well."""
-        with self._output:
-            self._output.seek(0)
-            said = self._output.read().decode(errors="replace")
+        self._errors.close()
         if self._process.returncode:
+            said = self._said.decode(errors="replace")
             first = next((line for line in said.splitlines() if "error" in line), said.strip()[-200:])
-            raise CannotBuild(f"{self._name} ended with {self._process.returncode}: {first}")
+            raise CannotBuild(f"{self._name} ended with {self._process.returncode}: {first[:400]}")
 
     def kill(self) -> None:
         """End it and what it started."""
-        with self._output, suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._errors.close()
 
 
 def _keep(made: Path, path: Path) -> None:
