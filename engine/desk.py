@@ -130,7 +130,7 @@ class Desk:
         for counter in ("preemptions", "draft_tokens", "draft_accepted"):
             self._metrics.count(counter, max(0, getattr(batch.stats, counter) - getattr(before, counter)))
         self._session.stepped(
-            now,
+            replica.step_ended_at,
             steps=batch.steps,
             step_s=batch.step_s,
             sequences=max(0, len(replica.active) - batch.stats.waiting),

@@ -89,8 +89,8 @@ class LengthCounter:
 
 
 class BusyClock:
-    """How long at least one of several workers computed. Steps are told when they end, in that order, so a long one may
-    begin before others that are known already: what lay idle between those is remembered for it."""
+    """How long at least one of several workers computed. Steps are counted in whatever order they are reported: what
+    lay idle between those that are known is remembered for others that fill it."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0
@@ -98,16 +98,25 @@ class BusyClock:
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_MAX_GAPS)
 
     def worked(self, began: float, ended: float) -> None:
-        """A worker computed from `began` to `ended`, which is no earlier than any end before."""
+        """A worker computed from `began` to `ended`."""
+        idle: list[tuple[float, float]] = []
         while self._gaps and self._gaps[-1][1] > began:
             idle_from, idle_until = self._gaps.pop()
-            self.busy_s += idle_until - max(idle_from, began)
-            if idle_from < began:
-                self._gaps.append((idle_from, began))
+            filled_from, filled_until = max(idle_from, began), min(idle_until, ended)
+            if filled_from >= filled_until:
+                idle.append((idle_from, idle_until))
+                continue
+            self.busy_s += filled_until - filled_from
+            if filled_until < idle_until:
+                idle.append((filled_until, idle_until))
+            if idle_from < filled_from:
+                idle.append((idle_from, filled_from))
+        self._gaps.extend(reversed(idle))
         if began > self._until:
             self._gaps.append((self._until, began))
-        self.busy_s += ended - max(began, self._until)
-        self._until = ended
+        if ended > self._until:
+            self.busy_s += ended - max(began, self._until)
+            self._until = ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +206,8 @@ class SessionCounter:
     def stepped(
         self, now: float, *, steps: int, step_s: float, sequences: int, stats: BackendStats, before: BackendStats
     ) -> None:
-        """A worker did `steps` of `step_s` each with `sequences` requests; stats are those after them and before."""
+        """A worker did `steps` of `step_s` each with `sequences` requests, the last of which ended at `now`; stats are
+        those after them and before."""
         if steps < 1:
             return
         counts = self._counts

@@ -240,7 +240,7 @@ class Pool:
         """ReplicaOwner: outputs go to their requests."""
         self._lane.stepped(replica.id, batch)
         devices = [share.device for share in replica.shares]
-        self._busy.stepped(devices, ended=asyncio.get_running_loop().time(), step_s=batch.steps * batch.step_s)
+        self._busy.stepped(devices, ended=replica.step_ended_at, step_s=batch.steps * batch.step_s)
         if replica.model is not None and replica.id in self._unnoted:
             self._on_loaded(self._unnoted.pop(replica.id), replica.model.shares, batch.rss_bytes)
         self._desk.stepped(replica, batch, before, self._lane.usage)

@@ -110,6 +110,11 @@ class Replica:
         return with_resident(self.model.shares, resident_bytes) if self.model is not None else ()
 
     @property
+    def step_ended_at(self) -> float:
+        """When the steps of its last report ended, by the loop's clock, however late that arrived."""
+        return self._vitals.step_ended_at
+
+    @property
     def guarded(self) -> bool:
         """Whether it works on a request that may kill it, and so must not get others."""
         return any(request.suspect for request in self.active.values())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engine.backends.base import LoadProgress
 from engine.health import Activity, AwakeClock, patience_s
 from engine.worker.protocol import Event, LogLine, StepBatch
+
+_MAX_CLOCK_DRIFT = 1e-4
+"""Of the clocks of two machines, as a share of the time that passes."""
 
 
 @dataclass(slots=True)
@@ -14,17 +18,21 @@ class Vitals:
     """Signs of life of one run of a worker, from its start to its end. Times are the event loop's clock, in seconds.
 
     heard: the awake clock's reading at its last sign, None before its start.  step_at: its last report, or when the
-    model was loaded.  slowest_step_s: the longest step so far, the warm-up's among them.
+    model was loaded.  step_ended_at: when the steps of that report ended, however late it arrived.
+    slowest_step_s: the longest step so far, the warm-up's among them.
     """
 
     awake: AwakeClock
     heard: float | None = None
     ready_at: float | None = None
     step_at: float | None = None
+    step_ended_at: float = 0.0
     step_s: float = 0.0
     slowest_step_s: float = 0.0
     rss_bytes: int = 0
     _warm_up_at: float | None = None
+    _sent_s: float = 0.0
+    _clock_ahead_s: float = math.inf
 
     def begin(self, now: float) -> None:
         """The worker is started."""
@@ -36,7 +44,14 @@ class Vitals:
             self.heard = self.awake.read(now)
         if isinstance(event, StepBatch):
             self.step_at, self.step_s, self.rss_bytes = now, event.step_s, event.rss_bytes
+            self.step_ended_at = self._ended_at(event.sent_s, now) if event.sent_s else now
             self.slowest_step_s = max(self.slowest_step_s, event.step_s)
+
+    def _ended_at(self, sent_s: float, now: float) -> float:
+        """This clock's time at the worker's `sent_s`: the report that took least on its way tells how they differ."""
+        drift_s = _MAX_CLOCK_DRIFT * max(0.0, sent_s - self._sent_s)
+        self._sent_s, self._clock_ahead_s = sent_s, min(self._clock_ahead_s + drift_s, now - sent_s)
+        return sent_s + self._clock_ahead_s
 
     def progressed(self, progress: LoadProgress, now: float) -> None:
         """The load moved on."""

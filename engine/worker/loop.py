@@ -240,6 +240,7 @@ class WorkerLoop:
                 steps=done.steps,
                 step_s=done.seconds / done.steps if done.steps else 0.0,
                 answers=done.answers,
+                sent_s=now_s,
                 rss_bytes=self._rss_bytes,
                 prefix=backend.prefix_changes() if backend is not None else PrefixChanges(),
             )

@@ -158,6 +158,7 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
     steps: how many, 0 when idle; several short ones may be told together.  step_s: what one of them took.
     answers: tokens of theirs that went on with an answer, told or still held; first tokens belong to prompts.
+    sent_s: the worker's monotonic clock as it is sent, 0 where it does not say.
     """
 
     outputs: list[RequestOutput]
@@ -165,6 +166,7 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     steps: int = 1
     answers: int = 0
     step_s: float = 0.0
+    sent_s: float = 0.0
     rss_bytes: int = 0
     prefix: PrefixChanges = PrefixChanges()
 

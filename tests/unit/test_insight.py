@@ -215,10 +215,12 @@ def test_a_gap_that_is_filled_in_part_is_filled_the_rest_of_the_way_later() -> N
     assert clock.busy_s == pytest.approx(1.0 + 4.0)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_busy_time_is_the_union_of_all_steps(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_busy_time_is_the_union_of_all_steps_in_whatever_order_they_are_reported(seed: int) -> None:
     draw = random.Random(seed)
-    steps = sorted(((end := draw.randrange(1, 400)), draw.randrange(0, end)) for _ in range(60))
+    steps = [((end := draw.randrange(1, 400)), draw.randrange(0, end)) for _ in range(60)]
+    if seed < 20:
+        steps.sort()
     clock = BusyClock()
     for end, begin in steps:
         clock.worked(float(begin), float(end))
