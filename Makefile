@@ -1,16 +1,19 @@
-# `make run` opens the console on the demo model, `make test` runs every test that needs no GPU.
+# `make run` opens the console on the demo model, `make test` runs the tests, `make test-all` also those that take minutes.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test lint format clean wheel bench-cpu bench-peers
+.PHONY: run test test-all lint format clean wheel bench-cpu bench-peers
 
 run: $(VENV)/.run
 	@$(BIN)/ericllm $(ARGS)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-m "not long" -n 3 --dist loadfile --no-loadscope-reorder)
+
+test-all: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

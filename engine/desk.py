@@ -17,12 +17,11 @@ from engine.lane import Lane
 from engine.metrics import Metrics
 from engine.records import Records, RequestDetail, RequestText
 from engine.replica import Replica
-from engine.request import SUSPECT_DEATHS, Request
+from engine.request import Request
 from engine.snapshot import RequestRow
 from engine.usage import Ended, UsageMeter
 from engine.worker.protocol import RequestOutput, StepBatch
 
-MAX_DEATHS = SUSPECT_DEATHS + 1
 _RECENT_REQUESTS = 50
 _MAX_RETRY_AFTER_S = 60
 
@@ -162,7 +161,7 @@ class Desk:
         now = _now()
         for request in requests:
             request.timeline.left(now, lost=True)
-            if request.deaths >= MAX_DEATHS:
+            if request.given_up:
                 request.worker = None
                 failed = WorkerFailed(
                     f"the request was given up: {request.deaths} workers died while they worked on it; "

@@ -211,7 +211,8 @@ class Engine:
         """Make a LoRA adapter usable by requests of a model; returns when every ready worker has it.
 
         Raises InvalidRequest where the backend cannot or the name is taken, ModelLoadFailed for a folder that does
-        not fit the model, NoModelLoaded, ModelNotFound, EngineClosed; nothing is changed then.
+        not fit the model, EngineBusy while another model takes its place, NoModelLoaded, ModelNotFound, EngineClosed;
+        nothing is changed then.
         """
         self._refuse_if_closed()
         await self._models.attach(adapter, model)

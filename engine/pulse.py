@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from engine.desk import Desk
@@ -14,6 +15,7 @@ from engine.sampler import DeviceSampler
 from engine.snapshot import Snapshot
 from engine.view import build_snapshot, kv_usage, memory_usage
 
+_log = logging.getLogger("engine")
 _PUBLISH_HZ = 4.0
 _TICK_S = 1.0
 
@@ -92,6 +94,13 @@ class Pulse:
         self.publish()
         self._timers["publish"] = asyncio.get_running_loop().call_later(self.publish_s, self._publish_and_repeat)
 
+    def _prove(self) -> None:
+        """Prove the accounts while nothing runs: a defect is said before somebody waits for it."""
+        try:
+            self._models.check()
+        except AssertionError as error:
+            _log.error("the engine's accounts do not agree: %s", error)
+
     def _tick(self) -> None:
         loop, replicas = asyncio.get_running_loop(), self._models.replicas()
         now = loop.time()
@@ -104,6 +113,8 @@ class Pulse:
             device_utilisation=tuple(device.utilisation for device in self._published.devices),
             device_memory=tuple(map(memory_usage, self._published.devices)),
         )
+        if not self._desk.live:
+            self._prove()
         self._observer.tick(now, time.time(), replicas)
         self._models.tick(now)
         self._sampler.poll(self._models.pids())

@@ -291,7 +291,7 @@ class Replica:
         self.last_error = error
         for request in lost:
             request.worker_died()
-        retry_s = self._deaths.add(worked_s)
+        retry_s = self._deaths.add(worked_s, given_up=any(request.given_up for request in lost))
         if self.state != "draining":
             if not self.was_ready:
                 self.state = "failed"

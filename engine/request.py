@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.lane import Lane
 
 SUSPECT_DEATHS = 2
+MAX_DEATHS = SUSPECT_DEATHS + 1
 
 Encode = Callable[[Tokenizer], list[int]]
 
@@ -130,6 +131,11 @@ class Request:
     def suspect(self) -> bool:
         """Whether it may be what kills workers: it was there each time."""
         return self.deaths >= SUSPECT_DEATHS
+
+    @property
+    def given_up(self) -> bool:
+        """Whether so many workers died of it that no other may have it."""
+        return self.deaths >= MAX_DEATHS
 
     @property
     def ttft_s(self) -> float | None:

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from engine.backends.base import FinishReason
-from engine.desk import MAX_DEATHS
 from engine.dispatcher import Dispatcher
 from engine.lane import Lane
-from engine.request import Request
+from engine.request import MAX_DEATHS, Request
 from engine.simulation.agenda import Agenda
 from engine.simulation.cluster import Cluster, Death
 from engine.simulation.demand import Ask, Demand

@@ -91,6 +91,17 @@ async def test_a_request_that_sees_three_deaths_is_given_up_and_the_rest_goes_on
         assert engine.snapshot().totals.worker_restarts == 3
 
 
+@pytest.mark.parametrize("together", [True, False])
+async def test_requests_that_kill_a_lone_worker_do_not_take_the_model_with_them(tmp_path: Path, together: bool) -> None:
+    async with serving(tmp_path, Backends(then=PoisonedBackend)) as engine:
+        if together:
+            ends = [(await read(stream)).last for stream in [engine.submit(ask("poison")) for _ in range(4)]]
+        else:
+            ends = [(await read(engine.submit(ask("poison")))).last for _ in range(4)]
+        assert [end.error.code for end in ends if end.error is not None] == ["worker_failed"] * 4
+        assert (await read(engine.submit(ask("healthy")))).text == expected_text(b"healthy", 8)
+
+
 async def test_requests_beside_a_poisonous_one_are_all_answered(tmp_path: Path) -> None:
     async with serving(tmp_path, Backends(then=PoisonedBackend)) as engine:
         streams = [engine.submit(ask(text)) for text in ("a", "b", "poison", "c", "d")]

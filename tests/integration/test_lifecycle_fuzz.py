@@ -1,5 +1,5 @@
 """Everything that an operator, clients and bad luck can do to models, at any moment, with the accounts proved after
-every turn of the loop. A seed gives one run: `ERICLLM_FUZZ_SEED=n pytest tests/integration/test_lifecycle_fuzz.py` replays it."""
+every turn of the loop. A seed gives one run, which ERICLLM_FUZZ_SEED=n plays again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-import msgspec
 import pytest
 
 from engine import facts, fitting

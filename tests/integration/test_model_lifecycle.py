@@ -262,6 +262,7 @@ async def test_closing_gives_a_model_that_was_replaced_its_time_too(tmp_path: Pa
         await engine.load(named(tmp_path, "b"))
         await until(lambda: states(engine) == {"a": "draining", "b": "ready"})
         closing = asyncio.create_task(engine.close(drain_s=60))
+        await until(lambda: "b" not in states(engine))
         gate.open()
         assert (await read(running)).text == expected_text(b"x", 40)
         await closing

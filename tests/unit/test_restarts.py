@@ -21,6 +21,12 @@ def test_deaths_are_forgotten_after_it_has_worked_for_a_while() -> None:
     assert deaths.in_a_row == 2
 
 
+def test_deaths_that_a_request_is_blamed_for_do_not_count_and_still_lengthen_the_wait() -> None:
+    deaths = Deaths(Backoff(0.5, 30.0), limit=5)
+    waits = [deaths.add(1.0, given_up=number % 3 == 2) for number in range(12)]
+    assert (deaths.in_a_row, None in waits, waits[-1]) == (0, False, 30.0)
+
+
 def test_an_operator_who_tries_again_begins_a_new_row() -> None:
     deaths = Deaths(Backoff(0.5, 30.0), limit=2)
     deaths.add(0.0)
