@@ -20,7 +20,7 @@ from console.commands import BindingCommands
 from console.effects import Effects
 from console.habits import Habits
 from console.knobs import KnobName, Knobs, turned
-from console.link import EngineLink
+from console.link import ApiStatus, EngineLink
 from console.pace import is_news
 from console.screens.base import ConsoleRow, Live
 from console.standing import Standing, standing_of
@@ -33,6 +33,7 @@ from engine.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from console.autotune.draft import TuneDraft
+    from console.screens.confirm import StopApi
 
 REFRESH_HZ = 4
 PALETTE_GONE_S = 0.1
@@ -219,13 +220,46 @@ class EricApp(StyledApp, inherit_bindings=False):
 
         api = self.link.api_status()
         if api.running:
-            self.perform(self.link.stop_api(), done="The API is off")
+            self._stop_api(api)
             return
 
         def start() -> None:
             self.perform(self.link.start_api(), done=f"The API listens on {api.url}")
 
         before_exposing(self, api.host, api, go=start)
+
+    def _stop_api(self, api: ApiStatus) -> None:
+        """Ask first where requests run or clients are connected; where no command is taken, the link says why."""
+        from console.screens.confirm import ConfirmScreen, StopApiScreen
+
+        live = sum(row.source == "api" and row.state != "finished" for row in self.link.snapshot().requests)
+        running = f"{text.plural(live, 'request')} {'is' if live == 1 else 'are'} running"
+        if self.standing.read_only or not (live or api.clients or api.connections or api.stopping):
+            self._switch_api_off("cut")
+        elif api.stopping:
+            title = f"The API goes off when {text.plural(live, 'request')} {'has' if live == 1 else 'have'} finished."
+            question = ConfirmScreen(title, "Cut them off now?", yes="Cut off", no="Keep waiting")
+            self.push_screen(question, lambda sure: self._switch_api_off("cut" if sure else ""))
+        elif live:
+            clients = f", {text.plural(api.clients, 'client')} in the last minute"
+
+            def answered(answer: StopApi | None) -> None:
+                self._switch_api_off(answer or "")
+
+            self.push_screen(StopApiScreen(f"{running}{clients}."), answered)
+        else:
+            clients = f"{text.plural(api.clients, 'client')} in the last minute"
+            connections = f"{text.plural(api.connections, 'connection')} {'is' if api.connections == 1 else 'are'} open"
+            title = f"{connections}, {clients}. No request is running."
+            question = ConfirmScreen(title, "New requests will be refused. Switch off?", yes="Switch off", no="Keep on")
+            self.push_screen(question, lambda sure: self._switch_api_off("cut" if sure else ""))
+
+    def _switch_api_off(self, how: StopApi) -> None:
+        if how == "finish":
+            self.notify("The API takes no new requests and goes off after the last running one.")
+            self.perform(self.link.stop_api(finish=True), done="The API is off")
+        elif how == "cut":
+            self.perform(self.link.stop_api(), done="The API is off")
 
     # -- screens ----------------------------------------------------------------------------------------------------
 

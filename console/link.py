@@ -28,8 +28,10 @@ from engine.snapshot import LogEntry, Snapshot
 
 
 class ApiStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The HTTP server as the console shows it. clients: connections open now; error: why it could not start.
+    """The HTTP server as the console shows it. clients: those of the last minute, told apart by address, key and
+    program; connections: open now; error: why it could not start.
 
+    stopping: it takes no new requests and goes off when those under way have finished.
     no_auth: whether it may be open to others without a key.  tls: whether it speaks HTTPS.
     """
 
@@ -37,7 +39,9 @@ class ApiStatus(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     clients: int = 0
+    connections: int = 0
     requests: int = 0
+    stopping: bool = False
     key_required: bool = False
     no_auth: bool = False
     tls: bool = False
@@ -154,5 +158,6 @@ class EngineLink(Protocol):
     async def start_api(self) -> None:
         """Listen; raises with the reason (port taken, say)."""
 
-    async def stop_api(self) -> None:
-        """Stop listening; streams under way are cancelled."""
+    async def stop_api(self, *, finish: bool = False) -> None:
+        """Stop listening; returns when it has. Requests under way are cut, or `finish` first: until then new ones are
+        refused. Called again without `finish`, it cuts those that the first call waits for."""

@@ -123,9 +123,9 @@ class LocalLink:
         """Listen."""
         await self._call(self._runtime.start_api())
 
-    async def stop_api(self) -> None:
+    async def stop_api(self, *, finish: bool = False) -> None:
         """Stop listening."""
-        await self._call(self._runtime.stop_api())
+        await self._call(self._runtime.stop_api(finish=finish))
 
     def sampling_defaults(self, model: str = "") -> SamplingParams:
         """What a loaded model's folder suggests; neutral where it says nothing."""

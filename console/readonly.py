@@ -59,7 +59,7 @@ class ReadOnlyLink(CalledLink):
         """Refused."""
         raise _refusal()
 
-    async def stop_api(self) -> None:
+    async def stop_api(self, *, finish: bool = False) -> None:
         """Refused."""
         raise _refusal()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
@@ -47,9 +48,9 @@ from engine.snapshot import ModelStatus
 if TYPE_CHECKING:
     from engine.cluster import Cluster
 
-T = TypeVar("T")
 _KNOBS = ("num_workers", "max_prompts", "step_tokens")
 """Settings that an operator changes while the program runs, and that decide what a load takes."""
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -249,16 +250,16 @@ class Runtime:
             self._api_error = error.info
             raise
 
-    async def stop_api(self) -> None:
-        """Stop listening; requests under way over HTTP are cancelled."""
-        await self.api.stop(drain_s=0.0)
+    async def stop_api(self, *, finish: bool = False) -> None:
+        """Stop listening; requests under way over HTTP are cut, or `finish` first."""
+        await self.api.stop(drain_s=math.inf if finish else 0.0)
 
     def api_status(self) -> ApiStatus:
         """The server now; safe from any thread."""
         status = self.api.status()
         if self._api_error is None or status.running:
             return status
-        return msgspec.structs.replace(status, clients=0, requests=0, error=self._api_error)
+        return msgspec.structs.replace(status, clients=0, connections=0, requests=0, error=self._api_error)
 
     def own_link(self) -> EngineLink:
         """What a console elsewhere gets: the link that one in this process would have, made on the engine's loop."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -72,6 +73,8 @@ class ApiServer:
         self._saving: asyncio.Task[None] | None = None
         self._error: ErrorInfo | None = None
         self._changing = asyncio.Lock()
+        self._stop_by = math.inf
+        self._draining: asyncio.Timeout | None = None
 
     async def start(self) -> None:
         """Listen; does nothing when it does already. Raises CannotListen, KeysUnavailable, or InvalidRequest where the
@@ -133,11 +136,16 @@ class ApiServer:
         """Take no more work, give what is under way `drain_s`, end the rest and tell its clients.
 
         Meanwhile it goes on listening: new clients are told at once, and who asks how things are gets an answer.
-        Idempotent; where it is cancelled, another call finishes the work.
+        Idempotent; where it is cancelled, another call finishes the work. Called again with less time, it ends what
+        the first call waits for.
         """
+        self._stop_by = min(self._stop_by, asyncio.get_running_loop().time() + drain_s)
+        if self._draining is not None:
+            self._draining.reschedule(self._stop_by)
         async with self._changing:
             self._traffic.closing = True
-            await self._traffic.wait_idle(drain_s)
+            await self._drain()
+            self._stop_by = math.inf
             if self._listener is not None:
                 listener, self._listener = self._listener, None
                 await listener.close()
@@ -149,6 +157,16 @@ class ApiServer:
                 self._saving.cancel()
                 self._saving = None
                 await self._save()
+
+    async def _drain(self) -> None:
+        """Wait until no request is under way, until `_stop_by` at most."""
+        try:
+            async with asyncio.timeout_at(self._stop_by) as self._draining:
+                await self._traffic.wait_idle()
+        except TimeoutError:
+            pass
+        finally:
+            self._draining = None
 
     async def listen(self, host: str, port: int) -> None:
         """Listen at another address from now on; where it is off, when it is started next. Requests under way go on.
@@ -208,8 +226,10 @@ class ApiServer:
             running=address is not None,
             host=self._wanted.host if address is None else address.host,
             port=self._wanted.port if address is None else address.port,
-            clients=0 if server is None else len(server.connections),
+            clients=len(self._traffic.clients()),
+            connections=0 if server is None else len(server.connections),
             requests=self._traffic.total,
+            stopping=address is not None and self._traffic.closing,
             key_required=self._keys.required or (address is not None and self._door.key_required),
             no_auth=self._settings.no_auth,
             tls=self._settings.tls_cert is not None,

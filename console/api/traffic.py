@@ -116,8 +116,8 @@ class Traffic:
         self._failure_counts: Counter[tuple[int, str]] = Counter()
         self._requests_rate, self._failures_rate = Rate(), Rate()
 
-    async def wait_idle(self, timeout_s: float) -> None:
-        """Wait until no request is under way, `timeout_s` at most."""
+    async def wait_idle(self, timeout_s: float | None = None) -> None:
+        """Wait until no request is under way, for `timeout_s` at most where that is given."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

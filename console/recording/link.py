@@ -85,7 +85,7 @@ class ReplayLink(CalledLink):
         """Refused."""
         raise OnlyRecorded("This is a recording: its API cannot be switched on")
 
-    async def stop_api(self) -> None:
+    async def stop_api(self, *, finish: bool = False) -> None:
         """Refused."""
         raise OnlyRecorded("This is a recording: its API cannot be switched off")
 

@@ -82,7 +82,7 @@ class RemoteLink(CalledLink):
         """It is on, or nothing would come from there."""
         self._connection.check()
 
-    async def stop_api(self) -> None:
+    async def stop_api(self, *, finish: bool = False) -> None:
         """Refused: nobody could switch it on again from here."""
         name = self.standing().name
         raise EngineBusy(f"The API of {name} carries this console; it can be switched off on that machine alone")

@@ -60,6 +60,29 @@ class InConsole(Screen[T]):
         active = super().active_bindings
         return without_orders(active) if self.console.standing.read_only else active
 
+    def cancel_request(self, row: RequestRow | None) -> None:
+        """Cancel a request after a question, or say why there is nothing to cancel; where no command is taken, the link
+        says so at once."""
+        from console.screens.confirm import ConfirmScreen
+
+        if row is None:
+            self.notify("Choose a request with the arrow keys first.", severity="warning")
+        elif row.state == "finished":
+            self.notify(f"{row.id} has ended already.", markup=False)
+        elif self.console.standing.read_only:
+            self._cancel(row)
+        else:
+            question = ConfirmScreen(
+                f"Cancel {row.id}?",
+                "Its client gets what there is so far, and no more.",
+                yes="Cancel it",
+                no="Keep it",
+            )
+            self.app.push_screen(question, lambda sure: self._cancel(row) if sure else None)
+
+    def _cancel(self, row: RequestRow) -> None:
+        self.console.perform(self.console.link.cancel_request(row.id), done=f"Cancelled {row.id}")
+
 
 class ConsolePage(ModalScreen[T], InConsole[T]):
     """Over a mode's screen; one with `refresh_view` shows the engine as it is now."""
@@ -99,15 +122,6 @@ class ConsoleScreen(InConsole[None]):
     def perform(self, command: Coroutine[Any, Any, object], *, done: str = "") -> None:
         """Run an engine command in the background; toast `done` afterwards, or why it failed."""
         self.console.perform(command, done=done)
-
-    def cancel_request(self, row: RequestRow | None) -> None:
-        """Cancel the chosen request, or say why there is nothing to cancel."""
-        if row is None:
-            self.notify("Choose a request with the arrow keys first.", severity="warning")
-        elif row.state == "finished":
-            self.notify(f"{row.id} has ended already.", markup=False)
-        else:
-            self.perform(self.link.cancel_request(row.id), done=f"Cancelled {row.id}")
 
     def refresh_view(self) -> None:
         """Show the latest snapshot now."""

@@ -35,9 +35,9 @@ NOTHING_SAID = "There is no answer to go on with."
 NO_BRANCH = "There is no other branch that way. Another answer (ctrl+r) or an edited question (alt+e) makes one."
 NOTHING_TO_DELETE = "There is no turn to delete."
 TOO_LONG = "This is too long for the terminal's clipboard; alt+w writes the conversation to a file."
-TOO_LONG_TO_SEND = (
-    "Too long to send: {:,} of {:,} tokens. Shorten it, delete turns (alt+d) or start a new conversation (ctrl+n)."
-)
+TOO_LONG_TO_SEND = "Too long to send: {:,} of {:,} tokens."
+SHORTEN = "Shorten the question; it stays in the box."
+SHORTEN_OR_DELETE = "Shorten the question, delete turns (alt+d) or start a new conversation (ctrl+n)."
 _QUOTED = 60
 """Characters of a turn in the question whether to delete it."""
 COUNT_PATIENCE_S = 2.0
@@ -104,7 +104,9 @@ class ChatScreen(ConversationsScreen):
         least = min(counts, key=lambda count: count.left)
         if not least.context or least.left > 0:
             return False
-        self.notify(TOO_LONG_TO_SEND.format(least.history + least.draft, least.context), severity="error", timeout=10)
+        words = TOO_LONG_TO_SEND.format(least.history + least.draft, least.context)
+        way_out = SHORTEN if least.draft >= least.context else SHORTEN_OR_DELETE
+        self.notify(f"{words} {way_out}", severity="error", timeout=10)
         return True
 
     async def _try(self, work: Coroutine[Any, Any, object]) -> object:

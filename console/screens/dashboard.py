@@ -44,6 +44,7 @@ class DashboardScreen(ConsoleScreen):
             show=False,
         ),
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
+        Binding("escape", "newest", "Newest", id="request.newest", tooltip="Show the newest requests again", show=False),
     ]
 
     def compose_body(self) -> ComposeResult:
@@ -94,6 +95,10 @@ class DashboardScreen(ConsoleScreen):
         panel = self.query_one(ThroughputPanel)
         panel.zoom()
         panel.show(self.link.snapshot())
+
+    def action_newest(self) -> None:
+        """Choose no request, and show the first ones."""
+        self.query_one(RequestsPanel).table.let_go()
 
     def action_cancel(self) -> None:
         """Cancel the request under the cursor."""

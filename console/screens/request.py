@@ -84,9 +84,5 @@ class RequestScreen(ConsolePage[None]):
                 self.query_one(name, Static).update(fitted(self.app, margin + shown[at]))
 
     def action_cancel(self) -> None:
-        """End it."""
-        row = self._row if self._detail is None else self._detail.row
-        if row.state == "finished":
-            self.notify(f"{row.id} has ended already.", markup=False)
-        else:
-            self.console.perform(self.console.link.cancel_request(row.id), done=f"Cancelled {row.id}")
+        """End it, after a question."""
+        self.cancel_request(self._row if self._detail is None else self._detail.row)

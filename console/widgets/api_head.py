@@ -69,13 +69,16 @@ def place_line(status: ApiStatus, width: int) -> Content:
     """Whether it listens, where, and who may come."""
     if status.error is not None and not status.running:
         state = Content.styled(f"✖ off: {status.error.message}", "$worker-failed")
+    elif status.stopping:
+        state = Content.styled("◒ stopping", "$warning")
     elif status.running:
         state = Content.styled("● on", "$worker-busy")
     else:
         state = Content.styled("○ off", "$muted")
     address = Content.styled(status.url, "bold $foreground" if status.running else "$muted")
-    clients = Content.styled(text.plural(status.clients, "connection"), "$muted")
-    parts = [state, _link(address, "screen.address"), _who(status), *((clients,) if status.running else ())]
+    users = f"{text.plural(status.clients, 'client')}, {text.plural(status.connections, 'connection')}"
+    used = (Content.styled(users, "$muted"),) if status.running else ()
+    parts = [state, _link(address, "screen.address"), _who(status), *used]
     return _as_fits(parts, width)
 
 

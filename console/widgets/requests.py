@@ -54,7 +54,8 @@ class RequestsPanel(Vertical):
         """The requests now."""
         ordered = sorted(snapshot.requests, key=lambda row: _ORDER[row.state])
         self._rows = {row.id: row for row in ordered}
-        self.table.show([request_row(row) for row in ordered], empty=_empty(snapshot))
+        live = sum(row.state != "finished" for row in ordered)
+        self.table.show([request_row(row) for row in ordered], empty=_empty(snapshot), pinned=live)
         subtitle(self, f"{snapshot.running} running, {snapshot.queued} queued")
 
     def on_table_chosen(self, event: Table.Chosen) -> None:

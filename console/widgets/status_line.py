@@ -177,6 +177,8 @@ def _api(api: ApiStatus, brevity: int, *, named: bool) -> Content:
         return Content.styled("✖ API, no key", "$error")
     if brevity > 3:
         return Content.styled("API on" if named else f"API {address}", "$foreground")
+    if api.stopping:
+        return Content.styled("◒ API stopping" if named else f"◒ API {address} stopping", "$warning")
     clients = f", {api.clients}" if brevity > 1 else f", {text.plural(api.clients, 'client')}"
     head = "API on" if named else f"API {address} on"
     if api.is_open:

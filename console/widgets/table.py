@@ -26,6 +26,10 @@ from console.widgets.looks import look
 __all__ = ["Cell", "Column", "Listing", "Row", "Table", "cell"]
 
 
+_LEAST_UNPINNED = 3
+"""Rows that scroll beneath those that stay on top, however many these are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """key: stays the same as long as the row means the same thing. One cell for each column; where there are fewer,
@@ -100,6 +104,7 @@ class Table(ScrollView, can_focus=True):
         self._empty = empty
         self._cursor: str | None = None
         self._cursor_at = 0
+        self._to_pin = 0
 
     # -- content ----------------------------------------------------------------------------------------------------
 
@@ -118,8 +123,21 @@ class Table(ScrollView, can_focus=True):
         """The key of the row under the cursor; None until somebody moved it there."""
         return self._cursor
 
-    def show(self, rows: Sequence[Row], *, empty: str | None = None, columns: Sequence[Column] | None = None) -> None:
-        """Replace the rows; `empty` replaces what is said where there is none, `columns` the columns."""
+    def show(
+        self,
+        rows: Sequence[Row],
+        *,
+        empty: str | None = None,
+        columns: Sequence[Column] | None = None,
+        pinned: int = 0,
+    ) -> None:
+        """Replace the rows; `empty` replaces what is said where there is none, `columns` the columns.
+
+        pinned: that many of the first rows stay on top while the others scroll beneath them.
+        """
+        if pinned != self._to_pin:
+            self._to_pin = pinned
+            self.refresh()
         if columns is not None and tuple(columns) != self._columns:
             self._columns = tuple(columns)
             self.refresh()
@@ -132,11 +150,11 @@ class Table(ScrollView, can_focus=True):
             self._length = len(self._rows)
             self._resize()
             return
-        seen = range(self._first, min(self._first + max(0, self.size.height - 1), self._length))
+        seen = {at: y for y in range(1, self.size.height) if (at := self._row_at(y)) < self._length}
         self._drawn = {at: self._drawn[at] for at in seen if at in self._drawn}
-        for at in seen:
+        for at, y in seen.items():
             if self._rows[at] != self._drawn.get(at):
-                self.refresh_line(at + 1)
+                self.refresh(Region(0, y, self.size.width, 1))
 
     def _follow(self) -> None:
         """The cursor stays on its row, and that on its line where rows come in above it; on the row that took its place
@@ -150,7 +168,8 @@ class Table(ScrollView, can_focus=True):
             return
         self._cursor_at = found
         last = self._first + self.size.height - 2
-        if found != before and self._first <= before <= last and (self._first > 0 or found > last):
+        dragged = self._first > 0 or (found > last and not self._to_pin)
+        if found != before and self._first + self._pinned <= before <= last and dragged:
             self.call_after_refresh(self.scroll_to, y=self._first + found - before, animate=False, force=True)
 
     def on_resize(self) -> None:
@@ -168,6 +187,15 @@ class Table(ScrollView, can_focus=True):
     def _first(self) -> int:
         """The number of the first row that is seen."""
         return round(self.scroll_offset.y)
+
+    @property
+    def _pinned(self) -> int:
+        """How many rows stay on top: not all that is seen, so that the others can be looked at."""
+        return min(self._to_pin, max(0, self.size.height - 1 - _LEAST_UNPINNED))
+
+    def _row_at(self, y: int) -> int:
+        """The number of the row on line `y` of the table, from 1."""
+        return y - 1 if y <= self._pinned else y - 1 + self._first
 
     def _index(self) -> int | None:
         """Where the cursor's row is; most often where it was."""
@@ -191,7 +219,7 @@ class Table(ScrollView, can_focus=True):
         if y == 0:
             titles = tuple(cell(column.title) for column in self._columns)
             return self._strip(self.line(titles, width), "table--header")
-        at = y - 1 + self._first
+        at = self._row_at(y)
         if at >= len(self._rows):
             return Strip.blank(self.size.width, self.visual_style.rich_style)
         row = self._drawn[at] = self._rows[at]
@@ -245,10 +273,20 @@ class Table(ScrollView, can_focus=True):
         index = min(max(0, index), len(self._rows) - 1)
         before = self._index()
         self._cursor, self._cursor_at = self._rows[index].key, index
-        for line in {index, index if before is None else before}:
-            self.refresh_line(line + 1)
-        self.scroll_to_region(Region(0, index, 1, 2), animate=False, force=True, x_axis=False)
+        for at in {index, index if before is None else before}:
+            self.refresh(Region(0, at + 1 if at < self._pinned else at + 1 - self._first, self.size.width, 1))
+        if index >= self._pinned:
+            highest, lowest = index - self._pinned, index - self.size.height + 2
+            self.scroll_to(y=min(max(self._first, lowest), highest), animate=False, force=True)
+        elif index == 0:
+            self.scroll_home(animate=False, force=True)
         self.post_message(self.Moved(self, self._cursor))
+
+    def let_go(self) -> None:
+        """Put the cursor on no row, and show the first ones."""
+        self._cursor, self._cursor_at = None, 0
+        self.scroll_home(animate=False, force=True)
+        self.refresh()
 
     def action_move(self, by: int) -> None:
         """Up or down."""
@@ -270,7 +308,7 @@ class Table(ScrollView, can_focus=True):
         """The row that was clicked; twice opens it. A title tells that it was."""
         if event.y == 0 and self._rows:
             self._title_clicked(event.x)
-        elif event.y > 0 and (at := event.y - 1 + self._first) < len(self._rows):
+        elif event.y > 0 and (at := self._row_at(event.y)) < len(self._rows):
             self.move_to(at)
             if event.chain == 2:
                 self.action_choose()

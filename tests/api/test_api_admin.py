@@ -210,7 +210,7 @@ async def test_a_load_goes_on_when_the_client_that_watches_it_leaves(tmp_path: P
         client = await RawClient.post(api.url, "/admin/load", {"model": "one"})
         await until(lambda: api.engine.status.state == "loading")
         client.leave()
-        await until(lambda: api.server.status().clients == 0)
+        await until(lambda: api.server.status().connections == 0)
         assert backend.load_gate is not None
         backend.load_gate.open()
         await until(lambda: api.engine.status.state == "ready")

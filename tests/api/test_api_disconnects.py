@@ -128,7 +128,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_starts_nothing(api
     _, writer = await asyncio.open_connection(address.hostname, address.port)
     writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
     await writer.drain()
-    await until(lambda: api.server.status().clients == 1)
+    await until(lambda: api.server.status().connections == 1)
     writer.close()
-    await until(lambda: api.server.status().clients == 0)
+    await until(lambda: api.server.status().connections == 0)
     assert api.engine.snapshot().totals.requests == 0

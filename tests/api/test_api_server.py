@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import subprocess
 import sys
@@ -76,7 +77,7 @@ async def test_the_status_counts_requests_and_open_connections(api: Served) -> N
     await api.post("/generate", prompt="x", max_tokens=1)
     await api.refusal("/generate", prompt=3)
     assert api.server.status().requests == before + 2
-    assert api.server.status().clients == 1
+    assert api.server.status().connections == 1
 
 
 async def test_stopping_lets_requests_under_way_end(paced_api: Served) -> None:
@@ -105,7 +106,65 @@ async def test_a_drain_can_be_cut_short_by_stopping_again(paced_api: Served) -> 
     draining.cancel()
     await paced_api.server.stop(drain_s=0.0)
     assert (await asking)["code"] == "engine_closed"
-    assert paced_api.server.status().clients == 0
+    assert paced_api.server.status().connections == 0
+
+
+async def test_a_server_that_stops_says_so_and_refuses_what_is_new_until_the_last_request_has_ended(
+    paced_api: Served,
+) -> None:
+    asking = asyncio.create_task(paced_api.post("/generate", prompt="x", max_tokens=3))
+    await paced_api.until_row(state="prefill")
+    stopping = asyncio.create_task(paced_api.server.stop(drain_s=math.inf))
+    await paced_api.draining()
+    status = paced_api.server.status()
+    assert (status.running, status.stopping) == (True, True)
+    assert (await paced_api.refusal("/generate", status=503, prompt="y"))["code"] == "engine_closed"
+    paced_api.backend.gate.open()  # type: ignore[union-attr]
+    assert len((await asking)["text"]) == 4
+    await stopping
+    status = paced_api.server.status()
+    assert (status.running, status.stopping) == (False, False)
+
+
+async def test_stopping_at_once_cuts_what_an_earlier_stop_waits_for(paced_api: Served) -> None:
+    asking = asyncio.create_task(paced_api.refusal("/generate", status=503, prompt="x"))
+    await paced_api.until_row(state="prefill")
+    stopping = asyncio.create_task(paced_api.server.stop(drain_s=math.inf))
+    await paced_api.draining()
+    await paced_api.server.stop(drain_s=0.0)
+    await stopping
+    assert (await asking)["code"] == "engine_closed"
+
+
+async def test_a_stop_without_patience_leaves_no_haste_for_the_next_one(paced_api: Served) -> None:
+    await paced_api.server.stop(drain_s=0.0)
+    await paced_api.server.start()
+    async with aiohttp.ClientSession(paced_api.url) as http:
+        asking = asyncio.create_task(http.post("/generate", json={"prompt": "x", "max_tokens": 3}))
+        await paced_api.until_row(state="prefill")
+        stopping = asyncio.create_task(paced_api.server.stop(drain_s=math.inf))
+        await until(lambda: paced_api.server.status().stopping)
+        paced_api.backend.gate.open()  # type: ignore[union-attr]
+        async with await asking as answer:
+            assert answer.status == 200
+        await stopping
+
+
+async def test_clients_are_told_apart_by_address_key_and_program_however_many_connections_they_have(
+    api: Served,
+) -> None:
+    async with (
+        aiohttp.ClientSession(api.url, headers={"User-Agent": "loop"}) as one,
+        aiohttp.ClientSession(api.url, headers={"User-Agent": "loop"}) as two,
+        aiohttp.ClientSession(api.url, headers={"User-Agent": "other"}) as three,
+    ):
+        before = api.server.status()
+        for session in (one, two, three):
+            await (await session.get("/v1/models")).read()
+        status = api.server.status()
+    assert status.connections - before.connections == 3
+    assert status.clients - before.clients == 2
+    assert status.clients == len(api.server.report().clients)
 
 
 async def test_starting_twice_at_once_listens_once(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ BRIEF_S = 0.2
 async def connected(api: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A raw connection that the server has."""
     address = urlsplit(api.url)
-    before = api.server.status().clients
+    before = api.server.status().connections
     streams = await asyncio.open_connection(address.hostname, address.port)
-    await until(lambda: api.server.status().clients > before)
+    await until(lambda: api.server.status().connections > before)
     return streams
 
 
@@ -49,7 +49,7 @@ async def test_a_connection_whose_request_does_not_get_here_is_closed(tmp_path: 
         writer.write(begun)
         assert await dripped(reader.read(), writer, b"a" if begun else b"") == b""
         writer.close()
-        await until(lambda: api.server.status().clients == 0)
+        await until(lambda: api.server.status().connections == 0)
         assert api.server.report().requests == 0
 
 
@@ -71,7 +71,7 @@ async def test_a_body_that_drips_is_a_408_and_the_connection_ends(tmp_path: Path
         assert b"connection: close" in head.lower()
         assert b"body_too_slow" in await reader.read(1000)
         await dripped(reader.read(), writer, b" ")  # who goes on all the same does not keep it open
-        await until(lambda: api.server.status().clients == 0)
+        await until(lambda: api.server.status().connections == 0)
         writer.close()
         assert api.engine.snapshot().totals.requests == 0
 
@@ -114,7 +114,7 @@ async def test_a_reader_that_stops_is_cut_off_its_request_cancelled_and_its_buff
         await api.until_row(state="decode", prompt_tokens=100_000)
         held = most_held(api)
         await api.until_row(state="finished", finish="cancelled")
-        await until(lambda: api.server.status().clients == 0)
+        await until(lambda: api.server.status().connections == 0)
         client.close()
         assert await held < 4 * 2**20
         await until(lambda: not backend.has_work())
@@ -141,7 +141,7 @@ async def test_a_websocket_that_nobody_reads_is_cut_off_and_its_request_cancelle
         client.sendall(b"\x81\xff" + len(asked).to_bytes(8, "big") + bytes(4) + asked)  # one text frame, masked with 0
         await api.until_row(state="decode", prompt_tokens=100_000)
         await api.until_row(state="finished", finish="cancelled")
-        await until(lambda: api.server.status().clients == 0)
+        await until(lambda: api.server.status().connections == 0)
         client.close()
         await until(lambda: not backend.has_work())
 
@@ -154,7 +154,7 @@ async def test_a_client_that_takes_nothing_of_whole_answers_is_cut_off(tmp_path:
         await asyncio.get_running_loop().run_in_executor(None, client.connect, (address.hostname, address.port))
         client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 60)
         await until(lambda: api.server.report().requests > 0)
-        await until(lambda: api.server.status().clients == 0)
+        await until(lambda: api.server.status().connections == 0)
         assert api.server.report().requests < 60
         client.close()
 
@@ -169,7 +169,7 @@ async def test_a_connection_that_is_closed_before_its_bytes_are_taken_is_cut_off
         await until(lambda: any(connection._paused for connection in _connections(api)))
         for connection in _connections(api):
             connection.force_close()
-        await until(lambda: api.server.status().clients == 0)
+        await until(lambda: api.server.status().connections == 0)
         client.close()
 
 

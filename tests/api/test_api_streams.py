@@ -118,7 +118,7 @@ async def test_a_reader_that_stops_reading_holds_up_nobody_and_is_cut_off(tmp_pa
         other = {"prompt": "other", "max_tokens": 10}
         async with api.http.post("/generate", json=other, headers={"Connection": "close"}) as response:
             assert await response.json() == {"text": "other" * 3}
-        await until(lambda: api.server.status().clients == 0)
+        await until(lambda: api.server.status().connections == 0)
         reader.close()
 
 

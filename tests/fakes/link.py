@@ -296,7 +296,8 @@ class FakeLink:
         await self.record("start_api")
         self.served = msgspec.structs.replace(self.served, running=True, error=None)
 
-    async def stop_api(self) -> None:
-        """Off."""
-        await self.record("stop_api")
-        self.served = msgspec.structs.replace(self.served, running=False, clients=0)
+    async def stop_api(self, *, finish: bool = False) -> None:
+        """Off; with `finish`, stopping while it is held."""
+        self.served = msgspec.structs.replace(self.served, stopping=finish)
+        await self.record("stop_api", **({"finish": True} if finish else {}))
+        self.served = msgspec.structs.replace(self.served, running=False, stopping=False, clients=0, connections=0)

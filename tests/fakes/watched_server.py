@@ -91,7 +91,7 @@ def _holding(engine: Engine, server: ApiServer) -> Holding:
         rss_bytes=(processes[0].memory_info().rss, processes[1].memory_info().rss),
         live=sum(row.state != "finished" for row in snapshot.requests),
         under_way=server.report().under_way,
-        clients=server.status().clients,
+        clients=server.status().connections,
         pages_used=worker.stats.pages_total - worker.stats.pages_free,
         requests=server.report().requests,
         errors=[entry.message for entry in engine.log.after(0)[1] if entry.level >= logging.ERROR],

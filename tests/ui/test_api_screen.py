@@ -29,8 +29,8 @@ from tests.fakes.link import FakeLink
 from tests.fakes.link_api import KEY, REPORT
 from tests.ui.seen import screen_text, until
 
-SERVED = ApiStatus(running=True, clients=3, requests=4120, key_required=True)
-OPEN = ApiStatus(running=True, clients=3, requests=4120)
+SERVED = ApiStatus(running=True, clients=3, connections=5, requests=4120, key_required=True)
+OPEN = ApiStatus(running=True, clients=3, connections=5, requests=4120)
 
 
 def link_of(served: ApiStatus = SERVED, report: ApiReport = REPORT) -> FakeLink:

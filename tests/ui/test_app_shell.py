@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from textual.pilot import Pilot
+from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from console.app import EricApp
 from console.commands import BindingCommands, entries
+from console.link import ApiStatus
 from console.screens.confirm import ConfirmScreen
 from console.screens.help import HelpScreen
 from engine.errors import EngineError, InvalidRequest
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text
+from tests.ui.seen import rows, screen_text, until
 
 
 async def test_digits_and_function_keys_open_the_screens() -> None:
@@ -101,14 +105,76 @@ async def test_the_knobs_can_be_clicked() -> None:
     assert ("reconfigure", {"workers": 3}) in link.commands
 
 
-async def test_a_switches_the_api_off_and_on() -> None:
-    link = FakeLink()
+async def test_a_switches_the_api_off_and_on_at_once_where_nobody_uses_it() -> None:
+    link = FakeLink(scenes.cpu_idle(), api=ApiStatus(running=True))
     async with EricApp(link).run_test() as pilot:
         for _ in range(2):
             await pilot.press("a")
             await pilot.app.workers.wait_for_complete()
     assert link.names() == ["stop_api", "start_api"]
     assert link.served.running
+
+
+async def asked_about(pilot: Pilot[None], key: str = "a") -> str:
+    """Press a key and return the question that it asks."""
+    await pilot.press(key)
+    await until(pilot, lambda: isinstance(pilot.app.screen, ModalScreen))
+    await pilot.pause()
+    return screen_text(pilot.app)
+
+
+@pytest.mark.parametrize(
+    ("key", "commands"),
+    [("n", []), ("escape", []), ("enter", []), ("y", [("stop_api", {})]), ("f", [("stop_api", {"finish": True})])],
+)
+async def test_a_asks_while_requests_run_and_offers_to_let_them_finish(
+    key: str, commands: list[tuple[str, object]]
+) -> None:
+    link = FakeLink(scenes.busy(), api=ApiStatus(running=True, clients=3))
+    async with EricApp(link).run_test() as pilot:
+        seen = await asked_about(pilot)
+        assert "13 requests are running, 3 clients in the last minute" in seen
+        assert "Finish them first (f)" in seen
+        await pilot.press(key)
+        await pilot.app.workers.wait_for_complete()
+    assert link.commands == commands
+
+
+async def test_a_asks_where_clients_are_connected_though_nothing_runs() -> None:
+    link = FakeLink(scenes.cpu_idle(), api=ApiStatus(running=True, connections=2))
+    async with EricApp(link).run_test() as pilot:
+        seen = await asked_about(pilot)
+        assert "2 connections are open" in seen
+        assert "Finish" not in seen
+        await pilot.press("y")
+        await pilot.app.workers.wait_for_complete()
+    assert link.names() == ["stop_api"]
+
+
+async def test_a_request_of_the_chat_is_none_of_the_api() -> None:
+    own = msgspec.structs.replace(scenes.busy().requests[4], source="chat", client="console")
+    link = FakeLink(msgspec.structs.replace(scenes.cpu_idle(), requests=(own,), running=1), api=ApiStatus(running=True))
+    async with EricApp(link).run_test() as pilot:
+        await pilot.press("a")
+        await pilot.app.workers.wait_for_complete()
+    assert link.names() == ["stop_api"]
+
+
+async def test_an_api_that_waits_for_its_last_requests_says_so_and_can_be_cut_off() -> None:
+    link = FakeLink(scenes.busy(), api=ApiStatus(running=True, clients=3))
+    link.hold("stop_api")
+    app = EricApp(link)
+    async with app.run_test(size=(140, 40)) as pilot:
+        await asked_about(pilot)
+        await pilot.press("f")
+        await until(pilot, lambda: "API 127.0.0.1:8000 stopping" in rows(app)[0])
+        seen = await asked_about(pilot)
+        assert "The API goes off when 13 requests have finished" in seen
+        await pilot.press("y")
+        link.release("stop_api")
+        await app.workers.wait_for_complete()
+        await until(pilot, lambda: "API off" in rows(app)[0])
+    assert link.commands == [("stop_api", {"finish": True}), ("stop_api", {})]
 
 
 async def test_an_api_that_cannot_start_says_why() -> None:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from console.app import EricApp
+from console.screens.confirm import ConfirmScreen
 from console.widgets.requests import RequestsPanel
 from console.widgets.table import Table
 from engine.errors import ErrorInfo
@@ -154,13 +155,20 @@ async def test_the_cursor_stays_on_its_request_while_others_come_and_go() -> Non
         assert table.cursor_key is None
 
 
-async def test_x_cancels_the_selected_request_and_says_so() -> None:
+async def test_x_cancels_the_selected_request_after_a_question_and_says_so() -> None:
     link = FakeLink(scenes.busy())
     app = EricApp(link)
     async with app.run_test(size=(140, 40), notifications=True) as pilot:
         await pilot.press("x")
         assert link.commands == []
         await pilot.press("down", "x")
+        await pilot.pause()
+        assert isinstance(app.screen, ConfirmScreen)
+        assert link.commands == []
+        await pilot.press("enter", "x")
+        await pilot.pause()
+        assert isinstance(app.screen, ConfirmScreen)
+        await pilot.press("y")
         await app.workers.wait_for_complete()
         await pilot.pause()
         chosen = scenes.requests()[0].id
@@ -251,3 +259,75 @@ def test_eight_gpus_look_right_on_80x24(snap_compare: object) -> None:
 def test_eight_gpus_look_right_on_120x40_in_the_light_theme(snap_compare: object) -> None:
     app = EricApp(FakeLink(scenes.eight_gpus()), theme="ericllm-light")
     assert snap_compare(app, terminal_size=(120, 40))  # type: ignore[operator]
+
+
+def scene(live: int, ended: int = 40, *, first: int = 0) -> Snapshot:
+    """Requests in flight, numbered from `first`, and more that ended than there is room for."""
+    running = [
+        msgspec.structs.replace(row, id=f"live-{first + at}", state="decode", order=1000 + first + at)
+        for at, row in enumerate(scenes.requests(live, 0))
+    ]
+    done = [msgspec.structs.replace(row, id=f"done-{at}", order=at) for at, row in enumerate(scenes.requests(0, ended))]
+    return scenes.busy(requests=(*running, *done))
+
+
+def live_seen(app: EricApp) -> list[str]:
+    """The ids of live requests on the screen, from the top."""
+    return [word for line in rows(app) for word in line.split() if word.startswith("live-")]
+
+
+@pytest.mark.parametrize("keys", [["down"], ["down", "enter", "escape"], ["end"], ["pagedown"] * 3, ["down"] * 20])
+async def test_live_requests_stay_on_top_wherever_the_cursor_is(keys: list[str]) -> None:
+    link = FakeLink(scene(6))
+    app = EricApp(link)
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        await pilot.press(*keys)
+        for passed in range(1, 25):  # a request ends and another one begins, again and again
+            ended = [
+                msgspec.structs.replace(scene(1, first=at).requests[0], state="finished", finish="length")
+                for at in reversed(range(passed))
+            ]
+            now = scene(6, first=passed)
+            link.show(msgspec.structs.replace(now, requests=(*now.requests[:6], *ended, *now.requests[6:])))
+            app.refresh_screen()
+            await pilot.pause()
+        assert live_seen(app)[:6] == [f"live-{24 + at}" for at in range(6)]
+
+
+async def test_the_row_under_the_cursor_can_be_seen_below_the_live_ones() -> None:
+    app = EricApp(FakeLink(scene(6)))
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        await pilot.press(*["down"] * 30)
+        await pilot.pause()
+        assert app.screen.query_one("#request-table", Table).cursor_key == "done-23"
+        assert "done-23" in screen_text(app)
+        await pilot.press("end")
+        await pilot.pause()
+        assert "done-39" in screen_text(app)
+        assert len(live_seen(app)) == 6
+
+
+@pytest.mark.parametrize("key", ["escape", "home"])
+async def test_escape_and_home_show_the_newest_again(key: str) -> None:
+    link = FakeLink(scene(6))
+    app = EricApp(link)
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        await pilot.press("end", key)
+        await pilot.pause()
+        assert "done-0" in screen_text(app)
+        table = app.screen.query_one("#request-table", Table)
+        assert table.cursor_key == (None if key == "escape" else "live-0")
+
+
+async def test_more_live_requests_than_there_is_room_for_leave_rows_for_the_others() -> None:
+    app = EricApp(FakeLink(scene(17)))
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        await pilot.press("end")
+        await pilot.pause()
+        seen = screen_text(app)
+        assert "live-0 " in seen
+        assert "done-39" in seen

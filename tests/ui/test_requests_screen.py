@@ -74,6 +74,8 @@ async def test_a_request_that_ends_stays_under_the_cursor() -> None:
         chosen = table.cursor_key
         assert chosen is not None and table.chosen is not None and table.chosen.state == "decode"
         await pilot.press("x")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("y")
         await until(pilot, lambda: table.chosen is not None and table.chosen.state == "finished")
         assert table.cursor_key == chosen
         assert _link(app).names() == ["cancel_request"]
@@ -221,13 +223,20 @@ async def test_an_open_request_goes_on_changing_until_it_ends() -> None:
         assert not isinstance(app.screen, RequestScreen)
 
 
-async def test_an_open_request_can_be_cancelled() -> None:
+async def test_an_open_request_is_cancelled_after_a_question() -> None:
     app = _app()
     async with app.run_test(size=(120, 48)) as pilot:
         await _ready(pilot)
         await pilot.press("enter")
         await until(pilot, lambda: "x cancels it" in screen_text(app))
         await pilot.press("x")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("escape")
+        await until(pilot, lambda: isinstance(app.screen, RequestScreen))
+        assert _link(app).names() == []
+        await pilot.press("x")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("y")
         await until(pilot, lambda: _link(app).names() == ["cancel_request"])
         await until(pilot, lambda: "○ cancelled" in screen_text(app))
 
