@@ -116,29 +116,27 @@ async def _converse(
     )
     stream = engine.submit(request)
     try:
-        await _forward(stream, feed)
+        await forward(stream, feed)
     finally:
         await stream.aclose()
 
 
-async def _forward(stream: RequestStream, feed: Feed) -> None:
-    loop = asyncio.get_running_loop()
-    first_at: float | None = None
+async def forward(stream: RequestStream, feed: Feed) -> None:
+    """Put an answer into `feed` as it comes. Raises EngineError where it ends with one."""
+    gaps_s, num_gaps = 0.0, 0
     async for delta in stream:
-        now = loop.time()
-        first_at = now if first_at is None else first_at
-        feed.put(_chat_delta(delta, now - first_at))
+        gaps_s, num_gaps = gaps_s + sum(delta.gaps), num_gaps + len(delta.gaps)
+        feed.put(_chat_delta(delta, num_gaps / gaps_s if gaps_s else None))
         if delta.error is not None:
             raise from_info(delta.error)
 
 
-def _chat_delta(delta: StreamDelta, decoding_s: float) -> ChatDelta:
-    rate = (delta.output_tokens - 1) / decoding_s if decoding_s > 0 and delta.output_tokens > 1 else None
+def _chat_delta(delta: StreamDelta, tokens_per_s: float | None) -> ChatDelta:
     return ChatDelta(
         text=delta.text,
         output_tokens=delta.output_tokens,
         ttft_s=delta.ttft_s,
-        tokens_per_s=rate,
+        tokens_per_s=tokens_per_s,
         finish=delta.finish,
         prompt_tokens=delta.prompt_tokens,
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from console.feed import Feed
+from console.local_conversation import forward
 from engine.config import ModelSpec
 from engine.engine import Engine
 from engine.snapshot import Histogram
@@ -89,6 +91,21 @@ async def test_tokens_that_arrive_in_one_burst_keep_the_times_that_their_worker_
         snapshot = engine.snapshot()
         assert (snapshot.itl.p50, snapshot.itl.p99) == (GAP_S, GAP_S)
         assert (snapshot.insight.goodput.judged, snapshot.insight.goodput.kept) == (1, 0)
+
+
+async def test_a_chat_says_how_fast_its_worker_is_however_its_tokens_arrive(tmp_path: Path) -> None:
+    async with played(tmp_path) as (engine, [worker]):
+        feed = Feed(asyncio.get_running_loop())
+        stream = engine.submit(ask("x", max_tokens=TOKENS, id="r"))
+        reading = asyncio.create_task(forward(stream, feed))
+        shown = aiter(feed)
+        await until(lambda: worker.asked)
+        worker.first(worker.asked[0])
+        for number in range(2, TOKENS + 1):
+            worker.more(worker.asked[0], last=number == TOKENS)
+        await reading
+        delta = await anext(shown)
+        assert (delta.output_tokens, delta.tokens_per_s) == (TOKENS, pytest.approx(1 / GAP_S))
 
 
 async def test_the_time_without_a_worker_is_the_gap_that_the_client_saw(tmp_path: Path) -> None:
