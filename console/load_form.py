@@ -97,8 +97,9 @@ class LoadForm:
     def out_of_range(self, name: FieldName) -> str:
         """The range of a number that is outside of it, as "1 to 64"; "" where nothing is wrong."""
         value, max_number = self.value(name), self._max_number(name)
-        own_number = self.is_own(name) and isinstance(value, int) and max_number
-        return f"1 to {max_number:,}" if own_number and not 1 <= value <= max_number else ""
+        if not self.is_own(name) or not isinstance(value, int) or not max_number or 1 <= value <= max_number:
+            return ""
+        return f"1 to {max_number:,}"
 
     def cleared(self, name: FieldName) -> LoadForm:
         """Without a value of its own."""

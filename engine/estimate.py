@@ -84,7 +84,8 @@ def estimate(
     """The estimate for `workers` new workers on what `devices` have free now.
 
     problem: what is wrong with the model or the settings apart from memory.  cores: CPU cores that this process may run
-    on, 0 where that is not known.  later: as in `engine.placement.place`. Raises InvalidRequest for a device or a split that cannot be.
+    on, 0 where that is not known.  later: as in `engine.placement.place`. Raises InvalidRequest for a device or a split
+    that cannot be.
     """
     found = plan(workers, facts, devices, spec, workload, correct=correct, later=later)
     costs = found.costs
