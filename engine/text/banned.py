@@ -104,6 +104,15 @@ class BannedStrings:
                 self._tokens.popleft()
         return None
 
+    def completes(self, text: str) -> bool:
+        """Return whether `text` would make a banned string complete if it came next."""
+        state = self._state
+        for character in text.casefold():
+            state = self._automaton.step(state, character)
+            if self._automaton.ends(state):
+                return True
+        return False
+
 
 @lru_cache(_AUTOMATA_KEPT)
 def automaton(strings: tuple[str, ...]) -> Automaton:

@@ -47,6 +47,10 @@ class IncrementalDetokenizer:
         self._at_start = self._at_start and not self._pieces.knows(token_id)
         return self._characters.decode(raw)
 
+    def ahead(self, raw: bytes) -> str:
+        """The whole characters of what these bytes would add; the text stays where it is."""
+        return codecs.getincrementaldecoder("utf-8")("replace").decode(self._characters.getstate()[0] + raw)
+
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of `token_id` where it comes next, a control token's too; the text stays where it is."""
         return self._pieces.first(token_id) if self._at_start else self._pieces.inner(token_id)

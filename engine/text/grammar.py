@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 import llguidance
+import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.config import Grammar
@@ -76,6 +77,20 @@ def define(grammar: Grammar) -> str:
         raise unusable(grammar, "it is nested too deeply") from None
     except Exception as error:  # the converter from EBNF raises Exception itself
         raise unusable(grammar, str(error)) from error
+
+
+def without(grammar: Grammar, banned: Sequence[str]) -> Grammar:
+    """A choice without those in which a banned string would come, any other grammar as it is.
+
+    Raises InvalidRequest where none is left.
+    """
+    if grammar.kind != "choice" or not banned:
+        return grammar
+    choices, folded = json.loads(grammar.source), [string.casefold() for string in banned]
+    left = [choice for choice in choices if not any(string in choice.casefold() for string in folded)]
+    if not left:
+        raise InvalidRequest(f"every {grammar.param} has one of banned_strings in it", param="banned_strings")
+    return msgspec.structs.replace(grammar, source=json.dumps(left)) if len(left) < len(choices) else grammar
 
 
 def in_deep_thread(work: Callable[[], T], source: str) -> Future[T]:

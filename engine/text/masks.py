@@ -13,7 +13,7 @@ import llguidance
 from engine.backends.base import BackendRequest
 from engine.config import Grammar
 from engine.errors import InvalidRequest
-from engine.text.grammar import LIMITS, define, in_deep_thread, unusable
+from engine.text.grammar import LIMITS, define, in_deep_thread, unusable, without
 from engine.text.tokenizer import Tokenizer
 
 COMPILED_KEPT = 64
@@ -63,6 +63,12 @@ class GrammarMask:
             return bytes(fewer) if any(fewer) else bits
         return bits
 
+    def forced(self, count: int) -> bytes:
+        """The text after the first `count` tokens as far as the grammar leaves no choice; b"" where the mask is not at
+        that place, or the answer may end."""
+        at_place = len(self._tokens) == count and not (self._matcher.is_stopped() or self._matcher.is_error())
+        return self._matcher.compute_ff_bytes() if at_place else b""
+
     def accept(self, token_id: int) -> None:
         """Go on by a token; one that is not allowed is an error."""
         self._tokens.append(token_id)
@@ -95,8 +101,9 @@ class GrammarMasks:
     def begin(self, request: BackendRequest) -> Future[GrammarMask]:
         """The mask of a request that has a grammar, done at once where that was compiled lately. It raises
         InvalidRequest where the model cannot write what the grammar wants."""
-        grammar = request.params.grammar
-        assert grammar is not None, f"request {request.id} is held to nothing"
+        params = request.params
+        assert params.grammar is not None, f"request {request.id} is held to nothing"
+        grammar = params.grammar if params.stop else without(params.grammar, params.banned_strings)
         start = self._compiled.get((grammar.kind, grammar.source))
         if start is None:
             return in_deep_thread(lambda: self._mask(self._start_of(grammar), request), grammar.source)

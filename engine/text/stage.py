@@ -58,6 +58,7 @@ class TextStage:
         self._withheld = 0
         self._unsettled = ""
         self._finish: FinishReason | None = None
+        self._can_stop = bool(stops)
         self._plain = not stops and not params.banned_strings
         for token_id in request.generated:
             self.push(token_id)
@@ -109,6 +110,12 @@ class TextStage:
             return TextOutput(settled=False)
         text, self._unsettled = self._unsettled, ""
         return TextOutput(text, finish)
+
+    def ruled_out(self, forced: bytes) -> bool:
+        """Return whether these bytes, the only ones that may come next, would make a banned string complete."""
+        if self._banned is None or self._can_stop or self._finish is not None:
+            return False
+        return self._banned.completes(self._detokenizer.ahead(forced))
 
     def flush(self) -> str:
         """All text still held back, for an answer that its backend had to end here."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.backends.base import BackendRequest, FinishReason, TokenEvent, TokenLogprob
-from engine.errors import ErrorInfo, InvalidRequest, WorkerFailed
+from engine.errors import EngineError, ErrorInfo, InvalidRequest, WorkerFailed
 from engine.text.masks import GrammarMask
 from engine.text.stage import TextStage
 from engine.text.tokenizer import Tokenizer
@@ -15,6 +15,9 @@ from engine.worker import protocol
 
 MAX_TRIES = 64
 """Tokens that may be tried in one place of an answer before its banned strings leave no way on."""
+
+MAX_REWINDS = 1024
+"""How often an answer may go back before one of its tokens is settled again."""
 
 
 @dataclass(slots=True)
@@ -74,7 +77,8 @@ class Answer:
 
     A banned string that is complete makes it `rewinding`: whatever the backend still says of it is out of date, and
     the backend is to be given `rewound()` in its place, which goes on before the token in which that string began,
-    with that token ruled out there.
+    with that token ruled out there. So does a token after which the grammar allows nothing but a banned string; and
+    where no token is left in a place, the one before it is ruled out, as long as that was not told.
 
     mask: what the backend has its tokens held to, None where nothing is, or it is not there yet.
     """
@@ -91,6 +95,7 @@ class Answer:
         self._begun = False
         self._tried: dict[int, list[int]] = {}
         self._rewind_to: int | None = None
+        self._rewinds = 0
 
     @property
     def id(self) -> str:
@@ -127,10 +132,13 @@ class Answer:
         if event.token_id is not None:
             self._take_token(event, event.token_id, output)
         if not self.rewinding and output.finish is None and event.finish is not None:
-            why = self._why_failed(event.message or "the backend failed the request")
+            if event.finish == "error" and self._ruled_out and self._unsettled:
+                self._rewind_to = len(self._known) - 1
+                return
+            error = self._why_failed(event.message)
             self._settle(self._stage.flush(), output)
             if event.finish == "error":
-                output.fail(why)
+                output.fail(error.info)
             output.finish, output.vector = event.finish, event.vector
         if output.finish == "length" and event.finish == "stop":
             output.finish = "stop"
@@ -142,13 +150,9 @@ class Answer:
         assert self._rewind_to is not None, f"request {self.id} has nothing to take back"
         start, self._rewind_to = self._rewind_to, None
         tried = [*self._tried.get(start, ()), self._known[start]]
-        if len(tried) >= MAX_TRIES:
-            raise InvalidRequest(
-                f"banned_strings leave no way on from output token {start + 1}: "
-                f"each of {len(tried)} tokens tried there led into one of them",
-                param="banned_strings",
-                value=len(tried),
-            )
+        self._rewinds += 1
+        if len(tried) >= MAX_TRIES or self._rewinds > MAX_REWINDS:
+            raise self._no_way_on(start, f"each of {len(tried)} tokens tried there led into one of them")
         self._tried = {place: ids for place, ids in self._tried.items() if place < start} | {start: tried}
         del self._unsettled[len(self._unsettled) - (len(self._known) - start) :]
         del self._known[start:]
@@ -167,7 +171,13 @@ class Answer:
             self._known.append(token_id)
         self._unsettled.append(event)
         self._rewind_to = shown.banned_from
-        if shown.settled:
+        if (
+            self._rewind_to is None
+            and self.mask is not None
+            and self._stage.ruled_out(self.mask.forced(len(self._known)))
+        ):
+            self._rewind_to = len(self._known) - 1
+        elif shown.settled:
             self._settle(shown.text, output)
             output.finish = shown.finish
 
@@ -180,6 +190,7 @@ class Answer:
         self._begin(output)
         self._unsettled.clear()
         self._tried.clear()
+        self._rewinds = 0
 
     def _tell(self, event: TokenEvent, token_id: int, output: Output) -> None:
         output.token_ids.append(token_id)
@@ -200,6 +211,18 @@ class Answer:
         if self._prompt_logprobs:
             output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
 
-    def _why_failed(self, message: str) -> str:
-        ruled_out = len(self._tried.get(len(self._known), ()))
-        return f"with {ruled_out} tokens ruled out by banned_strings: {message}" if ruled_out else message
+    @property
+    def _ruled_out(self) -> bool:
+        """Whether tokens may not come next that would lead into a banned string."""
+        return len(self._known) in self._tried
+
+    def _why_failed(self, message: str) -> EngineError:
+        if not self._ruled_out:
+            return WorkerFailed(message or "the backend failed the request")
+        return self._no_way_on(len(self._known), "no other token may come there")
+
+    def _no_way_on(self, place: int, why: str) -> InvalidRequest:
+        """The error of an answer whose banned strings leave it no token at a place."""
+        grammar = self._request.params.grammar
+        strings = "banned_strings" if grammar is None else f"banned_strings and {grammar.param}"
+        return InvalidRequest(f"{strings} leave no way on from output token {place + 1}: {why}", param="banned_strings")

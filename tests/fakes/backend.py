@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from zlib import crc32
 
 from engine.backends.base import (
@@ -117,7 +117,8 @@ class FakeBackend:
     reply: (prompt_ids, index) -> token id.   gate: passed once per step.   load_gate: once per reported load step.
     load_error: raised in the middle of every load until set to None.   fail_at_steps: numbers of steps (from 1,
     over the backend's life) that raise RuntimeError.   check_error: raised by check().
-    A token in banned_next becomes the next byte that is not, and one that a mask does not allow the next that it does.
+    A token in banned_next becomes the next byte that is not, and one that a mask does not allow the next that it does;
+    where it allows none but those, the request ends with an error.
     It ends no request that is to have an answer: the text stage does. `submitted` and `cancelled` are kept for the
     test to look at.
     """
@@ -256,7 +257,12 @@ class FakeBackend:
             token_id = (token_id + 1) % 256
         mask = self._masks.get(request_id)
         if mask is not None:
-            token_id = nearest(token_id, mask, self.vocab_size)
+            allowed = nearest(token_id, mask, self.vocab_size, ruled_out=request.banned_next if first else ())
+            if allowed is None:
+                self._live.pop(request_id)
+                self._started.discard(request_id)
+                return TokenEvent(request_id=request_id, finish="error", message="nothing is left to choose from")
+            token_id = allowed
             mask.accept(token_id)
         tokens.append(token_id)
         if whole := mask is not None and mask.ended:
@@ -334,10 +340,12 @@ class FakeBackend:
         self._started.clear()
 
 
-def nearest(token_id: int, mask: TokenMask, vocab_size: int = VOCAB_SIZE) -> int:
-    """The first token from this one on that the mask allows."""
+def nearest(
+    token_id: int, mask: TokenMask, vocab_size: int = VOCAB_SIZE, *, ruled_out: Collection[int] = ()
+) -> int | None:
+    """The first token from this one on that the mask allows and that is not ruled out, None where there is none."""
     bits = mask.allowed()
     for candidate in (*range(token_id, vocab_size), *range(token_id)):
-        if bits[candidate // 8] >> candidate % 8 & 1:
+        if bits[candidate // 8] >> candidate % 8 & 1 and candidate not in ruled_out:
             return candidate
-    raise AssertionError(f"the mask allows nothing: {mask.error}")
+    return None

@@ -202,7 +202,9 @@ def test_a_backend_with_nothing_left_says_what_was_ruled_out(tokenizer: Tokenize
     answer.rewound()
     answer.take(TokenEvent(request_id="r", finish="error", message="no finite probabilities"), output)
     assert output.error is not None
-    assert output.error.message == "with 1 tokens ruled out by banned_strings: no finite probabilities"
+    assert output.error.code == "invalid_request"
+    expected = "banned_strings leave no way on from output token 1: no other token may come there"
+    assert output.error.message == expected
 
 
 def test_log_probabilities_are_told_with_their_tokens(tokenizer: Tokenizer) -> None:

@@ -118,6 +118,81 @@ async def test_a_banned_string_is_gone_round_within_the_grammar(probe: Probe, ba
     assert (text, last.finish) == ('"Ada Byron"', "stop")
 
 
+def choice(*texts: str) -> Grammar:
+    return Grammar(kind="choice", source=json.dumps(texts), param="guided_choice")
+
+
+def enum(*texts: str) -> Grammar:
+    return Grammar(kind="json_schema", source=json.dumps({"enum": texts}), param="response_format")
+
+
+EITHER = Grammar(kind="regex", source="abc|abd|xyz", param="guided_regex")
+
+
+@pytest.mark.parametrize("banned", ["z", "yz", "XYZ"])
+@pytest.mark.parametrize(
+    ("grammar", "backend"),
+    [
+        (choice("abc", "abd", "xyz"), FakeBackend(reply=saying("xyz", then=EOS_ID))),
+        (EITHER, FakeBackend(reply=saying("xyz", then=EOS_ID))),
+        (enum("abc", "abd", "xyz"), FakeBackend(reply=saying('"xyz"', then=EOS_ID))),
+    ],
+    ids=["choice", "regex", "enum"],
+)
+async def test_a_way_that_can_only_end_in_a_banned_string_is_not_begun(
+    probe: Probe, backend: FakeBackend, grammar: Grammar, banned: str
+) -> None:
+    probe.send(submit_command("a", grammar=grammar, banned_strings=(banned,), max_tokens=60))
+    text, last = await probe.answer("a")
+    assert last.error is None
+    assert (text.strip('"'), last.finish) == ("abc", "stop")
+
+
+@pytest.mark.parametrize("backend", [FakeBackend(reply=saying("xaz", then=EOS_ID))])
+async def test_the_start_of_a_banned_string_is_taken_back_where_nothing_else_can_follow(
+    probe: Probe, backend: FakeBackend
+) -> None:
+    grammar = Grammar(kind="regex", source="x(a[zb]|c)", param="guided_regex")
+    probe.send(submit_command("a", grammar=grammar, banned_strings=("all", "z", "B"), max_tokens=60))
+    text, last = await probe.answer("a")
+    assert (text, last.finish, last.error) == ("xc", "stop", None)
+
+
+@pytest.mark.parametrize("backend", [FakeBackend(reply=saying("xaz", then=EOS_ID))])
+@pytest.mark.parametrize(
+    ("grammar", "banned", "streamed", "message"),
+    [
+        (EITHER, ("a", "x"), "", "guided_regex leave no way on from output token 1: no other token"),
+        (
+            Grammar(kind="regex", source="x[ab]z", param="regex"),
+            ("z",),
+            "x",
+            "regex leave no way on from output token 2",
+        ),
+        (choice("xa", "xb"), ("X",), "", "every guided_choice has one of banned_strings in it"),
+    ],
+)
+async def test_where_banned_strings_leave_no_way_the_error_names_them_and_the_grammar(
+    probe: Probe, backend: FakeBackend, grammar: Grammar, banned: tuple[str, ...], streamed: str, message: str
+) -> None:
+    probe.send(submit_command("a", grammar=grammar, banned_strings=banned, max_tokens=60))
+    text, last = await probe.answer("a")
+    assert (text, last.finish) == (streamed, "error")
+    assert last.error is not None
+    assert (last.error.code, last.error.details["param"]) == ("invalid_request", "banned_strings")
+    assert message in last.error.message
+
+
+@pytest.mark.parametrize("backend", [FakeBackend(reply=saying("xyz", then=EOS_ID))])
+async def test_a_stop_string_may_end_an_answer_before_the_banned_string_in_it(
+    probe: Probe, backend: FakeBackend
+) -> None:
+    params = {"banned_strings": ("z",), "stop": ("y",), "max_tokens": 60}
+    probe.send(submit_command("a", grammar=choice("abc", "xyz"), **params))
+    text, last = await probe.answer("a")
+    assert (text, last.finish) == ("x", "stop")
+
+
 @pytest.mark.parametrize("generated", ['"Ada', '"Ada Lovelace'])
 async def test_a_request_from_another_worker_goes_on_within_its_grammar(probe: Probe, generated: str) -> None:
     probe.send(submit_command("a", generated=generated, grammar=NAME, max_tokens=60))
