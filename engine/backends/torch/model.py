@@ -89,7 +89,7 @@ class Decoder:
         """Run one step: write its keys and values to `kv`, return hidden states [rows, hidden] before the last norm:
         of all rows, or of `rows` [R] alone, which the last block then computes alone once it has attended.
 
-        watch: given the states [T, hidden] of all rows before the last block, but not by `stack`.
+        watch: given the states [T, hidden] of all rows before the last block, or after it.
         `plan` and `rows` lie on the first stage's device, the states on the last one's.
         """
         traits = self.config.traits
@@ -100,7 +100,10 @@ class Decoder:
             plan, hidden = plan.on(stage.device), hidden.to(stage.device)
             angles = stage.angles(plan.positions, hidden.dtype if plan.native is None else torch.float32)
             if self.stack is not None and plan.native is not None and not plan.adapted:
-                return self.stack(hidden, plan.native, angles, rows)
+                found = self.stack(hidden, plan.native, angles, rows)
+                if watch is not None:
+                    watch(hidden)
+                return found
             for layer, block in enumerate(stage.blocks, stage.first_layer):
                 last = layer + 1 == self.config.layers
                 if last and watch is not None:

@@ -50,7 +50,8 @@ class ModelRunner:
     landing: what is drawn goes back to the host by it, where steps run while the host goes on: on a GPU, if it is one
         alone; a mixture of experts asks the host in every layer.
     finite: of the last `forward` that was given `tell`, [N] whether the states of each chunk that prefills are finite,
-        in their order; None where there was none, or attention looks at nothing that it masks.
+        in their order; None where there was none. What is not must not be cached: attention looks at some rows that it
+        masks, so that those before the first such one may be spoilt too.
     """
 
     def __init__(

@@ -33,8 +33,7 @@ class StepPlan:
     empty where `paged` says how they attend over pages as they lie, or `native`, which needs no `slots` either.
     adapted: the rows that compute with LoRA adapters.
     told: by number of the chunk, the rows whose final states are wanted besides.
-    prefilled: rows of each chunk that prefills, in the order of the chunks; () where attention is `native`, which
-        looks at nothing that it masks.
+    prefilled: rows of each chunk that prefills, in the order of the chunks.
     """
 
     ids: Tensor
@@ -133,11 +132,7 @@ class StepPlanner:
             adapted=adapted_rows(ordered, self._adapters, self._device),
             told=_told_rows(chunks, last_row),
             mirrored=mirrored,
-            prefilled=tuple(
-                range(last_row[index] + 1 - len(chunk.token_ids), last_row[index] + 1)
-                for index, chunk in enumerate(chunks)
-                if chunk.prefills
-            ),
+            prefilled=_prefilled_rows(chunks, last_row),
         )
 
     def _natively(self, chunks: Sequence[ChunkInput], attention: NativeAttention) -> StepPlan:
@@ -158,6 +153,7 @@ class StepPlanner:
             adapted=adapted_rows(ordered, self._adapters, self._device),
             told=_told_rows(chunks, last_row),
             native=step,
+            prefilled=_prefilled_rows(chunks, last_row),
         )
 
     def _tensor(self, values: list[int]) -> Tensor:
@@ -189,6 +185,14 @@ def _slots(chunk: ChunkInput, page_tokens: int) -> list[int]:
 def _sampled_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> list[int]:
     """The rows whose logits are wanted, in the order of the chunks."""
     return [last_row[index] - back for index, chunk in enumerate(chunks) for back in range(chunk.sampled - 1, -1, -1)]
+
+
+def _prefilled_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> tuple[range, ...]:
+    return tuple(
+        range(last_row[index] + 1 - len(chunk.token_ids), last_row[index] + 1)
+        for index, chunk in enumerate(chunks)
+        if chunk.prefills
+    )
 
 
 def _told_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> dict[int, range]:
