@@ -205,7 +205,7 @@ async def test_an_estimate_is_a_table_and_a_verdict_before_anything_is_loaded(fo
     async with operated(folders, devices="sim:1,1") as api:
         found = await api.post("/admin/estimate", model="tiny", workers=3, max_prompts=4)
         assert (found["can_load"], found["workers"], found["max_prompts"]) == (True, 3, 4)
-        assert [device["id"] for device in found["devices"]] == ["sim:0", "sim:1"]
+        assert [device["id"] for device in found["devices"]] == ["sim:0", "sim:1", "cpu"]
         assert found["verdict"]
         assert api.models() == {}
 
