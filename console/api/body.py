@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, core_schema, from_json
 
-from console.api.body_schema import completed
+from console.api.body_schema import JsonSchema, completed
 from console.api.failing import begun
 from console.api.naming import AS_SENT
 from console.api.parameters import Refusal
@@ -64,6 +64,8 @@ class Body(BaseModel):
     clamped: fields that are brought into what there is room for, or what means the same, and how.
     refused_within: likewise `refused`, of what stands within a field; by that field's name as a path.
     internal: fields that are filled in from elsewhere, and unknown to clients.
+    rules: JSON schemas of what must hold of several fields together; for /openapi.json alone.
+    ranges: lowest and highest values of numbers, as they are checked later; likewise.
     prompt_field: which of them becomes the prompt; errors about that name it.
     """
 
@@ -75,6 +77,8 @@ class Body(BaseModel):
     clamped: ClassVar[Mapping[str, str]] = {}
     refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {}
     internal: ClassVar[frozenset[str]] = frozenset()
+    rules: ClassVar[Sequence[JsonSchema]] = ()
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
     prompt_field: ClassVar[str] = "prompt"
 
     @classmethod
@@ -88,7 +92,7 @@ class Body(BaseModel):
         """What the body takes, as /openapi.json tells it."""
         schema = handler.resolve_ref_schema(handler(core))
         others = cls.refused, cls.inert, cls.aliases, cls.clamped, cls.internal
-        schema.update(completed(schema, cls._docs(), *others))
+        schema.update(completed(schema, cls._docs(), *others, cls.rules, cls.ranges))
         return schema
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from console.api.body import Body
-from console.api.body_schema import MESSAGES
+from console.api.body_schema import MESSAGES, TOOL_CHOICE
 from console.api.chat_prompt import chat_prompt
 from console.api.conversation import Turn
 from console.api.parameters import MESSAGE_REFUSED, Refusal
@@ -35,7 +35,7 @@ class ConversationFields(Body):
 
     messages: Annotated[list[Any], MESSAGES]
     tools: list[ToolField] | None = None
-    tool_choice: object = None
+    tool_choice: Annotated[object, TOOL_CHOICE] = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

@@ -21,6 +21,7 @@ H = TypeVar("H", bound=Callable[..., Any])
 class Described:
     """One way of asking one endpoint.
 
+    success: the status of an answer that is no error; None where every answer is one.
     body: the schema that reads it; None where there is none.  optional: whether it may be left out.
     answer: a type that msgspec knows, a media type as text where the answer is no JSON, None where nothing is known of
     it.  event: what each chunk of a stream holds; media: the stream's content type.
@@ -29,6 +30,7 @@ class Described:
     """
 
     summary: str
+    success: int | None = 200
     body: type[BaseModel] | None = None
     optional: bool = False
     answer: Any = None

@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from console.api.body import read
-from console.api.body_schema import PROMPTS
+from console.api.body_schema import TEXTS_TO_EMBED
 from console.api.context import ApiContext, new_id
 from console.api.described import describes
 from console.api.errors import json_response
@@ -44,7 +44,7 @@ class EmbeddingBody(ModelFields):
     refused = EMBEDDING_REFUSED
     inert = OPENAI_INERT
 
-    input: Annotated[object, PROMPTS]
+    input: Annotated[object, TEXTS_TO_EMBED]
     encoding_format: Encoding = "float"
     dimensions: int | None = None
 

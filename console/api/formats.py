@@ -24,7 +24,8 @@ Named = tuple[str, Callable[[], Grammar]]
 """A field that asks for a format, as the client has it, and what makes the grammar of it."""
 
 _ANY_OBJECT = "structured_outputs.json_object"
-_SCHEMA = WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "string"}]})
+_SCHEMA = WithJsonSchema({"anyOf": [{"type": "object"}, {"const": True}, {"type": "string"}, {"type": "null"}]})
+_REGEX = WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]})
 
 
 class _Part(BaseModel):
@@ -42,6 +43,28 @@ class JsonSchemaFormat(_Part):
 
 class ResponseFormat(_Part):
     """OpenAI's: any text, any JSON object, or JSON that a schema describes."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"type": {"enum": ["text", "json_object"]}}},
+                {
+                    "properties": {
+                        "type": {"const": "json_schema"},
+                        "json_schema": {
+                            "type": "object",
+                            "properties": {"schema": {"type": ["object", "boolean"]}},
+                            "required": ["schema"],
+                        },
+                    },
+                    "required": ["json_schema"],
+                },
+            ]
+        },
+    )
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -93,7 +116,7 @@ class FormatFields(Body):
 
     response_format: ResponseFormat | None = None
     guided_json: Annotated[object, _SCHEMA] = None
-    guided_regex: str | None = None
+    guided_regex: Annotated[str | None, _REGEX] = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -7,6 +7,7 @@ import asyncio
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, get_type_hints
 
 import msgspec
@@ -35,8 +36,9 @@ _ABOUT = """\
 One engine, asked in the ways that its clients know. A dialect can be switched off; one that is does not stand here.
 
 A value that is not honoured is a 400 that names it, unless it is one at which that makes no difference: those are the
-values that a parameter marked x-refused takes. Streams are server-sent events unless said otherwise; what each event
-holds is x-event.
+values that a parameter marked x-refused takes. Two names of one field may stand together where they say the same. Some
+of what is checked depends on the model: its context, its vocabulary, its chat template. Streams are server-sent events
+unless said otherwise; what each event holds is x-event.
 """
 
 
@@ -127,7 +129,7 @@ def _operation(place: Place, schemas: _Schemas) -> dict[str, Any]:
         "tags": list(place.groups),
         "summary": " / ".join(dict.fromkeys(each.summary for each in place.described)) or place.name,
         "responses": {
-            "200": {"description": "Done", **_content(_answers(place.described, schemas))},
+            **_successes(place.described, schemas),
             "default": {
                 "description": "Why not, in the shape that the dialect's clients read",
                 "content": {"application/json": {"schema": _any_of(map(schemas.error, place.tells))}},
@@ -143,6 +145,18 @@ def _operation(place: Place, schemas: _Schemas) -> dict[str, Any]:
     if bodies := [each for each in place.described if each.body is not None]:
         operation["requestBody"] = _request_body(bodies, schemas)
     return operation
+
+
+def _successes(described: Sequence[Described], schemas: _Schemas) -> dict[str, Any]:
+    """What is answered where nothing is wrong, by status."""
+    found: dict[int, list[Described]] = {}
+    for each in described or (Described(summary=""),):
+        if each.success is not None:
+            found.setdefault(each.success, []).append(each)
+    return {
+        str(status): {"description": HTTPStatus(status).phrase, **_content(_answers(each, schemas))}
+        for status, each in found.items()
+    }
 
 
 def _parameters(place: Place) -> Iterator[dict[str, Any]]:

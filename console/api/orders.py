@@ -49,6 +49,15 @@ class UnloadBody(Body):
 class ReconfigureBody(Body):
     """model: the first where empty. What is left out is not changed."""
 
+    rules = (
+        {
+            "anyOf": [
+                {"required": [name], "properties": {name: {"type": "number"}}}
+                for name in ("workers", "max_prompts", "idle_unload_s")
+            ]
+        },
+    )
+
     model: str = ""
     workers: Workers = None
     max_prompts: MaxPrompts = None

@@ -93,8 +93,14 @@ def _honoured(body: type[Body], name: str) -> str | None:
 
 
 def _takes(schema: JsonSchema, name: str) -> str:
-    kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
+    kinds = [kind for several in schema.get("anyOf", [schema]) for kind in _one_type_each(several)]
     return " or ".join(dict.fromkeys(filter(None, (_kind(kind, name) for kind in kinds))))
+
+
+def _one_type_each(schema: JsonSchema) -> list[JsonSchema]:
+    """A schema for each of its types but null."""
+    types = schema.get("type", "")
+    return [{**schema, "type": kind} for kind in (types if isinstance(types, list) else [types]) if kind != "null"]
 
 
 def _kind(schema: JsonSchema, name: str) -> str:
@@ -113,10 +119,19 @@ def _kind(schema: JsonSchema, name: str) -> str:
 
 def _within(schema: JsonSchema, name: str) -> str:
     """Its bounds: its own where it has some, else those of the engine's field of that name."""
-    least, most = schema.get("minimum"), schema.get("maximum", schema.get("exclusiveMaximum"))
-    if least is None and most is None:
+    least: float | None = schema.get("minimum")
+    most: float | None = schema.get("maximum", schema.get("exclusiveMaximum"))
+    if "exclusiveMinimum" in schema or (least is None and most is None):
         return f", {limits}" if (limits := bounds(name)) else ""
-    return f", {least} {'or more' if most is None else f'to {most}'}" if least is not None else f", up to {most}"
+    if least is None:
+        return "" if most is None else f", up to {_bound(most)}"
+    return f", {_bound(least)} {'or more' if most is None else f'to {_bound(most)}'}"
+
+
+def _bound(value: float) -> str:
+    if value != int(value):
+        return str(value)
+    return {2**31: "2^31", 2**63 - 1: "2^63-1", -(2**63): "-2^63"}.get(int(value), str(int(value)))
 
 
 def _default(field: FieldInfo) -> str:

@@ -10,13 +10,13 @@ from pydantic import Field, WithJsonSchema
 
 from console.api.biases import bans, biases
 from console.api.body import Body
-from console.api.body_schema import TEXTS
+from console.api.body_schema import BANNED_STRINGS, BIASES, SAMPLERS, STOP_STRINGS, STOPS, TOKEN_IDS
 from console.api.clamped import SAMPLING_CLAMPED
 from console.api.dry import breaker_ids
 from console.api.formats import FormatFields
 from console.api.sampler_order import in_order
 from console.api.served import ServedModel
-from engine.config import MAX_GRAMMAR_BYTES, SamplingParams, shown
+from engine.config import MAX_GRAMMAR_BYTES, RANGES, SamplingParams, shown
 from engine.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -79,6 +79,7 @@ class SamplingFields(ModelFields, FormatFields):
 
     aliases = _ALIASES
     clamped = SAMPLING_CLAMPED
+    ranges = RANGES
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     best_of: Annotated[int | None, Field(ge=1, le=MAX_N)] = None
@@ -115,19 +116,19 @@ class SamplingFields(ModelFields, FormatFields):
     dry_sequence_breakers: object = None
     cfg_scale: float = 1.0
     negative_prompt: str = ""
-    banned_strings: Annotated[list[str], Field(default_factory=list)]
-    bad_words: Annotated[list[str], Field(default_factory=list)]
-    logit_bias: Annotated[dict[str, float], Field(default_factory=dict)]
+    banned_strings: Annotated[list[str], Field(default_factory=list), BANNED_STRINGS]
+    bad_words: Annotated[list[str], Field(default_factory=list), BANNED_STRINGS]
+    logit_bias: Annotated[dict[str, float], Field(default_factory=dict), BIASES]
     ban_eos_token: bool = False
     custom_token_bans: object = None
-    sampler_order: object = None
-    sampler_priority: object = None
+    sampler_order: Annotated[object, SAMPLERS] = None
+    sampler_priority: Annotated[object, SAMPLERS] = None
     seed: int | None = None
     sampler_seed: int | None = None
     min_tokens: int = 0
-    stop: Annotated[object, TEXTS] = ()
-    stopping_strings: Annotated[list[str], Field(default_factory=list)]
-    stop_token_ids: Annotated[list[int], Field(default_factory=list)]
+    stop: Annotated[object, STOPS] = ()
+    stopping_strings: Annotated[list[str], Field(default_factory=list), STOP_STRINGS]
+    stop_token_ids: Annotated[list[int], Field(default_factory=list), TOKEN_IDS]
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

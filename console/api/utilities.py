@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
 
 from console.api.body import json_object, read, received
+from console.api.body_schema import TOKEN_IDS
 from console.api.chat import ChatBody
 from console.api.chat_fields import ConversationFields
 from console.api.context import ApiContext
@@ -54,7 +55,7 @@ class TokenizeChatBody(ModelFields, ConversationFields):
 class DetokenizeBody(ModelFields):
     """Token ids."""
 
-    tokens: list[int]
+    tokens: Annotated[list[int], TOKEN_IDS]
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):

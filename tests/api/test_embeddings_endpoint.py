@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving
 from tests.fakes.backend import HIDDEN_SIZE, FakeBackend, Gate, vector_of
-from tests.fakes.model import EOS_ID, fake_spec
+from tests.fakes.model import EOS_ID, fake_spec, write_fake_model
 
 
 async def test_a_text_becomes_one_vector(api: Served) -> None:
@@ -102,17 +101,7 @@ async def test_a_bad_value_is_refused_by_its_field_s_name(api: Served, body: dic
 async def test_an_empty_text_is_refused_also_where_the_model_begins_every_text_with_a_token(
     tmp_path: Path, given: Any, sentence: str
 ) -> None:
-    spec = fake_spec(tmp_path)
-    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
-    special = {"<eos>": {"id": "<eos>", "ids": [EOS_ID], "tokens": ["<eos>"]}}
-    begins = [{"SpecialToken": {"id": "<eos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    tokenizer["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": begins,
-        "pair": [*begins, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": special,
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    spec = fake_spec(write_fake_model(tmp_path, starts=True))
     async with serving(tmp_path, spec=spec) as api:
         assert (await api.post("/tokenize", prompt=""))["tokens"] == [EOS_ID]
         refused = await api.refusal("/v1/embeddings", input=given)

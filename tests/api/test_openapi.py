@@ -216,3 +216,70 @@ def _references(value: object) -> Iterator[str]:
     elif isinstance(value, list):
         for each in value:
             yield from _references(each)
+
+
+async def test_a_body_within_a_body_has_its_own_names_and_refusals(document: dict[str, Any]) -> None:
+    for path, field, known in (
+        ("/api/embed", "options", {"repeat_penalty": 1.2, "num_predict": 5, "penalize_newline": True}),
+        ("/generate_stream", "parameters", {"watermark": False, "max_new_tokens": 5}),
+    ):
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        schema = document["components"]["schemas"][body.rpartition("/")[2]]["properties"][field]
+        check(document, schema, known)
+        assert not checker(document, schema).is_valid({"n": 2}), "of the server's own, and no client's"
+
+
+async def test_what_is_never_done_is_not_told_to_be(document: dict[str, Any]) -> None:
+    assert set(document["paths"]["/api/pull"]["post"]["responses"]) == {"default"}
+    assert set(document["paths"]["/api/v1/stream"]["get"]["responses"]) == {"101", "default"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "temperature": -1}),
+        ("/v1/completions", {"prompt": "x", "top_p": 0}),
+        ("/v1/completions", {"prompt": "x", "stop": ""}),
+        ("/v1/completions", {"prompt": [-1]}),
+        ("/v1/completions", {"prompt": "x", "response_format": {"type": "json_schema"}}),
+        ("/v1/completions", {"prompt": "x", "guided_json": False}),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"x": 1}}),
+        ("/v1/chat/completions", {"messages": [{"role": ""}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tool_choice": "some"}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": []}]}),
+        ("/v1/embeddings", {"input": ["a", ""]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/api/chat", {"messages": [{"role": "developer"}]}),
+        ("/api/embed", {"input": "x", "keep_alive": []}),
+        ("/api/embed", {"input": "x", "keep_alive": 0}),
+        ("/api/generate", {"prompt": "x", "keep_alive": "soon"}),
+        ("/api/generate", {"prompt": "x", "format": "xml"}),
+        ("/api/generate", {"prompt": "x", "think": True}),
+        ("/api/v1/model", {"action": "dance"}),
+        ("/admin/reconfigure", {}),
+        ("/generate_stream", {"inputs": "x", "parameters": {"grammar": {"type": "lark", "value": ""}}}),
+        ("/generate_stream", {"inputs": "x", "parameters": {"temperature": -1}}),
+    ],
+)
+async def test_the_document_allows_nothing_that_is_always_refused(
+    whole: Served, document: dict[str, Any], path: str, body: dict[str, Any]
+) -> None:
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert not checker(document, schema).is_valid(body)
+    async with whole.http.post(path, json=body) as response:
+        assert response.status == 400, await response.text()
+
+
+@pytest.mark.parametrize("keep_alive", ["5m", "1h30m", "-1m", "1.5h", 300, -1, 0.5, None])
+async def test_a_time_to_keep_a_model_is_as_the_document_has_it(
+    whole: Served, document: dict[str, Any], keep_alive: object
+) -> None:
+    body = {"model": "fake", "prompt": "x", "stream": False, "keep_alive": keep_alive, "options": {"num_predict": 1}}
+    check(
+        document,
+        document["paths"]["/api/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"],
+        body,
+    )
+    assert (await whole.post("/api/generate", **body))["done"] is True

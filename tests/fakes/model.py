@@ -29,8 +29,9 @@ _CONFIG = {
 }
 
 
-def write_fake_model(folder: Path) -> Path:
-    """Write the folder's JSON files (config, tokenizer, chat template) and return it."""
+def write_fake_model(folder: Path, *, starts: bool = False) -> Path:
+    """Write the folder's JSON files (config, tokenizer, chat template) and return it. starts: every text begins with a
+    token of its own, <eos>."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_ID}))
@@ -39,7 +40,8 @@ def write_fake_model(folder: Path) -> Path:
             {"eos_token": "<eos>", "chat_template": _CHAT_TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
         )
     )
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    starting = {"post_processor": _STARTS} if starts else {}
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer() | starting))
     return folder
 
 
@@ -48,6 +50,16 @@ def fake_spec(folder: Path, **fields: object) -> ModelSpec:
     if not (folder / "config.json").exists():
         write_fake_model(folder)
     return ModelSpec(path=folder, name="fake", **fields)  # type: ignore[arg-type]
+
+
+_TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+_START = {"SpecialToken": {"id": "<eos>", "type_id": 0}}
+_STARTS = {
+    "type": "TemplateProcessing",
+    "single": [_START, _TEXT],
+    "pair": [_START, _TEXT, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<eos>": {"id": "<eos>", "ids": [EOS_ID], "tokens": ["<eos>"]}},
+}
 
 
 def _byte_characters() -> list[str]:

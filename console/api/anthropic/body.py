@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from console.api.anthropic.tools import ChoiceField, OutputConfig, ToolField, read_tools
-from console.api.body_schema import MESSAGES
+from console.api.body_schema import ANTHROPIC_MESSAGES, ANTHROPIC_SYSTEM
 from console.api.clamped import ANTHROPIC_CLAMPED
 from console.api.formats import Named
 from console.api.parameters import (
@@ -40,8 +40,8 @@ class ConversationBody(SamplingFields):
     }
     aliases: ClassVar[Mapping[str, str]] = {**SamplingFields.aliases, "stop_sequences": "stop"}
 
-    messages: Annotated[list[Any], MESSAGES]
-    system: object = None
+    messages: Annotated[list[Any], ANTHROPIC_MESSAGES]
+    system: Annotated[object, ANTHROPIC_SYSTEM] = None
     tools: list[ToolField] | None = None
     tool_choice: ChoiceField | None = None
     output_config: OutputConfig | None = None

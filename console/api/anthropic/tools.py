@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from console.api.formats import Named
 from console.api.parameters import ANTHROPIC_OUTPUT_REFUSED, ANTHROPIC_TOOLS_REFUSED
@@ -77,7 +77,7 @@ class OutputConfig(BaseModel):
     model_config = _STRICT
 
     format: FormatField | None = None
-    effort: object = None
+    effort: Annotated[object, WithJsonSchema({"enum": [*ANTHROPIC_OUTPUT_REFUSED["effort"].neutral, None]})] = None
 
     def named(self, max_bytes: int) -> Iterator[Named]:
         """What it asks for; raises InvalidRequest."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -12,6 +13,7 @@ from console.api.cut_prompts import Cut
 from console.api.frontends import FrontendBody
 from console.api.parameters import FRONTEND_INERT, KOBOLD_REFUSED
 from console.api.sampling import SamplingFields
+from engine.config import RANGES
 
 _ALIASES = {
     **SamplingFields.aliases,
@@ -48,6 +50,7 @@ class KoboldBody(FrontendBody):
     aliases = _ALIASES
     length_field = "max_length"
     context_field = "max_context_length"
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {**RANGES, length_field: RANGES["max_tokens"]}
 
     memory: str = ""
     max_length: Annotated[int, Field(ge=1)] = 180

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from console.api.body import Body
-from console.api.body_schema import MESSAGES, ShapedAs
+from console.api.body_schema import OLLAMA_MESSAGES, TOKEN_IDS, ShapedAs
 from console.api.ollama.options import Options, read_options
 from console.api.parameters import OLLAMA_MESSAGE_REFUSED, OLLAMA_REFUSED, Refusal
 from console.api.served import ServedModel
@@ -26,6 +26,19 @@ LATEST = ":latest"
 _DURATION = re.compile(r"-?(\d+(\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 
 _LONGEST_DURATION = 64
+_KEEP_ALIVE = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "number", "not": {"const": 0}},
+            {
+                "type": "string",
+                "pattern": "^-?(?=[^1-9]*[1-9])(([0-9]+([.][0-9]*)?|[.][0-9]+)(ns|us|µs|ms|s|m|h))+$",
+                "maxLength": _LONGEST_DURATION,
+            },
+            {"type": "null"},
+        ]
+    }
+)
 
 
 class OllamaBody(Body):
@@ -39,7 +52,7 @@ class OllamaBody(Body):
 
     model: str | None = None
     options: Annotated[dict[str, Any] | None, ShapedAs(Options)] = None
-    keep_alive: object = None
+    keep_alive: Annotated[object, _KEEP_ALIVE] = None
 
     @property
     def model_name(self) -> str | None:
@@ -66,8 +79,10 @@ class AnswerBody(OllamaBody):
     """
 
     stream: bool = True
-    format: dict[str, Any] | str = ""
-    think: bool | str | None = None
+    format: Annotated[dict[str, Any] | str, WithJsonSchema({"anyOf": [{"type": "object"}, {"enum": ["json", ""]}]})] = (
+        ""
+    )
+    think: Annotated[bool | str | None, WithJsonSchema({"enum": [False, "", None]})] = None
     logprobs: bool = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
@@ -102,7 +117,7 @@ class GenerateBody(AnswerBody):
     prompt: str = ""
     system: str = ""
     raw: bool = False
-    context: Annotated[list[int], Field(default_factory=list)]
+    context: Annotated[list[int], Field(default_factory=list), TOKEN_IDS]
 
 
 class ChatBody(AnswerBody):
@@ -110,7 +125,7 @@ class ChatBody(AnswerBody):
 
     refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {"messages[].": OLLAMA_MESSAGE_REFUSED}
 
-    messages: Annotated[list[Any], Field(default_factory=list), MESSAGES]
+    messages: Annotated[list[Any], Field(default_factory=list), OLLAMA_MESSAGES]
     tools: list[ToolField] | None = None
 
     def tool_use(self, model: ServedModel) -> ToolUse:

@@ -123,7 +123,7 @@ class ModelList:
         return await asyncio.to_thread(lambda: [describe(reading, name) for name, reading in readings.items()])
 
 
-@describes("What only Ollama does; always a 400 that says why")
+@describes("What only Ollama does; always a 400 that says why", success=None)
 async def _refuse(request: web.Request) -> web.StreamResponse:
     """What only Ollama does."""
     resource = request.match_info.route.resource

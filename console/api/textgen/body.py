@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from console.api.body import Body
 from console.api.clamped import TEXTGEN_CLAMPED
@@ -12,6 +13,7 @@ from console.api.cut_prompts import Cut
 from console.api.frontends import FrontendBody
 from console.api.parameters import FRONTEND_INERT, TEXTGEN_REFUSED
 from console.api.sampling import SamplingFields
+from engine.config import RANGES
 
 _ALIASES = {
     **SamplingFields.aliases,
@@ -36,6 +38,7 @@ class TextgenBody(FrontendBody):
     aliases = _ALIASES
     length_field = "max_new_tokens"
     context_field = "truncation_length"
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {**RANGES, length_field: RANGES["max_tokens"]}
 
     max_new_tokens: Annotated[int, Field(ge=1)] = 200
     do_sample: bool = True
@@ -64,7 +67,7 @@ class CountBody(Body):
 class ModelBody(Body):
     """What is to be told or done about the model."""
 
-    action: str = ""
+    action: Annotated[str, WithJsonSchema({"enum": ["", "info", "list", "list_lora"]})] = ""
     model_name: str | None = None
     args: dict[str, object] | None = None
     settings: dict[str, object] | None = None

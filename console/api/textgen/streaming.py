@@ -59,7 +59,7 @@ class Streaming:
         """Where it is found."""
         return [web.get("/api/v1/stream", self._connect)]
 
-    @describes("A websocket: send a prompt as to POST /api/v1/generate, and read what continues it")
+    @describes("A websocket: send a prompt as to POST /api/v1/generate, and read what continues it", success=101)
     async def _connect(self, request: web.Request) -> web.StreamResponse:
         settings = self._context.settings
         socket = web.WebSocketResponse(heartbeat=settings.ping_s, max_msg_size=settings.max_body_bytes)

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from console.api.body import Body
-from console.api.body_schema import ShapedAs
+from console.api.body_schema import STOP_STRINGS, ShapedAs
 from console.api.clamped import TGI_CLAMPED
 from console.api.parameters import TGI_REFUSED
 from console.api.prompts import Prompt
 from console.api.sampling import MAX_N, SamplingFields
 from console.api.served import ServedModel
 from console.api.tgi.grammar import TgiGrammar
-from engine.config import MAX_LOGPROBS
+from engine.config import MAX_LOGPROBS, RANGES
 from engine.errors import InvalidRequest
 from engine.request import compact
 from engine.text.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ class TgiParameters(Body):
 
     refused = TGI_REFUSED
     clamped = TGI_CLAMPED
+    ranges = RANGES
 
     adapter_id: str | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] = 1
@@ -46,7 +47,7 @@ class TgiParameters(Body):
     repetition_penalty: float = 1.0
     return_full_text: bool | None = None
     seed: Annotated[int | None, Field(ge=0, lt=_SEEDS)] = None
-    stop: Annotated[list[str], Field(default_factory=list)]
+    stop: Annotated[list[str], Field(default_factory=list), STOP_STRINGS]
     temperature: float | None = None
     top_k: Annotated[int | None, Field(ge=0)] = None
     top_n_tokens: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0

@@ -14,7 +14,23 @@ from engine.errors import InvalidRequest
 class TgiGrammar(BaseModel):
     """What the answer must be. value: a JSON schema, {"schema": ...} for json_schema, or a regular expression."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"type": {"const": "regex"}, "value": {"type": "string", "minLength": 1}}},
+                {"properties": {"type": {"enum": ["json", "json_object"]}, "value": {"type": ["object", "string"]}}},
+                {
+                    "properties": {
+                        "type": {"const": "json_schema"},
+                        "value": {"type": "object", "required": ["schema"]},
+                    }
+                },
+            ]
+        },
+    )
 
     type: str
     value: Any

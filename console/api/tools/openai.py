@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from console.api.tools.calls import Tool, ToolCall, ToolChoice
 from engine.errors import InvalidRequest
@@ -24,7 +24,7 @@ class FunctionField(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    name: str
+    name: Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^{_NAME.pattern}$"})]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
