@@ -334,7 +334,7 @@ class EricApp(StyledApp, inherit_bindings=False):
 
         snapshot = self.link.snapshot()
         unfinished = snapshot.running + snapshot.queued
-        if self.standing.reach != "here" or not unfinished or isinstance(self.screen, ConfirmScreen):
+        if self.standing.reach not in ("here", "starting") or not unfinished or isinstance(self.screen, ConfirmScreen):
             self.exit()
             return
         title = f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished."

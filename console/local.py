@@ -19,6 +19,7 @@ from console.local_requests import LocalRequests
 from console.local_settings import LocalSettings
 from console.local_tuning import LocalTuning
 from console.runtime import LoopThread, Runtime
+from console.standing import Standing
 from engine.config import SamplingParams
 from engine.doctor.report import Report
 from engine.estimate import Estimate
@@ -50,6 +51,11 @@ class LocalLink:
         if finding is None or snapshot.status.state == "ready":
             return snapshot
         return msgspec.structs.replace(snapshot, status=finding)
+
+    def standing(self) -> Standing:
+        """Starting until the first model begins to load, or none does."""
+        starting = self._runtime.starting and self.snapshot().status.state == "unloaded"
+        return Standing(reach="starting") if starting else Standing()
 
     def api_status(self) -> ApiStatus:
         """The HTTP server now."""

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from console.link import ApiStatus, EngineLink
+from console.standing import Standing, standing_of
 from engine.snapshot import LogEntry, Snapshot
 
 
@@ -37,12 +38,15 @@ class OpeningLink:
         link = self._link
         return link.logs(after) if link is not None else (after, ())
 
+    def standing(self) -> Standing:
+        """That of the engine; starting before."""
+        link = self._link
+        return standing_of(link) if link is not None else Standing(reach="starting")
+
     @property
     def _link(self) -> EngineLink | None:
         opening = self._opening
         return opening.result() if opening.done() and opening.exception() is None else None
 
     def __getattr__(self, name: str) -> Any:
-        if name == "standing":
-            raise AttributeError(name)  # it is here, as its engine will be
         return getattr(self._opening.result(), name)

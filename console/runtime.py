@@ -67,6 +67,8 @@ class Runtime:
         sources: Sources | None = None,
     ) -> None:
         self.settings = settings
+        self.starting = False
+        """Whether a first model is yet to be loaded: a screen need not offer one meanwhile."""
         self.saved = RunningSettings(self, sources or Sources())
         self.state_dir = state_dir
         self._cluster = cluster

@@ -141,6 +141,7 @@ class _Engine:
         self._left_behind.enter_context(logging_to(runtime.engine.log, log_dir(), verbose=verbose, stderr=False))
         self._left_behind.callback(lambda: self._closing.result() if self._closing is not None else None)
         self._close = lambda: loop.submit(runtime.close(drain_s=0.0, patience_s=QUIT_PATIENCE_S))
+        runtime.starting = True
         loop.submit(_load(runtime, self._choice))
         return cast("EngineLink", LocalLink(runtime, loop))
 
@@ -149,5 +150,9 @@ async def _load(runtime: Runtime, choice: ModelChoice) -> None:
     """Start engine and API, then load. What fails is in the snapshot and the log, where the screens show it."""
     with contextlib.suppress(EngineError):
         await runtime.start()
-    with contextlib.suppress(EngineError):
+    try:
         await runtime.load(choice)
+    except EngineError:
+        pass
+    finally:
+        runtime.starting = False

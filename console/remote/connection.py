@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 15.0
+_SILENT_S = 2.0
+_LATE_FRAMES = 3
+"""Without a frame for so long, and for the time of so many, what is shown is said to be old."""
 _SILENT_FRAMES = 8
 _SHORTEST_SILENCE_S = 8.0
 """A connection that brings no frame for so long is taken for dead."""
@@ -46,13 +49,16 @@ class Connection:
         self._pause = pause
         self._standing = Standing(name=name, reach="connecting")
         self._retry_at: float | None = None
+        self._frame_at = 0.0
         self._seen = 0
 
     def standing(self) -> Standing:
         """How it is now."""
         standing, retry_at = self._standing, self._retry_at
         if retry_at is None:
-            return standing
+            silent_s = self._clock() - self._frame_at
+            is_silent = standing.reach == "live" and silent_s >= max(_SILENT_S, _LATE_FRAMES / self._hz)
+            return msgspec.structs.replace(standing, silent_s=int(silent_s)) if is_silent else standing
         return msgspec.structs.replace(standing, retry_in_s=max(0.0, retry_at - self._clock()))
 
     def check(self) -> None:
@@ -97,7 +103,7 @@ class Connection:
             snapshot = msgspec.structs.replace(frame.snapshot, log_total=self.log.total)
             self.frame = msgspec.structs.replace(frame, snapshot=snapshot)
             self._standing = msgspec.structs.replace(self._standing, reach="live", reason="")
-            self._retry_at = None
+            self._retry_at, self._frame_at = None, self._clock()
             yield self.frame
 
     async def _read_log(self, instance: Instance, total: int) -> None:

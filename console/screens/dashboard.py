@@ -44,7 +44,7 @@ class DashboardScreen(ConsoleScreen):
             show=False,
         ),
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
-        Binding("escape", "newest", "Newest", id="request.newest", tooltip="Show the newest requests again", show=False),
+        Binding("escape", "newest", "Newest", id="request.newest", tooltip="Show the newest again", show=False),
     ]
 
     def compose_body(self) -> ComposeResult:
@@ -72,10 +72,10 @@ class DashboardScreen(ConsoleScreen):
         many = is_many(snapshot.devices)
         self.set_class(many, "-many")
         self.query_one("#many-devices" if many else "#devices", DevicesPanel).show(snapshot)
-        self.query_one(WorkersPanel).show(snapshot)
+        self.query_one(WorkersPanel).show(snapshot, self.console.standing)
         self.query_one(SessionPanel).show(snapshot)
         self.query_one(ThroughputPanel).show(snapshot)
-        self.query_one(RequestsPanel).show(snapshot)
+        self.query_one(RequestsPanel).show(snapshot, api, self.console.standing)
         self._show_advice()
 
     def on_workers_panel_opened(self, event: WorkersPanel.Opened) -> None:

@@ -14,10 +14,12 @@ from console.request_list import SHOWS, RequestList
 from console.screens.base import ConsoleScreen
 from console.screens.confirm import ConfirmScreen
 from console.screens.request import RequestScreen
+from console.standing import Standing
 from console.widgets import text
 from console.widgets.glyphs import fitted
 from console.widgets.redraw import entitle, subtitle
 from console.widgets.request_table import COLUMN_NAMES, RequestTable, counted
+from console.widgets.requests import no_requests
 from console.widgets.table import Table
 from engine.snapshot import Snapshot
 
@@ -73,7 +75,8 @@ class RequestsScreen(ConsoleScreen):
 
     def _show(self, snapshot: Snapshot) -> None:
         requests, panel = self._requests, self.query_one("#requests-list")
-        self.table.show_requests(_nothing(requests, snapshot))
+        empty = _nothing(requests, snapshot, self.link.api_status(), self.console.standing)
+        self.table.show_requests(empty)
         entitle(panel, "Requests" if requests.show == "all" else f"Requests: {requests.show}")
         subtitle(panel, fitted(self.app, counted(requests, snapshot.running, snapshot.queued)).plain)
 
@@ -157,9 +160,7 @@ class RequestsScreen(ConsoleScreen):
         self.perform(cancel())
 
 
-def _nothing(requests: RequestList, snapshot: Snapshot) -> str:
+def _nothing(requests: RequestList, snapshot: Snapshot, api: ApiStatus, standing: Standing) -> str:
     if requests.filtered:
         return "No request is like that. Esc shows all again."
-    if snapshot.status.state in ("ready", "draining", "idle"):
-        return "No requests yet. Press 3 to chat, or a to switch the API on."
-    return "Requests appear here once a model is loaded."
+    return no_requests(snapshot, api, standing)

@@ -12,7 +12,7 @@ from textual.visual import Visual
 from textual.widget import Widget
 
 from console.widgets.glyphs import fitted, is_ascii, is_lettered
-from console.widgets.plot import Cell, Ink, column_of, columns, draw, nice_bound
+from console.widgets.plot import Cell, Ink, column_of, columns, draw, missed, nice_bound
 from engine.snapshot import Mark, Second
 
 GUTTER = 7
@@ -96,6 +96,8 @@ class Graph(Widget):
         behind = columns(span.history, width, step, self._behind.value) if self._behind else []
         top = self._scale.top([*front, *behind])
         plot = draw(front, behind, top, rows, ascii_only=is_ascii(self.app), shaded=is_lettered(self.app))
+        for column in missed(span.history, width, step) if plot else ():
+            plot[-1][column] = Cell("·", "")
         if span.history and plot:
             newest = span.history[-1].at
             marks = [(max(0, column_of(mark.at, newest, step)), mark.text) for mark in span.marks]

@@ -38,6 +38,8 @@ class InstanceReading:
 
 def instance_state(standing: Standing, snapshot: Snapshot) -> State:
     """How the connection is where that is not well, else how the model is."""
+    if standing.silent_s:
+        return State("◌", f"no data for {standing.silent_s} s", "$worker-failed")
     return _REACH.get(standing.reach) or model_state(snapshot.status.state)
 
 

@@ -12,6 +12,8 @@ from engine.snapshot import Second
 Ink = Literal["", "front", "behind", "both", "mark"]
 Values = Sequence[float | None]
 
+MISSED_S = 2.5
+"""Two seconds of history that are so far apart have some missing between them; closer ones, the later came late."""
 _EIGHTHS = 8
 _NICE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
@@ -39,18 +41,42 @@ def column_of(at: float, newest: float, seconds_per_column: int) -> int:
 def columns(
     history: Sequence[Second], width: int, seconds_per_column: int, value: Callable[[Second], float | None]
 ) -> list[float | None]:
-    """The mean of `value` over each of the last `width` columns, oldest first; None where nothing was measured."""
+    """The mean of `value` over each of the last `width` columns, oldest first; None where nothing was measured.
+
+    A column between two seconds of which the later one came a little late has what the earlier one had.
+    """
     sums, counts = [0.0] * width, [0] * width
-    newest = history[-1].at if history else 0.0
+    late: list[int] = []
+    newest, after = history[-1].at if history else 0.0, math.inf
     for second in reversed(history):
         back = column_of(second.at, newest, seconds_per_column)
+        if after - second.at < MISSED_S:
+            late += range(width - back, width - 1 - column_of(after, newest, seconds_per_column))
         if back >= width:
             break
-        measured = value(second)
+        after, measured = second.at, value(second)
         if measured is not None:
             sums[width - 1 - back] += measured
             counts[width - 1 - back] += 1
-    return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+    found = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+    for column in sorted(late):
+        if column > 0:
+            found[column] = found[column - 1]
+    return found
+
+
+def missed(history: Sequence[Second], width: int, seconds_per_column: int) -> list[int]:
+    """The columns, counted from the left, in which nothing was measured because seconds are missing from the history."""
+    newest, after = history[-1].at if history else 0.0, math.inf
+    found: list[int] = []
+    for second in reversed(history):
+        back = column_of(second.at, newest, seconds_per_column)
+        if MISSED_S <= after - second.at < math.inf:
+            found += range(max(0, width - back), width - 1 - column_of(after, newest, seconds_per_column))
+        if back >= width:
+            break
+        after = second.at
+    return found
 
 
 def draw(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.containers import Vertical
 
+from console.link import ApiStatus
+from console.standing import Standing
 from console.widgets import text
 from console.widgets.redraw import subtitle
 from console.widgets.states import request_state
@@ -50,12 +52,13 @@ class RequestsPanel(Vertical):
         """The table."""
         return self.query_one(Table)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: Snapshot, api: ApiStatus, standing: Standing) -> None:
         """The requests now."""
         ordered = sorted(snapshot.requests, key=lambda row: _ORDER[row.state])
         self._rows = {row.id: row for row in ordered}
         live = sum(row.state != "finished" for row in ordered)
-        self.table.show([request_row(row) for row in ordered], empty=_empty(snapshot), pinned=live)
+        empty = no_requests(snapshot, api, standing)
+        self.table.show([request_row(row) for row in ordered], empty=empty, pinned=live)
         subtitle(self, f"{snapshot.running} running, {snapshot.queued} queued")
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
@@ -109,7 +112,24 @@ def _progress(row: RequestRow) -> Cell:
     return (("━" * filled, style), ("━" * (_BAR - filled), "$gpu-free"))
 
 
-def _empty(snapshot: Snapshot) -> str:
-    if snapshot.status.state in ("ready", "draining"):
-        return "No requests yet. Press 3 to chat, or a to switch the API on."
-    return "Requests appear here once a model is loaded."
+def no_requests(snapshot: Snapshot, api: ApiStatus, standing: Standing) -> str:
+    """Why there is no request, and what can be done here to have one."""
+    state, chat = snapshot.status.state, "" if standing.read_only else ", or press 3 to chat"
+    if standing.reach == "recording":
+        return "No requests at this time of the recording."
+    if standing.stale:
+        return f"Nothing is known of requests: no data from {standing.name}."
+    if standing.reach == "starting":
+        return "Starting …"
+    if state == "loading":
+        return "Requests appear here once the model is loaded."
+    if state not in ("ready", "draining", "idle"):
+        return "Requests appear here once a model is loaded."
+    if api.stopping:
+        return "The API is stopping: new requests are refused."
+    if api.running:
+        return f"Waiting for requests at {api.url}. A curl command is on the API screen (6){chat}."
+    if standing.read_only:
+        return "No requests. The API is off."
+    failed = f" ({api.error.message.rstrip('.')})" if api.error is not None else ""
+    return f"No requests yet. The API is off{failed}: press a to switch it on{chat}."

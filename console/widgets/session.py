@@ -41,12 +41,11 @@ class SessionPanel(Widget):
 def facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     """Name and value of each line."""
     totals, model = snapshot.totals, snapshot.status.model
-    ended = " · ".join(f"{count} {reason}" for reason, count in sorted(totals.finished.items()))
     yield "up", _uptime(snapshot.uptime_s)
-    yield "requests", f"{totals.requests:,}" + (f" ({ended})" if ended else "")
+    yield "requests", " · ".join(_requests(snapshot))
     tokens = (totals.output_tokens, "out"), (totals.prompt_tokens, "in"), (totals.cached_tokens, "cached")
     yield "tokens", " · ".join(f"{text.count(number)} {word}" for number, word in tokens)
-    yield "trouble", " · ".join(_troubles(totals)) or "none"
+    yield "errors", " · ".join(_errors(totals)) or "none"
     if model is not None:
         yield "model", f"{text.count(model.parameters)} parameters · {model.architecture}"
         yield "context", f"{model.max_model_len:,} tokens · {model.kv_tokens:,} in KV pages of {model.page_tokens}"
@@ -57,16 +56,29 @@ def facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         yield "drafts", f"{totals.draft_tokens:,} tokens guessed ahead · {held} held"
 
 
-def _troubles(totals: Totals) -> Iterator[str]:
-    """What there was of it."""
+def _requests(snapshot: Snapshot) -> Iterator[str]:
+    """Those that ended and how, then those that live."""
+    finished = snapshot.totals.finished
+    ended = ", ".join(f"{count:,} {reason}" for reason, count in sorted(finished.items()) if count)
+    yield f"{sum(finished.values()):,} done" + (f" ({ended})" if ended else "")
+    for number, word in ((snapshot.running, "running"), (snapshot.queued, "queued")):
+        if number:
+            yield f"{number:,} {word}"
+
+
+def _errors(totals: Totals) -> Iterator[str]:
+    """Requests that got less than they asked for, then what the engine had to do over."""
     for number, word in (
+        (totals.finished.get("error", 0), "failed"),
+        (totals.finished.get("timeout", 0), "timed out"),
+        (totals.finished.get("cancelled", 0), "cancelled"),
         (totals.rejected, "rejected"),
         (totals.requeued, "moved"),
         (totals.preemptions, "preempted"),
-        (totals.worker_restarts, "restarted"),
+        (totals.worker_restarts, "workers restarted"),
     ):
         if number:
-            yield f"{number} {word}"
+            yield f"{number:,} {word}"
 
 
 def _uptime(seconds: float) -> str:

@@ -79,6 +79,8 @@ def _left(snapshot: Snapshot, api: ApiStatus, standing: Standing, brevity: int, 
     name = _model(snapshot, brevity)
     if name is not None:
         parts.append(name)
+    if standing.reach == "starting":
+        return _DOT.join([*parts, Content.styled("◌ starting", "$worker-loading")])
     told = _told(snapshot, brevity)
     parts.append(_state(snapshot, brevity, room - sum(part.cell_length + 3 for part in (*parts, *told))))
     status = snapshot.status
@@ -105,6 +107,8 @@ def _where(standing: Standing, brevity: int) -> list[Content]:
 def _out_of_reach(standing: Standing, brevity: int) -> list[Content]:
     """Whose engine it was, and why what is shown of it is old."""
     name = Content.styled(text.clip(standing.name, 40), "$accent")
+    if standing.silent_s:
+        return [name, Content.styled(f"◌ no data for {standing.silent_s} s", "$warning")][brevity > 2 :]
     if standing.reach == "connecting":
         return [name, Content.styled("◌ connecting", "$worker-loading")][brevity > 2 :]
     if standing.reach == "refused":

@@ -9,6 +9,7 @@ from textual.containers import Vertical
 from textual.message import Message
 
 from console.load_pace import LoadPaces, Pace
+from console.standing import Standing
 from console.widgets import text
 from console.widgets.names import devices_name
 from console.widgets.redraw import subtitle
@@ -48,7 +49,7 @@ class WorkersPanel(Vertical):
         """The table."""
         return self.query_one(Table)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: Snapshot, standing: Standing) -> None:
         """The workers now, with their models where these are several."""
         workers, several, medium = snapshot.workers, len(snapshot.models) > 1, self.screen.has_class("-medium")
         loads = {worker.id: worker.progress for worker in workers if worker.progress is not None}
@@ -60,7 +61,7 @@ class WorkersPanel(Vertical):
             for worker in workers
         ]
         shown = columns(workers, room=self.size.width - _OTHER_CELLS if several else None)
-        self.table.show(rows, empty=_empty(snapshot), columns=shown)
+        self.table.show(rows, empty=_empty(snapshot, standing), columns=shown)
         ready = sum(worker.state == "ready" for worker in workers)
         wanted = sum(model.target_workers for model in snapshot.models) or snapshot.target_workers
         subtitle(self, f"{ready} of {wanted} ready" if workers else "")
@@ -128,12 +129,15 @@ def _state(worker: WorkerReading, brief: bool, pace: Pace | None) -> Cell:
     return tuple(pieces)
 
 
-def _empty(snapshot: Snapshot) -> str:
+def _empty(snapshot: Snapshot, standing: Standing) -> str:
     status = snapshot.status
     if status.state == "failed" and status.error is not None:
-        return f"Loading failed: {text.clip(status.error.message, 300).rstrip('.')}. Press 2 to choose another model."
+        choose = "" if standing.read_only else " Press 2 to choose another model."
+        return f"Loading failed: {text.clip(status.error.message, 300).rstrip('.')}.{choose}"
     if status.state == "loading":
         return "Starting …"
     if status.state == "idle":
         return "Unloaded while nobody asks; the next request loads the model again."
-    return "No model loaded. Press 2 to choose one."
+    if standing.reach == "starting":
+        return "Starting …"
+    return "No model loaded." if standing.read_only else "No model loaded. Press 2 to choose one."

@@ -124,3 +124,16 @@ def test_the_session_says_how_many_guesses_held() -> None:
     totals = Totals(draft_tokens=1200, draft_accepted=900)
     assert dict(facts(scenes.busy(totals=totals)))["drafts"] == "1,200 tokens guessed ahead · 75% held"
     assert "drafts" not in dict(facts(scenes.busy()))
+
+
+def test_the_session_counts_what_is_done_and_what_runs_so_that_the_sum_is_right() -> None:
+    totals = Totals(requests=52, finished={"stop": 1, "length": 40})
+    assert dict(facts(scenes.busy(totals=totals, running=8, queued=3)))["requests"] == (
+        "41 done (40 length, 1 stop) · 8 running · 3 queued"
+    )
+
+
+def test_the_session_tells_of_every_request_that_did_not_get_its_answer() -> None:
+    totals = Totals(requests=30, rejected=2, finished={"stop": 1, "cancelled": 20, "error": 4, "timeout": 3})
+    assert dict(facts(scenes.busy(totals=totals)))["errors"] == "4 failed · 3 timed out · 20 cancelled · 2 rejected"
+    assert dict(facts(scenes.busy(totals=Totals())))["errors"] == "none"

@@ -7,16 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from console.app import EricApp
 from console.link import ApiStatus
 from console.widgets import text
 from console.widgets.bars import Part, meter, stack
 from console.widgets.columns import Column, fitting, spread
 from console.widgets.glyphs import wants_ascii
-from console.widgets.plot import column_of, columns, draw, nice_bound
+from console.widgets.graph import Graph
+from console.widgets.plot import column_of, columns, draw, missed, nice_bound
 from console.widgets.status_line import status_line
 from engine.backends.base import LoadProgress
 from engine.snapshot import Second
 from tests.fakes import scenes
+from tests.fakes.link import FakeLink
 
 
 def _drawn(front: list[float | None], behind: list[float | None], top: float, rows: int, **how: bool) -> list[str]:
@@ -150,3 +153,30 @@ def test_the_linux_console_and_locales_without_utf_8_get_ascii() -> None:
     assert wants_ascii({"TERM": "linux"}, "utf-8")
     assert wants_ascii({"TERM": "xterm"}, "ANSI_X3.4-1968")
     assert not wants_ascii({"TERM": "xterm"}, "UTF-8")
+
+
+def test_a_second_that_comes_late_leaves_no_hole_in_a_curve() -> None:
+    history = [Second(at=at, running=running) for at, running in ((100.9, 4), (101.99, 5), (103.01, 6), (104.0, 7))]
+    assert columns(history, 5, 1, lambda at: at.running) == [4, 5, 5, 6, 7]
+    assert missed(history, 5, 1) == []
+
+
+def test_what_was_not_measured_in_a_second_is_not_carried_on() -> None:
+    history = [Second(at=100.0, ttft_p50=0.1), Second(at=101.0), Second(at=103.0, ttft_p50=0.3)]
+    assert columns(history, 4, 1, lambda at: at.ttft_p50) == [0.1, None, None, 0.3]
+
+
+def test_seconds_that_are_missing_are_marked_and_not_drawn_as_a_value() -> None:
+    history = [Second(at=100.0, running=4), Second(at=105.0, running=6)]
+    assert columns(history, 6, 1, lambda at: at.running) == [4, None, None, None, None, 6]
+    assert missed(history, 6, 1) == [1, 2, 3, 4]
+    assert missed(history, 3, 1) == [0, 1]
+
+
+async def test_missing_seconds_are_dots_on_the_ground_of_a_graph() -> None:
+    seconds = tuple(Second(at=scenes.NOW - back, output_tokens=50, running=4) for back in (7, 6, 1, 0))
+    app = EricApp(FakeLink(scenes.busy(history=seconds, marks=())))
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        graph = app.screen.query_one("#tokens", Graph)
+        assert graph.line(graph.size.height - 1).plain.endswith("██····██")

@@ -18,7 +18,7 @@ def test_until_the_engine_is_there_a_screen_sees_nothing_and_waits_for_nothing()
     assert (snapshot.workers, snapshot.models, snapshot.at > 0) == ((), (), True)
     assert (link.api_status().running, link.api_status().port) == (False, 8123)
     assert link.logs(7) == (7, ())
-    assert standing_of(link) == Standing()
+    assert standing_of(link) == Standing(reach="starting")
 
 
 def test_then_it_is_the_engines_own() -> None:
@@ -29,6 +29,7 @@ def test_then_it_is_the_engines_own() -> None:
     assert link.api_status() == engine.api_status()
     assert link.logs() == engine.logs()
     assert link.settings is engine.settings
+    assert standing_of(link) == Standing()
 
 
 def test_who_asks_for_more_waits_for_the_engine() -> None:
