@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from console.api.context import ApiContext
 from console.api.described import describes
@@ -123,7 +123,9 @@ class Operations:
     @describes("Prometheus metrics", answer="text/plain")
     async def _metrics(self, request: web.Request) -> web.Response:
         encode, content_type = _encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(self._registry, escaping=ALLOWUTF8), headers={"Content-Type": content_type})
+        return web.Response(
+            body=encode(self._registry, escaping=openmetrics.ALLOWUTF8), headers={"Content-Type": content_type}
+        )
 
 
 def _encoder(accept: str) -> tuple[Callable[..., bytes], str]:
@@ -131,12 +133,15 @@ def _encoder(accept: str) -> tuple[Callable[..., bytes], str]:
     version is no number.
 
     All names here are valid without escaping, colons included, so no escaping scheme is offered: the library's own
-    would rename vLLM's metrics, whose samples then belong to no declared family.
+    would rename vLLM's metrics, whose samples then belong to no declared family. OpenMetrics is 1.0.0 whatever newer
+    version is asked for, which the library would repeat.
     """
     try:
         encode, content_type = choose_encoder(accept)
     except TypeError:
         encode, content_type = choose_encoder("")
+    if content_type.startswith("application/openmetrics-text"):
+        return openmetrics.generate_latest, openmetrics.CONTENT_TYPE_LATEST
     return encode, content_type.partition("; escaping=")[0]
 
 

@@ -219,6 +219,12 @@ async def test_every_sample_belongs_to_a_family_that_was_declared(api: Served, a
     assert [family.name for family in await families(api, accept) if family.type == "unknown"] == []
 
 
+@pytest.mark.parametrize("version", ["1.0.0", "2.0.0", "1.0.0.9", "99.0"])
+async def test_metrics_say_the_version_that_they_are_written_in(api: Served, version: str) -> None:
+    async with api.http.get("/metrics", headers={"Accept": f"{OPENMETRICS};version={version}"}) as response:
+        assert response.headers["Content-Type"] == f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
+
+
 @asynccontextmanager
 async def prometheus(folder: Path, targets: dict[str, str]) -> AsyncIterator[aiohttp.ClientSession]:
     """A real Prometheus that scrapes; a client of its HTTP API, once every target was scraped. targets: host and port
