@@ -174,9 +174,12 @@ class EricApp(StyledApp, inherit_bindings=False):
         self.refresh_screen()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Another model can be brought into view where there is one. Knobs are shown, but do not turn, read-only."""
-        if action in ("step", "toggle_api") and self.standing.read_only:
-            return None
+        """Another model can be brought into view where there is one; the API of another instance carries this console.
+
+        Where no command is taken, keys that give one stay: the link says why it refuses.
+        """
+        if action == "toggle_api" and self.standing.reach not in ("here", "starting", "recording"):
+            return self.standing.read_only
         return len(self.link.snapshot().models) > 1 if action == "next_model" else True
 
     def _fatal_error(self) -> None:

@@ -14,6 +14,9 @@ from textual.keys import key_to_character
 from textual.screen import Screen
 from textual.types import IgnoreReturnCallbackType
 
+from console.ordering import ORDERS
+from console.standing import standing_of
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -33,10 +36,13 @@ class Entry:
 def entries(screen: Screen[object], *, moving: bool = False) -> Iterator[Entry]:
     """What the bindings with an id do on `screen`: first those of what has the focus, then the screen's, then the
     console's. Keys that are text to a box with the focus count too, those that the whole screen takes as text do not.
-    moving: with those that only move about."""
+    Where no command is taken, those that give one are left out. moving: with those that only move about."""
+    left_out = ORDERS if standing_of(getattr(screen.app, "link", None)).read_only else frozenset()
     keys: dict[str, list[str]] = {}
     first: dict[str, tuple[DOMNode, Binding]] = {}
     for node, binding in _bindings(screen):
+        if binding.id in left_out:
+            continue
         if binding.id is not None and (moving or not binding.system) and _can(node, binding.action):
             title = binding.tooltip or binding.description
             first.setdefault(title, (node, binding))

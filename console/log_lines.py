@@ -111,6 +111,10 @@ class LogLines:
         self._shown = deque(filter(self._is_wanted, self._lines))
         return True
 
+    def has_below(self, level: int) -> bool:
+        """Whether there are lines below a level."""
+        return any(line.entry.level < level for line in self._lines)
+
     def as_text(self) -> Iterator[str]:
         """The lines that are wanted now, as the log file has them; each is written out when it is asked for."""
         return (line_text(line) for line in tuple(self._shown))

@@ -12,7 +12,8 @@ Reach = Literal["here", "starting", "connecting", "live", "lost", "refused", "re
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """name: "host:port" or a file's name, "" for the engine of this process.
 
-    reach: starting is the engine of this process before its first model loads; lost is tried again by itself, after `retry_in_s`; refused, too, but needs somebody to do something.
+    reach: starting is the engine of this process before its first model loads; lost is tried again by itself, after
+    `retry_in_s`; refused, too, but needs somebody to do something.
     reason: one sentence for lost and refused.  read_only: every command is refused.
     silent_s: whole seconds since anything came of an instance that is live, 0 where that is as it should be.
     """

@@ -101,10 +101,14 @@ class Connection:
                 raise OutOfReach(f"{self._standing.name} is of another version than this console") from None
             await self._read_log(instance, frame.snapshot.log_total)
             snapshot = msgspec.structs.replace(frame.snapshot, log_total=self.log.total)
-            self.frame = msgspec.structs.replace(frame, snapshot=snapshot)
-            self._standing = msgspec.structs.replace(self._standing, reach="live", reason="")
-            self._retry_at, self._frame_at = None, self._clock()
+            self.came(msgspec.structs.replace(frame, snapshot=snapshot))
             yield self.frame
+
+    def came(self, frame: Frame) -> None:
+        """A frame is there: the connection is live."""
+        self.frame = frame
+        self._standing = msgspec.structs.replace(self._standing, reach="live", reason="")
+        self._retry_at, self._frame_at = None, self._clock()
 
     async def _read_log(self, instance: Instance, total: int) -> None:
         """Fetch the lines that are new. An instance that was started again counts from 0."""

@@ -131,7 +131,7 @@ class ConsoleScreen(InConsole[None]):
             self.query_one(StatusLine).show(snapshot, api, self.console.standing)
             for row in self.query(ConsoleRow):
                 row.show()
-            self.query_one(TabRow).show(snapshot)
+            self.query_one(TabRow).show(snapshot, read_only=self.console.standing.read_only)
             self.update_body(snapshot, api)
 
     def on_mount(self) -> None:

@@ -134,9 +134,10 @@ class LogsScreen(ConsoleScreen):
         self._close_sources()
 
     def action_level(self) -> None:
-        """The next higher level, then all."""
-        level = self._view.lines.wanted.level
-        self._filter(level=LEVELS[(LEVELS.index(level) + 1) % len(LEVELS)])
+        """The next higher level that leaves lines out, then all."""
+        lines = self._view.lines
+        levels = [LEVELS[0], *(level for level in LEVELS[1:] if lines.has_below(level) or level == lines.wanted.level)]
+        self._filter(level=levels[(levels.index(lines.wanted.level) + 1) % len(levels)])
 
     def action_top(self) -> None:
         """Oldest."""

@@ -21,7 +21,7 @@ from console.screens.load import How, LoadScreen
 from console.widgets import text
 from console.widgets.hub_box import HubBox
 from console.widgets.load_form_view import LoadFormView
-from console.widgets.model_hints import held, hint, is_of, unfinished_of
+from console.widgets.model_hints import held, hint, is_broken, is_of, unfinished_of
 from console.widgets.model_load import ModelLoad
 from console.widgets.model_panel import Edits, ModelPanel, called
 from console.widgets.model_table import ModelTable
@@ -88,7 +88,8 @@ class ModelsScreen(ConsoleScreen):
         self.action_rescan()
 
     def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
-        """The engine's state, and which rows are loaded."""
+        """The engine's state, and which rows are loaded. Where no command is taken, there is no box for a name."""
+        self.query_one(HubBox).display = not self.console.standing.read_only
         self.query_one(ModelLoad).show(snapshot, self.link.models.fetching())
         loaded = {str(status.spec.path): status.state for status in held(snapshot) if status.spec is not None}
         if loaded != self._loaded:
@@ -126,17 +127,23 @@ class ModelsScreen(ConsoleScreen):
         if entry is None:
             return
         moment = (self._scans, snapshot.target_workers, snapshot.max_prompts, tuple(self._loaded.items()))
-        self.query_one(ModelPanel).show(entry, hint(self.link.snapshot(), entry), moment)
+        words = hint(self.link.snapshot(), entry, read_only=self.console.standing.read_only)
+        self.query_one(ModelPanel).show(entry, words, moment)
 
     def action_edit(self) -> None:
         """To the form: beside the table, or on a page of its own."""
         entry = self.query_one(ModelTable).selected
         if entry is None:
             return
-        if self.has_class("-narrow"):
+        if is_broken(entry):
+            self._say_what_is_wrong(entry)
+        elif self.has_class("-narrow"):
             self.app.push_screen(LoadScreen(entry, self._edits), self._edited)
         else:
             self.query_one(LoadFormView).focus()
+
+    def _say_what_is_wrong(self, entry: ModelEntry) -> None:
+        self.notify(f"{entry.name}: {entry.problem}", severity="error", markup=False)
 
     def _edited(self, how: How | None) -> None:
         """Back from the form's page."""
@@ -205,8 +212,8 @@ class ModelsScreen(ConsoleScreen):
         entry = self.query_one(ModelTable).selected
         if entry is None:
             return
-        if entry.problem and not entry.unfinished:
-            self.notify(f"{entry.name}: {entry.problem}", severity="error", markup=False)
+        if is_broken(entry):
+            self._say_what_is_wrong(entry)
         else:
             self.perform(self._told(self._load(entry, beside=beside), f"{entry.name} is ready"))
 

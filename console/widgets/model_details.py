@@ -94,12 +94,12 @@ def _about(entry: ModelEntry) -> Iterator[Content]:
     bits = entry.bits_per_weight
     each = f", {bits:.2f} bits a weight" if bits is not None else ""
     context = f"{entry.context_tokens:,} tokens" if entry.context_tokens else "not said"
-    rows = (
-        ("kind", f"{family(entry)}, {quantised(entry)}{each}"),
-        ("size", f"{parameters(entry)} parameters, {text.size(entry.weights_bytes)} of weights"),
-        ("context", f"{context} · chat template: {entry.chat_template or 'none'}"),
-        ("folder", _folder(entry)),
-    )
+    rows = [("kind", f"{family(entry)}, {quantised(entry)}{each}")]
+    if entry.weights_bytes or not entry.problem:
+        rows.append(("size", f"{parameters(entry)} parameters, {text.size(entry.weights_bytes)} of weights"))
+    if entry.context_tokens or not entry.problem:
+        rows.append(("context", f"{context} · chat template: {entry.chat_template or 'none'}"))
+    rows.append(("folder", _folder(entry)))
     yield Content.styled(entry.name, "bold $primary")
     yield from (Content.assemble((f"{label:<{_LABEL_CELLS}}", "$muted"), value) for label, value in rows)
 

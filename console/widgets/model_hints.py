@@ -27,8 +27,16 @@ def unfinished_of(model: ModelReading | None, snapshot: Snapshot) -> int:
     return counted.running + counted.queued
 
 
-def hint(snapshot: Snapshot, entry: ModelEntry) -> Content:
-    """What the keys do with the selected model; each can be clicked."""
+def is_broken(entry: ModelEntry) -> bool:
+    """Whether it cannot be loaded, whatever is done here."""
+    return bool(entry.problem) and not entry.unfinished
+
+
+def hint(snapshot: Snapshot, entry: ModelEntry, *, read_only: bool = False) -> Content:
+    """What the keys do with the selected model; each can be clicked. read_only: nothing is loaded from here."""
+    marks = (clickable("space marks", "screen.mark"), clickable("v compares", "screen.compare"))
+    if read_only or is_broken(entry):
+        return Content(", ").join(marks)
     there = held(snapshot)
     load = "Enter goes on with its download" if entry.unfinished else "Enter loads it"
     words = [clickable(load, "screen.load_model(False)")]
@@ -43,7 +51,6 @@ def hint(snapshot: Snapshot, entry: ModelEntry) -> Content:
     more = (
         clickable("e sets values", "screen.edit"),
         clickable("R resets", "screen.forget"),
-        clickable("space marks", "screen.mark"),
-        clickable("v compares", "screen.compare"),
+        *marks,
     )
     return Content("\n").join((Content(", ").join(words), Content(", ").join(more)))

@@ -18,6 +18,7 @@ from console.load_form import LoadForm
 from console.widgets.glyphs import fitted
 from console.widgets.load_form_view import LoadFormView
 from console.widgets.model_details import Fit, FitPreview, ModelDetails, brief
+from console.widgets.model_hints import is_broken
 from engine.errors import EngineError
 from engine.models.catalog import ModelEntry
 
@@ -95,6 +96,7 @@ class ModelPanel(Vertical):
         if entry != self._entry:
             self._fit = None
             self.query_one(ModelDetails).show(entry)
+            self.query_one(LoadFormView).display = not is_broken(entry)
             self._fill(entry, self._edits.get(called(entry), NOTHING))
         self._entry, self._moment = entry, moment
         self.price()

@@ -66,7 +66,7 @@ def columns(
 
 
 def missed(history: Sequence[Second], width: int, seconds_per_column: int) -> list[int]:
-    """The columns, counted from the left, in which nothing was measured because seconds are missing from the history."""
+    """The columns, counted from the left, that lie where seconds are missing from the history."""
     newest, after = history[-1].at if history else 0.0, math.inf
     found: list[int] = []
     for second in reversed(history):

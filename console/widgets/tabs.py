@@ -50,12 +50,13 @@ class TabRow(Widget):
         super().__init__()
         self._mode = mode
         self._knobs = Knobs()
+        self._read_only = False
 
-    def show(self, snapshot: Snapshot) -> None:
-        """The knobs as they are set."""
+    def show(self, snapshot: Snapshot, *, read_only: bool = False) -> None:
+        """The knobs as they are set. read_only: they cannot be turned, so there is nothing to click."""
         knobs = Knobs.of(snapshot)
-        if knobs != self._knobs:
-            self._knobs = knobs
+        if (knobs, read_only) != (self._knobs, self._read_only):
+            self._knobs, self._read_only = knobs, read_only
             self.refresh()
 
     def render(self) -> Content:
@@ -64,7 +65,7 @@ class TabRow(Widget):
         for brief in (False, True):
             tabs = tab_row(self._mode, brief=brief)
             for brevity in range(BREVITIES):
-                knobs = knob_row(self._knobs, brevity)
+                knobs = knob_row(self._knobs, brevity, turns=not self._read_only)
                 if (room := width - tabs.cell_length - knobs.cell_length) > 0:
                     return fitted(self.app, Content.assemble(tabs, " " * room, knobs))
         return fitted(self.app, tabs)
@@ -78,16 +79,17 @@ def tab_row(here: str, *, brief: bool) -> Content:
     return Content("").join(_tab(mode.name, mode.digit, mode.title, mode.name == here, brief=brief) for mode in MODES)
 
 
-def knob_row(knobs: Knobs, brevity: int) -> Content:
-    """Both knobs. brevity: 0 says most; the last of BREVITIES is the narrowest form."""
+def knob_row(knobs: Knobs, brevity: int, *, turns: bool = True) -> Content:
+    """Both knobs. brevity: 0 says most; the last of BREVITIES is the narrowest form. turns: with signs to click."""
     coming = f"{knobs.now}→" if knobs.now != knobs.workers else ""
     allowed = (f", memory allows {knobs.limit}", f", memory allows {knobs.limit}", f", fits {knobs.limit}")
     limit = "" if not knobs.limit else (*allowed, f" ({knobs.limit})")[brevity]
     tight = brevity == BREVITIES - 1
+    prompts = "Prompts" if brevity else "Max prompts"
     return Content("  ").join(
         (
-            _knob("Workers", "workers", f"{coming}{knobs.workers}", tight=tight),
-            _knob("Prompts" if brevity else "Max prompts", "max_prompts", str(knobs.prompts), limit, tight=tight),
+            _knob("Workers", "workers", f"{coming}{knobs.workers}", tight=tight, turns=turns),
+            _knob(prompts, "max_prompts", str(knobs.prompts), limit, tight=tight, turns=turns),
         )
     )
 
@@ -104,9 +106,11 @@ def _tab(name: str, digit: str, title: str, here: bool, *, brief: bool) -> Conte
     return Content.assemble((f" {digit}", "$primary"), _link(f" {title} ", "$foreground", f"app.open('{name}')"))
 
 
-def _knob(title: str, name: str, value: str, limit: str = "", *, tight: bool) -> Content:
+def _knob(title: str, name: str, value: str, limit: str = "", *, tight: bool, turns: bool) -> Content:
     """limit: what memory allows, said behind the value. tight: no more spaces than it needs."""
     pad = "" if tight else " "
+    if not turns:
+        return Content.assemble((f"{title} ", "$muted"), (value, "bold $foreground"), (limit, "$warning"))
     return Content.assemble(
         (f"{title} ", "$muted"),
         _link(f"{pad}−{pad}", "bold $primary", f"app.step('{name}', -1)"),

@@ -114,7 +114,7 @@ async def test_a_load_under_way_shows_phase_bytes_and_a_bar() -> None:
 
 async def test_the_machine_without_a_gpu_is_a_device() -> None:
     seen = await _seen(scenes.cpu_idle(), (80, 24))
-    for words in ("CPU", "5.6/16.0 GiB", "others 5.2", "○ idle", "No requests yet. Press 3 to chat"):
+    for words in ("CPU", "5.6/16.0 GiB", "others 5.2", "○ idle", "or press 3 to chat"):
         assert words in seen, words
 
 

@@ -17,6 +17,7 @@ from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, screen_text
 
 READY = msgspec.structs.replace(scenes.cpu_idle(), requests=())
+WAITING = "Waiting for requests at http://127.0.0.1:8100. A curl command is on the API screen (6)"
 ON = ApiStatus(running=True, port=8100)
 FAILED = EngineError("port 8100 of 127.0.0.1 is taken").info
 
@@ -41,7 +42,7 @@ class Elsewhere(FakeLink):
             Standing(),
             READY,
             ON,
-            "Waiting for requests at http://127.0.0.1:8100. A curl command is on the API screen (6), or press 3 to chat.",
+            f"{WAITING}, or press 3 to chat.",
         ),
         (
             Standing(),
@@ -54,7 +55,7 @@ class Elsewhere(FakeLink):
             Standing(read_only=True),
             READY,
             ON,
-            "Waiting for requests at http://127.0.0.1:8100. A curl command is on the API screen (6).",
+            f"{WAITING}.",
         ),
         (Standing(read_only=True), READY, ApiStatus(), "No requests. The API is off."),
         (

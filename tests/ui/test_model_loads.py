@@ -317,3 +317,23 @@ def test_a_comparison_looks_right(snap_compare: object, size: tuple[int, int]) -
     link.models.expected[HERMES] = estimates.estimate_that_lacks()
     app = EricApp(link, start="models")
     assert snap_compare(app, terminal_size=size, run_before=compared)  # type: ignore[operator]
+
+
+async def test_a_model_that_cannot_be_loaded_offers_no_load_and_no_form() -> None:
+    link = FakeLink()
+    app = EricApp(link, start="models")
+    async with app.run_test(size=(140, 44), notifications=True) as pilot:
+        table = await listed(pilot)
+        table.move_to([row.key for row in table.rows].index("old-pickle[v1]"))
+        await until(pilot, lambda: "the weights are pickles" in screen_text(app))
+        seen = screen_text(app)
+        for words in ("Enter loads", "beside it", "e sets values", "max prompts   "):
+            assert words not in seen
+        assert not app.screen.query_one(LoadFormView).display
+        await pilot.press("enter", "e")
+        await until(pilot, lambda: any("pickles" in toast.message for toast in app._notifications))
+        assert "load" not in link.names()
+        assert table.has_focus
+        table.move_to(0)
+        await until(pilot, lambda: app.screen.query_one(LoadFormView).display)
+        assert "Enter loads" in screen_text(app)

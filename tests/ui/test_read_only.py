@@ -1,0 +1,92 @@
+"""A console that takes no commands, and one whose instance went silent: what they offer, and what they say."""
+
+from __future__ import annotations
+
+import pytest
+
+from console.app import EricApp
+from console.attached_app import AttachedApp
+from console.called import as_link
+from console.commands import entries
+from console.frames import Frame
+from console.link import ApiStatus
+from console.readonly import ReadOnlyLink
+from console.remote.connection import Connection
+from console.standing import Standing
+from console.widgets.hub_box import HubBox
+from tests.fakes import scenes
+from tests.fakes.elsewhere import FakeRemote
+from tests.fakes.link import FakeLink
+from tests.ui.seen import rows, screen_text, until
+
+REFUSED = "This console is read-only: it shows everything and changes nothing"
+
+
+def said(app: EricApp) -> list[str]:
+    return [toast.message for toast in app._notifications]
+
+
+@pytest.mark.parametrize("key", ["right_square_bracket", "left_square_bracket", "plus", "minus", "a", "x"])
+async def test_a_key_that_commands_says_at_once_why_it_does_not(key: str) -> None:
+    link = FakeLink(scenes.busy())
+    app = EricApp(as_link(ReadOnlyLink(link)))
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await pilot.pause()
+        await pilot.press("down", key)
+        await until(pilot, lambda: said(app) == [REFUSED])
+        assert link.commands == []
+
+
+async def test_read_only_there_is_nothing_to_type_or_click_that_would_command() -> None:
+    app = EricApp(as_link(ReadOnlyLink(FakeLink(scenes.busy()))), start="models")
+    async with app.run_test(size=(140, 40)) as pilot:
+        await until(pilot, lambda: "NeuralHermes-7B" in screen_text(app))
+        assert not app.screen.query_one(HubBox).display
+        assert "Enter loads" not in screen_text(app)
+        assert "+" not in rows(app)[1]
+        assert "Workers 2" in rows(app)[1]
+
+
+async def test_read_only_the_help_and_the_palette_leave_commands_out() -> None:
+    app = EricApp(as_link(ReadOnlyLink(FakeLink(scenes.busy()))))
+    async with app.run_test(size=(140, 40)) as pilot:
+        await pilot.pause()
+        titles = {entry.title for entry in entries(app.screen)}
+        assert not titles & {"Cancel the selected request", "Add a worker", "Switch the HTTP API on or off"}
+        assert "Quit the console" in titles
+
+
+async def test_an_attached_console_does_not_offer_to_switch_the_api_off() -> None:
+    app = AttachedApp([FakeRemote("10.0.0.7:8000")])
+    async with app.run_test(size=(140, 40)) as pilot:
+        await until(pilot, lambda: "q Quit" in rows(app)[-1])
+        assert "a API" not in rows(app)[-1]
+
+
+class Silent:
+    """An instance that sends one frame and then nothing."""
+
+
+def test_an_instance_that_goes_silent_is_said_to_be_after_two_seconds() -> None:
+    now = [100.0]
+    connection = Connection("gpu1:8000", 2.0, lambda: now[0])
+    connection.came(Frame(snapshot=scenes.busy(), api=ApiStatus()))
+    found = []
+    for passed in (0.0, 0.5, 1.9, 2.0, 3.7):
+        now[0] = 100.0 + passed
+        found.append((connection.standing().silent_s, connection.standing().stale))
+    assert found == [(0, False), (0, False), (0, False), (2, True), (3, True)]
+    connection.came(Frame(snapshot=scenes.busy(), api=ApiStatus()))
+    assert not connection.standing().stale
+
+
+async def test_the_age_of_what_is_shown_takes_the_place_of_ready() -> None:
+    remote = FakeRemote("10.0.0.7:8000")
+    app = AttachedApp([remote, FakeRemote("10.0.0.8:8000")])
+    async with app.run_test(size=(140, 40)) as pilot:
+        await until(pilot, lambda: "● ready" in rows(app)[0])
+        remote.stands = Standing(name="10.0.0.7:8000", reach="live", silent_s=3)
+        await until(pilot, lambda: "no data for 3 s" in rows(app)[0])
+        assert "ready" not in rows(app)[0]
+        assert app.has_class("-stale")
+        assert "◌ no data for 3 s" in rows(app)[-2]
