@@ -150,7 +150,12 @@ class ChatScreen(ConversationsScreen):
         follows = f"What follows it in all branches goes too: {plural(after, 'turn')}.\n" if after else ""
         words = clip(" ".join(turn.content.split()) or turn.note.problem, _QUOTED)
         question = ConfirmScreen(f"Delete this {kind}?", f"{words}\n{follows}", yes="Delete", no="Keep")
-        self.app.push_screen(question, lambda sure: self.run_worker(self._delete(turn)) if sure else None)
+
+        async def delete(sure: bool | None) -> None:
+            if sure:
+                await self._delete(turn)
+
+        self.app.push_screen(question, delete)
 
     async def _delete(self, turn: Turn) -> None:
         await self._halt()

@@ -130,6 +130,8 @@ def test_an_operators_round(terminal: Terminal, port: int) -> None:
     assert again.pid != worker.pid
 
     terminal.press("a")
+    terminal.wait_for("No request is running")
+    terminal.press("y")
     terminal.wait_for("API off")
     assert refuses(port)
     terminal.press("a")
