@@ -106,7 +106,7 @@ class GrammarMasks:
         grammar = params.grammar if params.stop else without(params.grammar, params.banned_strings)
         start = self._compiled.get((grammar.kind, grammar.source))
         if start is None:
-            return in_deep_thread(lambda: self._mask(self._start_of(grammar), request), grammar.source)
+            return in_deep_thread(lambda: self._mask(self._start_of(grammar), request), grammar)
         made: Future[GrammarMask] = Future()
         made.set_result(self._mask(start, request))
         return made

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from engine.backends.torch.masks import hold
 from engine.backends.torch.sampler import SampleRow, sample
 from engine.config import Grammar, SamplingParams
 from engine.errors import InvalidRequest
-from engine.text.grammar import check
+from engine.text.grammar import check, stack_bytes
 from engine.text.masks import COMPILED_KEPT, GrammarMask, GrammarMasks
 from engine.text.tokenizer import Tokenizer
 from tests.fakes import tiny_tokenizers
@@ -260,6 +262,97 @@ def test_grammars_that_nest_deep_are_read_or_refused_and_never_end_the_process()
     check(Grammar(kind="lark", source=f'start: R0\n{links}R8000: "a"\n'))
     chain = {f"a{i}": {"items": {"$ref": f"#/a{i + 1}"}} for i in range(2500)}
     check(schema_of({"$ref": "#/a0", **chain, "a2500": {}}))
+
+
+def linked(count: int, definition: Callable[[int], object], last: object) -> Grammar:
+    """A schema of definitions that refer each to the next."""
+    return schema_of(
+        {"$ref": "#/$defs/d0", "$defs": {f"d{i}": definition(i) for i in range(count)} | {f"d{count}": last}}
+    )
+
+
+def within_lists(depth: int, schema: object) -> object:
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+def rules(count: int, rule: Callable[[int], str], defined: str = ":", name: str = "r") -> Grammar:
+    """Rules that name each the next one."""
+    lines = [f"{name}{i} {defined} {rule(i + 1)}" for i in range(count)]
+    start = "start" if defined == ":" else "root"
+    return Grammar(
+        kind="lark", source="\n".join([f"{start} {defined} {name}0", *lines, f'{name}{count} {defined} "a"\n'])
+    )
+
+
+LISTS = linked(500, lambda i: {"items": {"$ref": f"#/$defs/d{i + 1}"}}, {})
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        linked(500, lambda i: {"properties": {"a": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {}]}}}, {}),
+        linked(100, lambda i: within_lists(40, {"$ref": f"#/$defs/d{i + 1}"}), {}),
+        linked(500, lambda i: {"$anchor": f"d{i}", "items": {"$ref": f"#d{i + 1}"}}, {"$anchor": "d500"}),
+        Grammar(kind="json_schema", source=LISTS.source.replace("$ref", r"\u0024ref")),
+        Grammar(kind="lark", source=f"start: %json {LISTS.source}"),
+        rules(500, lambda i: "(" * 12 + f"r{i}" + ")" * 12),
+        rules(500, lambda i: f'"x"\n | r{i} ":"'),
+        rules(500, lambda i: f'"x" r-{i}', "::=", "r-"),
+    ],
+    ids=["objects", "lists", "anchors", "escaped", "within", "brackets", "continued", "gbnf"],
+)
+def test_the_stack_of_a_compilation_is_more_than_its_chain_of_references_needs(
+    monkeypatch: pytest.MonkeyPatch, grammar: Grammar
+) -> None:
+    """What stack is given beyond the least is enough without it."""
+    monkeypatch.setattr("engine.text.grammar._MIN_STACK_BYTES", 2**18)
+    check(grammar)
+
+
+WORDS = [f"the word of number {i}" for i in range(30_000)]
+RULES = "".join(f'\nr{i}: "it is {i} of them"' for i in range(30_000))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar(kind="lark", source="start: " + " | ".join(map(json.dumps, WORDS))),
+        Grammar(kind="lark", source="start: " + " | ".join(f"r{i}" for i in range(30_000)) + RULES),
+        schema_of({"enum": WORDS}),
+        Grammar(kind="choice", source=json.dumps(WORDS)),
+        Grammar(kind="regex", source="|".join(WORDS)),
+    ],
+    ids=["words", "rules", "enum", "choice", "regex"],
+)
+def test_a_long_grammar_without_chains_of_references_takes_the_least_stack(grammar: Grammar) -> None:
+    assert len(grammar.source) > 600_000
+    assert stack_bytes(grammar) < 2**25
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited and read as Linux does")
+def test_a_grammar_of_a_mebibyte_is_read_where_address_space_is_limited_and_one_too_deep_is_refused() -> None:
+    script = """
+import resource
+from engine.config import Grammar
+from engine.errors import InvalidRequest
+from engine.text.grammar import check, stack_bytes
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
+check(Grammar(kind="lark", source="start: " + " | ".join(f'"the word of number {i}"' for i in range(40_000))))
+for links in (25_000, 60_000):
+    try:
+        chain = "".join(f"r{i}: r{i + 1}\\n" for i in range(links))
+        check(Grammar(kind="lark", source=f'start: r0\\n{chain}r{links}: "a"'))
+    except InvalidRequest as error:
+        print(error.message)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = done.stdout.splitlines()
+    assert "MiB of stack to compile it cannot be had" in first
+    assert "refer to one another too deeply" in second
 
 
 class Only:
