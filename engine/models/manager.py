@@ -25,6 +25,7 @@ from engine.errors import (
     EngineClosed,
     EngineError,
     InvalidRequest,
+    LoadCancelled,
     ModelNotFound,
     NoModelLoaded,
     QueueFull,
@@ -237,7 +238,7 @@ class ModelManager:
         finally:
             self._waiting -= 1
         if wakes and (error := awaited.exception()) is not None and not self._closed:
-            raise error
+            raise deployment.not_ready() if isinstance(error, LoadCancelled) else error
 
     def left(self, request: Request) -> None:
         """A request ended: it leaves its worker, and others may take its place."""

@@ -79,6 +79,19 @@ async def test_a_model_that_is_unloaded_while_it_wakes_is_gone(tmp_path: Path) -
         assert all(backend.loaded is None for backend in backends.made)
 
 
+async def test_who_waits_for_a_model_whose_waking_is_cancelled_may_come_again(tmp_path: Path) -> None:
+    gate = Gate()
+    async with started(Backends(FakeBackend(), FakeBackend(load_gate=gate))) as engine:
+        await engine.load(named(tmp_path, "a"), idle_unload_s=0.001)
+        await asleep(engine)
+        asked = asyncio.create_task(engine.serving())
+        await asyncio.to_thread(gate.wait_until_reached)
+        await engine.cancel_load()
+        with pytest.raises(NoModelLoaded, match="sleeps until it is asked") as refused:
+            await asked
+        assert refused.value.details["retry_after_s"]
+
+
 async def test_a_request_submitted_as_its_model_falls_asleep_keeps_it_awake(tmp_path: Path) -> None:
     async with started() as engine:
         await engine.load(named(tmp_path, "a"))
