@@ -41,7 +41,7 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def resumed(self) -> bool:
-        """Not the first try: tokens were taken back, or another worker had it. Its prompt is in the counters already."""
+        """Not the first try: tokens were taken back, or another worker had it. Its prompt was counted already."""
         return bool(self.generated or self.banned_next)
 
 
