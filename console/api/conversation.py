@@ -20,6 +20,7 @@ _FIELDS: Mapping[str, frozenset[str]] = {
     "tool": frozenset({"role", "content", "name", "tool_call_id"}),
 }
 _FIELDS_OF_OTHERS = frozenset({"role", "content", "name"})
+_MARK = "TheAnswerGoesOnFromHere"
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 
@@ -54,7 +55,7 @@ def render(
     variables: Mapping[str, Any],
     tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
-    """The prompt text. continue_final: it ends within the last turn, so that the answer goes on from there.
+    """The prompt text. continue_final: it ends with the text of the last turn, so that the answer goes on from there.
 
     tools: what the template is told of them. Raises InvalidRequest where the template cannot render the turns.
     """
@@ -62,6 +63,8 @@ def render(
         raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]}", param="chat_template_kwargs")
     if any("tool_calls" in turn for turn in turns):
         turns = _with_calls(tokenizer, turns)
+    if continue_final:
+        turns = [*turns[:-1], _marked(turns[-1])]
     rendered = partial(
         tokenizer.apply_chat_template, add_generation_prompt=add_generation_prompt, tools=tools, **variables
     )
@@ -71,7 +74,7 @@ def render(
         if all(turn["content"] is not None for turn in turns):
             raise
         text = rendered(spoken(turns))
-    return _up_to(text, str(turns[-1]["content"] or "").strip()) if continue_final else text
+    return _up_to_mark(text) if continue_final else text
 
 
 def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:
@@ -145,11 +148,17 @@ def _part(part: object, where: str) -> str:
     return text
 
 
-def _up_to(text: str, ending: str) -> str:
-    """`text` cut after the last `ending`: what a template adds after a turn is not part of it."""
-    found = text.rfind(ending) if ending else -1
+def _marked(turn: Turn) -> Turn:
+    """The turn with a mark where its text ends, which templates neither trim nor take for one of their own words."""
+    content = str(turn["content"] or "")
+    return turn | {"content": content + _MARK} if content.strip() else turn
+
+
+def _up_to_mark(text: str) -> str:
+    """`text` as far as its mark: what a template adds after a turn is not part of it."""
+    found = text.rfind(_MARK)
     if found < 0:
         raise InvalidRequest(
             "continue_final_message needs a last message whose text the chat template keeps", param="messages"
         )
-    return text[: found + len(ending)]
+    return text[:found]

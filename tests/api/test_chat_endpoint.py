@@ -65,9 +65,16 @@ async def test_messages_become_the_prompt_that_the_model_s_template_makes(api: S
 
 
 async def test_a_final_message_can_be_continued(api: Served) -> None:
-    messages = [*HELLO, {"role": "assistant", "content": "Well, "}]
+    messages = [*HELLO, {"role": "assistant", "content": "Well,"}]
     assert await prompt_of(api, messages=messages, continue_final_message=True) == "user: hello\nassistant: Well,"
     assert await prompt_of(api, messages=HELLO, add_generation_prompt=False) == "user: hello\n"
+
+
+@pytest.mark.parametrize("begun", ["Well,\n\n", "Well ", "\tWell", "user", ": ", "n"])
+async def test_an_answer_goes_on_exactly_where_the_begun_one_ends(api: Served, begun: str) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": begun}]
+    expected = f"user: hello\nassistant: {begun}"
+    assert await prompt_of(api, messages=messages, continue_final_message=True) == expected
 
 
 async def test_either_name_of_the_token_limit_is_honoured(api: Served) -> None:

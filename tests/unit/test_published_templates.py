@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from console.api.conversation import read_messages
+from console.api.conversation import read_messages, render
 from console.api.tools import CallReader, Tool, fitting, spoken, tool_use, whole
 from console.api.tools.formats import FORMATS, ToolFormat
 from engine.errors import InvalidRequest
@@ -118,3 +119,16 @@ def test_what_a_published_template_writes_as_a_call_is_read_as_that_call(name: s
     said, [call] = whole(CallReader(format_of(name), [WEATHER]), answer)
     assert (call.name, json.loads(call.arguments)) == ("get_weather", ARGUMENTS)
     assert "get_weather" not in said
+
+
+@pytest.mark.parametrize("name", sorted(FORMAT_OF))
+@pytest.mark.parametrize("begun", ["It rains", "end", "s", "One:\n", "Two "])
+def test_a_continued_answer_ends_where_it_was_begun_whatever_the_template_adds(name: str, begun: str) -> None:
+    template = template_of(name)
+    tokenizer = cast(Tokenizer, SimpleNamespace(apply_chat_template=template.render, tool_template=template))
+    turns = read_messages([*ASKED, {"role": "assistant", "content": begun}])
+    text = render(tokenizer, turns=turns, add_generation_prompt=False, continue_final=True, variables={})
+    whole = render(tokenizer, turns=turns, add_generation_prompt=False, continue_final=False, variables={})
+    assert text.endswith(begun)
+    assert whole.startswith(text.rstrip())
+    assert not whole.removeprefix(text.rstrip()).startswith(begun)
