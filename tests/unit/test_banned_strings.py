@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +13,10 @@ from hypothesis import strategies as st
 
 from engine.backends.base import BackendRequest, TokenEvent, TokenLogprob, TokenMask
 from engine.backends.torch.backend import TorchBackend
-from engine.config import SamplingParams
+from engine.config import Grammar, SamplingParams
 from engine.errors import InvalidRequest
 from engine.text.banned import BannedStrings
+from engine.text.masks import GrammarMasks
 from engine.text.stage import TextStage
 from engine.text.tokenizer import Tokenizer
 from engine.worker.answer import MAX_TRIES, Answer, Output
@@ -363,3 +366,62 @@ async def test_the_torch_backend_goes_another_way_from_the_same_start(
     assert ids[:changed] == other[:changed]
     scores = [[entry.logprob for output in outputs for entry in output.logprobs] for outputs in (plain, first)]
     assert scores[0][:changed] == pytest.approx(scores[1][:changed], abs=1e-4)
+
+
+# --- within a grammar -----------------------------------------------------------------------------------------------
+
+
+def to_its_end(tokenizer: Tokenizer, asked: BackendRequest, draw: Callable[[list[int]], int]) -> Output:
+    """All that comes of a request whose tokens `draw` chooses among those that are left."""
+    masks = GrammarMasks(tokenizer, tokenizer.vocab_size)
+    answer, output = Answer(tokenizer, asked), Output()
+    answer.mask = mask = masks.begin(asked).result(PATIENCE_S)
+    barred: tuple[int, ...] = ()
+    while output.finish is None:
+        bits = mask.allowed()
+        left = [each for each in range(tokenizer.vocab_size) if bits[each // 8] >> each % 8 & 1 and each not in barred]
+        barred = ()
+        if left:
+            mask.accept(token_id := draw(left))
+            answer.take(TokenEvent(request_id="r", token_id=token_id, finish="stop" if mask.ended else None), output)
+        else:
+            answer.take(TokenEvent(request_id="r", finish="error", message="nothing is left"), output)
+        if answer.rewinding:
+            again = answer.rewound()
+            mask.restart(again.generated)
+            barred = again.banned_next
+    return output
+
+
+@settings(deadline=None)
+@given(
+    choices=st.lists(st.text("abß", min_size=1, max_size=5), min_size=1, max_size=6),
+    banned=st.lists(st.text("abAS", min_size=1, max_size=3), min_size=1, max_size=3),
+    kind=st.sampled_from(["choice", "regex"]),
+    data=st.data(),
+)
+def test_an_answer_within_a_grammar_has_no_banned_string_and_fails_only_where_it_must(
+    tokenizer: Tokenizer, choices: list[str], banned: list[str], kind: Literal["choice", "regex"], data: st.DataObject
+) -> None:
+    source = json.dumps(choices) if kind == "choice" else "|".join(choices)
+    grammar = Grammar(kind=kind, source=source, param="guided")
+    asked = BackendRequest(
+        id="r",
+        prompt_ids=[1],
+        params=SamplingParams(grammar=grammar, banned_strings=tuple(banned), max_tokens=99),
+        end_token_ids=(EOS_ID,),
+    )
+    possible = {text for text in choices if not any(each.casefold() in text.casefold() for each in banned)}
+    try:
+        output = to_its_end(tokenizer, asked, lambda left: data.draw(st.sampled_from(left)))
+    except InvalidRequest as error:
+        assert not possible
+        assert "guided" in error.message
+        return
+    if output.error is None:
+        assert output.text in possible
+        assert output.token_ids == [*output.text.encode(), *([EOS_ID] if output.token_ids[-1] == EOS_ID else [])]
+    else:
+        assert output.error.message.startswith("banned_strings and guided leave no way on")
+        assert kind == "regex"
+        assert output.text not in possible
