@@ -62,18 +62,27 @@ class Attachments:
 
     def inherit(self, old: Attachments) -> None:
         """Take the adapters that another deployment of the same model has."""
-        for adapter in old._given.values():
-            if adapter.key not in self._given:
-                self._give(adapter)
+        for key in old._given:
+            self.keep(key, old)
         self._specs |= old._specs
+
+    def keep(self, key: str, old: Attachments) -> None:
+        """Have a version that another deployment has, for a request that comes from there."""
+        if key not in self._given:
+            self._give(old._given[key])
+
+    def adopt(self, adapter: AdapterSpec) -> None:
+        """Have the name of an adapter mean this version, which another deployment of the same model took."""
+        self._give(adapter)
+        self._specs[adapter.name] = adapter
 
     def changed(self) -> None:
         """Something happened to a worker: it may have answered."""
         self._news.set()
 
-    async def attach(self, adapter: AdapterSpec, live: Iterable[Request]) -> None:
-        """Make it usable on every worker, and its name mean it; returns when all that are ready have it. One that it
-        takes the place of is kept for the live requests that use it.
+    async def attach(self, adapter: AdapterSpec, live: Iterable[Request]) -> AdapterSpec:
+        """Make it usable on every worker, and its name mean it; returns it with its version when all that are ready
+        have it. One that it takes the place of is kept for the live requests that use it.
 
         Raises what the first of them refused it with; nothing is changed then.
         """
@@ -84,6 +93,7 @@ class Attachments:
             if (error := await self._answer(adapter.key)) is not None:
                 raise from_info(error)
             self._specs[adapter.name] = adapter
+            return adapter
         finally:
             self._coming.remove(adapter)
             self.settle(live)

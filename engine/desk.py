@@ -113,6 +113,10 @@ class Desk:
         for request in requests:
             self._finish(request, "error", error)
 
+    def cut(self, request: Request, error: ErrorInfo) -> None:
+        """End a request that has no room for another token: with finish "length", or `error` where it has none yet."""
+        self._finish(request, "length" if request.generated else "error", None if request.generated else error)
+
     def retry_after_s(self) -> int:
         """Seconds until a place is likely to be free, from how fast requests end lately; 1 while that is unknown."""
         rate = self._metrics.finish_rate.per_second(_now())

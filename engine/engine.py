@@ -172,7 +172,8 @@ class Engine:
         await self._models.cancel_load()
 
     async def unload(self, model: str = "", drain_s: float = 30.0) -> None:
-        """Give running requests `drain_s`, end the rest with an error, and unload. Cancels a load under way.
+        """Give running requests `drain_s`, end the rest with an error, and unload all that has the model's name.
+        Cancels the model's load, and a load in its place.
 
         Raises ModelNotFound, EngineClosed; unloading nothing is fine.
         """
@@ -189,7 +190,7 @@ class Engine:
         EngineClosed; nothing is changed then.
         """
         self._refuse_if_closed()
-        self._models.reconfigure(model, changed_fields(knobs))
+        await self._models.reconfigure(model, changed_fields(knobs))
 
     async def restart_worker(self, worker_id: str) -> None:
         """Start a worker again: one that was left dead, or one that works, whose requests go on elsewhere.
@@ -211,7 +212,8 @@ class Engine:
         """Make a LoRA adapter usable by requests of a model; returns when every ready worker has it.
 
         Raises InvalidRequest where the backend cannot or the name is taken, ModelLoadFailed for a folder that does
-        not fit the model, EngineBusy while another model takes its place, NoModelLoaded, ModelNotFound, EngineClosed;
+        not fit the model, EngineBusy while another model takes its place, NoModelLoaded also where it is unloaded
+        meanwhile, ModelNotFound, EngineClosed;
         nothing is changed then.
         """
         self._refuse_if_closed()

@@ -35,7 +35,9 @@ class DeviceSampler:
             self._reading = asyncio.get_running_loop().create_task(self._read(frozenset(pids)))
 
     async def read(self, pids: Collection[int]) -> Sequence[DeviceReading]:
-        """A fresh reading, or the one under way."""
+        """A reading that was begun from now on: one under way may not see what was freed or taken since it began."""
+        if self._reading is not None:
+            await asyncio.wait((self._reading,))
         self.poll(pids)
         assert self._reading is not None
         await asyncio.shield(self._reading)

@@ -54,13 +54,14 @@ TRANSITIONS: Mapping[ModelState, frozenset[ModelState]] = MappingProxyType(
         "loading": frozenset({"ready", "failed", "idle", "unloaded"}),
         "ready": frozenset({"draining", "unloading", "failed"}),
         "draining": frozenset({"ready", "unloading", "failed"}),
-        "unloading": frozenset({"idle", "unloaded"}),
-        "idle": frozenset({"loading", "unloaded"}),
+        "unloading": frozenset({"idle", "unloaded", "failed"}),
+        "idle": frozenset({"loading", "unloaded", "failed"}),
         "failed": frozenset({"ready", "unloading"}),
     }
 )
 """The states that may follow each. A model begins and ends "unloaded"; "failed" with workers is left when one is
-restarted and becomes ready, and "idle" has given its memory back until it is asked for."""
+restarted and becomes ready, and "idle" has given its memory back until it is asked for. Only a defect leads from
+"unloading" or "idle" to "failed"."""
 
 
 class IllegalTransition(RuntimeError):
@@ -286,7 +287,6 @@ class Deployment:
             async with asyncio.timeout_at(deadline):
                 await self._signal.wait()
         except TimeoutError:
-            self._leave_at = None
             if self.retired_by is not None:
                 self.retired_by.expire()
             else:
@@ -324,7 +324,7 @@ class Deployment:
         error: EngineError | None = None
         if self._desired != "serving":
             error = self._cancelled()
-            self._abandon(error)
+            self._abandon(self._leave_error)
             work.cancel()
             await asyncio.wait((work,))
         elif (failure := work.exception()) is not None:
@@ -374,14 +374,14 @@ class Deployment:
         except InsufficientMemory:
             if self.handover is None or old is None or not old.replicas():
                 raise
-            self._place_all(old.replicas())
+            self._place_all(self.config.num_workers, old.replicas())
         self.handover.make_room()
         await old.gone.wait()
         await self._context.sample()
-        return self._place_all()
+        return self._place_all(self.config.num_workers)
 
-    def _place_all(self, gone: Sequence[Replica] = ()) -> list[Placement]:
-        return self.place(self.config.num_workers, self._context.devices(gone))
+    def _place_all(self, workers: int, gone: Sequence[Replica] = ()) -> list[Placement]:
+        return self.place(workers, self._context.devices(gone))
 
     async def _unload(self, state: ModelState) -> None:
         """unloading, then `state`: "unloaded" or "idle"."""
@@ -441,6 +441,9 @@ class Deployment:
             self.tokenizer = None
         self._status = ModelStatus(state="failed", spec=self.spec, error=error, since_s=time.time())
         _log.error("%s: failed: %s", self.spec.name, error.message)
+        handover = self.retired_by or self.handover
+        if handover is not None and handover.old is self:
+            handover.rescue()
         self._context.desk.end(self.lane.live, error)
         self._context.changed()
 
@@ -459,7 +462,7 @@ class Deployment:
     def left(self, request: Request) -> None:
         """A request ended: it leaves its worker, and adapters that were kept for it alone may go."""
         self._release(request)
-        self.adapters.settle(self.lane)
+        self.adapters.settle(self._adapter_users())
         if self._desired != "serving":
             self._signal.set()
 
@@ -475,8 +478,8 @@ class Deployment:
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
-    async def attach(self, adapter: AdapterSpec) -> None:
-        """Make an adapter usable on every worker; returns when all that are ready have it.
+    async def attach(self, adapter: AdapterSpec) -> AdapterSpec:
+        """Make an adapter usable on every worker; returns it with its version when all that are ready have it.
 
         Raises InvalidRequest or ModelLoadFailed with nothing changed, where one of them could not take it.
         """
@@ -486,9 +489,10 @@ class Deployment:
                 f"the {model.backend} backend applies an adapter to every request: load {self.spec.name} with --lora",
                 param="adapter",
             )
-        await self.adapters.attach(adapter, self.lane)
+        attached = await self.adapters.attach(adapter, self._adapter_users())
         _log.info("%s: adapter %s attached", self.spec.name, adapter.name)
         self._context.changed()
+        return attached
 
     def detach(self, name: str) -> None:
         """New requests cannot name it any more; its memory is free when the last that uses it has ended.
@@ -497,9 +501,16 @@ class Deployment:
         """
         if name not in self.adapters:
             raise ModelNotFound(f"{self.spec.name} has no adapter {name!r}", param="name", model=name)
-        self.adapters.detach(name, self.lane)
+        self.adapters.detach(name, self._adapter_users())
         _log.info("%s: adapter %s detached", self.spec.name, name)
         self._context.changed()
+
+    def _adapter_users(self) -> Iterator[Request]:
+        """Its requests, with those that a handover holds: they may come back, or take their adapters along."""
+        yield from self.lane
+        handover = self.retired_by or self.handover
+        if handover is not None and handover.old is self:
+            yield from handover.held
 
     # -- placement ----------------------------------------------------------------------------------------------
 
@@ -535,8 +546,14 @@ class Deployment:
             self._pool.share_cores()
 
     def place_more(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
-        """Placements for the workers that are missing to `workers`, beyond those that drain and can be kept."""
-        if self._pool is None:
+        """Placements for the workers that are missing to `workers`, beyond those that drain and can be kept.
+
+        Raises InsufficientMemory, also where that many will not fit once the model has left that it waits for.
+        """
+        if self._pool is None or self.state == "unloading":
+            handover = self.handover
+            if handover is not None and handover.new is self and handover.old.retired_by is handover:
+                self._place_all(workers, handover.old.replicas())
             return []
         kept = sum(replica.state not in ("failed", "stopping") for replica in self._pool)
         missing = max(0, workers - kept)

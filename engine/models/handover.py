@@ -6,11 +6,12 @@ with it to the end. Where both are the same folder with other settings, all of t
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from engine.admission import end_tokens, resolve_params, to_embed
 from engine.desk import Desk
-from engine.errors import EngineError, NoModelLoaded
+from engine.errors import ContextLengthExceeded, EngineError, NoModelLoaded
 from engine.request import Request, compact
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 DRAIN_S = 30.0
 """Seconds that a replaced model has for what it runs, where its memory is needed or where all of it can move."""
+
+_log = logging.getLogger("engine")
 
 
 class Handover:
@@ -37,6 +40,14 @@ class Handover:
     def held(self) -> list[Request]:
         """Requests that wait for the new model."""
         return [request for request in self._held if request.finish is None]
+
+    @property
+    def heir(self) -> Deployment:
+        """The new model, or the one that has replaced it since."""
+        heir = self.new
+        while heir.successor is not None and heir.state != "ready":
+            heir = heir.successor
+        return heir
 
     def make_room(self) -> None:
         """Have the old model leave before the new one loads; what waits and can move is held back."""
@@ -76,6 +87,12 @@ class Handover:
         else:
             self._desk.end(self.old.lane.live, self._gone().info)
 
+    def rescue(self) -> None:
+        """The old model cannot answer any more: what it had and can move waits for the new one."""
+        self._hold()
+        if self.old.successor is not None:
+            self._deliver()
+
     def _detach(self) -> None:
         self.old.handover = self.new.handover = None
 
@@ -96,20 +113,23 @@ class Handover:
         self.old.dispatch()
 
     def _deliver(self) -> None:
-        """Give what is held to the new model, or to the one that has replaced it since."""
-        heir = self.new
-        while heir.successor is not None and heir.state != "ready":
-            heir = heir.successor
+        """Give what is held to the heir. An answer that has no room there beyond what it has is complete."""
+        heir = self.heir
         held, self._held = self.held, []
         for request in held:
             try:
-                if not self._may_move(request, heir):
+                if heir.gone.is_set() or not self._may_move(request, heir):
                     raise self._gone()
                 self._admit(request, heir)
+            except ContextLengthExceeded as error:
+                self._desk.cut(request, error.info)
             except EngineError as error:
                 self._desk.end((request,), error.info)
+            except Exception as error:
+                _log.exception("request %s could not be moved to %s", request.id, heir.spec.name)
+                why = f"the request could not be moved to {heir.spec.name}: {type(error).__name__}: {error}"
+                self._desk.end((request,), EngineError(why).info)
             else:
-                request.lane = heir.lane
                 self._desk.requeue(request)
         heir.dispatch()
 
@@ -118,14 +138,20 @@ class Handover:
         return self.old.spec.path == to.spec.path or (anywhere and not request.generated)
 
     def _admit(self, request: Request, to: Deployment) -> None:
-        """Make the request one of the new model's: its tokens, its limits."""
+        """Make the request one of the new model's: its tokens, its limits, its adapter.
+
+        Raises ContextLengthExceeded where there is no room for another token.
+        """
         model, tokenizer = to.require_ready()
         if self.old.spec.path != to.spec.path and request.encode is not None:
             request.prompt_ids = compact(request.encode(tokenizer))
             request.stream.prompt_tokens = len(request.prompt_ids)
-        request.params = resolve_params(
-            request.prompt_ids, request.asked, to.spec, model, seed=request.params.seed or 0
-        )
+        params = resolve_params(request.prompt_ids, request.asked, to.spec, model, seed=request.params.seed or 0)
         if request.embed:
-            request.params = to_embed(request.params, model)
-        request.end_token_ids = end_tokens(request.params, tokenizer.eos_token_ids)
+            params = to_embed(params, model)
+        if request.generated and len(request.generated) >= (params.max_tokens or 0):
+            raise ContextLengthExceeded("the answer has all the tokens that there is room for")
+        if request.adapter_key:
+            to.adapters.keep(request.adapter_key, self.old.adapters)
+        request.params, request.lane = params, to.lane
+        request.end_token_ids = end_tokens(params, tokenizer.eos_token_ids)

@@ -48,9 +48,6 @@ from engine.worker.hosts import BackendFactory, NewHost, host_factory
 _MEANT = ("ready", "idle", "loading", "draining", "unloading", "failed")
 """States, the best first, in which a deployment is what its name means."""
 
-_ANSWERING = ("ready", "unloading", "idle")
-"""States of a model that a load may replace; "unloading", as it falls asleep."""
-
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
     """A model that answers now. key: its deployment; config: the engine's settings with its own knobs.
@@ -258,8 +255,8 @@ class ModelManager:
         """See Engine.load; config: the settings with the new model's knobs."""
         if busy := self._busy():
             raise EngineBusy(busy, state="busy")
-        old = self._replaced_by(spec, beside)
         failed = [each for each in self if each.state == "failed" and not (beside and each.replicas())]
+        old = self._replaced_by(spec, beside, [each for each in self if each.desired != "gone" and each not in failed])
         new = Deployment(f"{spec.name}#{next(self._numbers)}", spec, config, self._context)
         for each in failed:
             each.retire(0, each.not_ready())
@@ -278,14 +275,15 @@ class ModelManager:
             await asyncio.wait(loads)
 
     async def unload(self, name: str, drain_s: float, error: EngineError) -> None:
-        """Drain and unload one model, the first by default; `error` ends the requests that took too long."""
-        target = self.named(name)[0] if name else None
-        await self.cancel_load()
-        if target is None:
-            target = self.first
-        if target is not None and not target.gone.is_set():
-            target.retire(drain_s, error)
-            await target.gone.wait()
+        """Drain and unload all that has the name of one model, the first by default, and what is being loaded in its
+        place; `error` ends the requests that took too long."""
+        target = self.named(name)[0] if name else self.first
+        leaving = [each for each in self if target is not None and each.spec.name == target.spec.name]
+        leaving += [each.handover.new for each in leaving if each.handover is not None]
+        for each in leaving:
+            each.retire(drain_s, error)
+        for each in leaving:
+            await each.gone.wait()
 
     async def close(self, drain_s: float, error: EngineError) -> None:
         """Unload everything within `drain_s`, whatever is under way."""
@@ -298,19 +296,22 @@ class ModelManager:
 
     def _busy(self) -> str:
         """Why a load cannot begin; "" where it can."""
-        moving = next((each for each in self if each.arriving or each.unloading), None)
-        if moving is None:
-            return ""
-        return f"{moving.spec.name} is {moving.state}; wait, or cancel that first"
+        for each in self:
+            if each.unloading:
+                return f"{each.spec.name} is being unloaded; wait until it is"
+            if each.arriving:
+                return f"{each.spec.name} is loading; wait, or cancel that first"
+            if each.state == "loading":
+                return f"the load of {each.spec.name} is being cancelled; wait until it is"
+        return ""
 
-    def _replaced_by(self, spec: ModelSpec, beside: bool) -> Deployment | None:
-        answering = [each for each in self if each.state in _ANSWERING and each.desired != "gone"]
-        same = next((each for each in answering if each.spec.name == spec.name), None)
+    def _replaced_by(self, spec: ModelSpec, beside: bool, staying: Sequence[Deployment]) -> Deployment | None:
+        same = next((each for each in staying if each.spec.name == spec.name), None)
         if beside and same is not None:
             raise InvalidRequest(f"there is a model named {spec.name}; give this one another name", param="name")
         if beside:
             return None
-        return same or (self.first if self.first in answering else None)
+        return same or (self.first if self.first in staying else None)
 
     def _handovers(self) -> set[Handover]:
         found = (handover for each in self for handover in (each.handover, each.retired_by))
@@ -347,14 +348,16 @@ class ModelManager:
         """The settings, the knobs being the first model's."""
         return self.first.config if self.first is not None else self.defaults
 
-    def reconfigure(self, name: str, changes: Mapping[str, Any]) -> None:
+    async def reconfigure(self, name: str, changes: Mapping[str, Any]) -> None:
         """See Engine.reconfigure. changes: fields of EngineConfig."""
         msgspec.structs.replace(self.defaults, **changes).validate()
+        grows = "num_workers" in changes
+        if grows:
+            await self._sample()
         target = self.named(name)[0] if name else self.first
         planned: list[tuple[Deployment, EngineConfig, Sequence[Placement] | None]] = []
         for each in self._with_successor(target, name):
             config = msgspec.structs.replace(each.config, **changes)
-            grows = "num_workers" in changes
             planned.append((each, config, each.place_more(config.num_workers, self.devices()) if grows else None))
         for each, config, placements in planned:
             each.turn(config, placements)
@@ -383,9 +386,12 @@ class ModelManager:
         if handover is not None and not handover.same_model:
             old, new = handover.old.spec.name, handover.new.spec.name
             raise EngineBusy(f"{new} is taking the place of {old}; attach the adapter when it has", state="busy")
-        await target.attach(adapter)
-        if handover is not None and handover.old is target:
-            handover.new.adapters.inherit(target.adapters)
+        attached = await target.attach(adapter)
+        heirs = self._heirs(target)
+        if target.desired == "gone" and not heirs:
+            raise NoModelLoaded(f"{target.spec.name} is being unloaded", state=target.state)
+        for heir in heirs:
+            heir.adapters.adopt(attached)
 
     def detach(self, adapter: str, name: str) -> None:
         """See Engine.detach."""
@@ -394,6 +400,18 @@ class ModelManager:
         for each in self._with_successor(target, name)[1:]:
             if adapter in each.adapters:
                 each.detach(adapter)
+
+    def _heirs(self, target: Deployment) -> list[Deployment]:
+        """Those of the same model that have taken, or are to take, the place of a deployment."""
+        heirs: list[Deployment] = []
+        heir: Deployment | None = target
+        while heir is not None:
+            replaced = heir.handover is not None and heir.handover.old is heir
+            heir = heir.handover.new if heir.handover is not None and replaced else heir.successor
+            if heir is None or heir.spec.path != target.spec.path:
+                break
+            heirs.append(heir)
+        return heirs
 
     def _with_successor(self, target: Deployment | None, name: str) -> list[Deployment]:
         """The deployments that a change is for: also the one that is being loaded in the target's place, unless another
@@ -415,9 +433,11 @@ class ModelManager:
                 self._metrics.settle(deployment.spec.name, time.time())
         if any(deployment.arriving for deployment in self):
             return
+        heirs = {handover.heir for handover in self._handovers() if handover.same_model}
         for deployment in self:
             limit_s = deployment.config.idle_unload_s
-            if limit_s and deployment.state == "ready" and deployment.idle_s(now) >= limit_s:
+            may_sleep = deployment.state == "ready" and deployment not in heirs
+            if limit_s and may_sleep and deployment.idle_s(now) >= limit_s:
                 deployment.sleep()
 
     def check(self) -> None:

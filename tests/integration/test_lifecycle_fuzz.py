@@ -24,11 +24,29 @@ from tests.fakes.scripted_workers import Machine, answer_of
 from tests.fakes.virtual_time import VirtualLoop, run
 
 NAMES = ("a", "b", "c")
+ADAPTERS = ("polite", "rude")
+MODEL_LENS = (4096, 100, 30)
 OPERATIONS = 60
+DRAIN_S = 3.0
+FORGOTTEN_S = 300.0
+"""Seconds after which an operation, with all the drains and loads that it began, is no reason for anything."""
+
+JUSTIFIED = {
+    "engine_closed": {"close"},
+    "no_model_loaded": {"load", "unload", "die"},
+    "load_cancelled": {"cancel_load", "unload", "close"},
+    "worker_failed": {"die"},
+    "model_load_failed": {"load"},
+    "unsupported_model": {"load"},
+    "insufficient_memory": {"load", "reconfigure"},
+    "context_length_exceeded": {"load"},
+    "request_timeout": {"timeout"},
+}
+"""The operations of which one must have come before a request ends with that error."""
 
 
 class Player:
-    """One run: an engine on a machine, and operations that chance chooses."""
+    """One run: an engine on a machine, and operations that chance chooses, of which most runs leave out some."""
 
     def __init__(self, loop: VirtualLoop, random: Random, folders: dict[str, Path]) -> None:
         self.loop = loop
@@ -43,107 +61,161 @@ class Player:
                 max_deaths=random.choice((2, 5)),
                 hang_s=0.0,
                 max_prompts=random.choice((1, 2, 4)),
-                timeout_s=random.choice((0.0, 20.0)),
+                timeout_s=random.choice((0.0, 0.0, 20.0)),
             ),
             new_host=self.machine.new_host,
             probe=self.machine,
         )
+        self.names = random.choice((NAMES, NAMES, NAMES[:2], NAMES[:1]))
+        self.last: dict[str, float] = {}
         self.calls: list[asyncio.Task[object]] = []
         self.reading: list[asyncio.Task[None]] = []
         self.streams: list[RequestStream] = []
+        self.cancelled: set[str] = set()
         self.log: list[str] = []
+        if self.engine.config.timeout_s:
+            self.last["timeout"] = float("inf")
+        if self.machine.flaky:
+            self.last["die"] = float("inf")
 
     async def play(self) -> None:
         """Start, let chance have its way, and close; nothing may be left."""
+        chance = self.random
         await self.engine.start()
         self.loop.after_each.append(self.engine.check)
         self.begin("load", self.load())
-        await asyncio.sleep(self.random.choice((0.1, 5.0)))
+        await asyncio.sleep(chance.choice((0.1, 5.0)))
         operations: list[Callable[[], Awaitable[object] | None]] = [
-            self.load, self.load, self.load, self.unload, self.cancel_load, self.reconfigure, self.attach, self.detach,
-            self.restart, self.drain, self.die, self.die, self.ask, self.ask, self.ask, self.ask, self.cancel_request,
+            self.load, self.load, self.reload, self.reload, self.unload, self.cancel_load, self.reconfigure,
+            self.attach, self.detach, self.restart, self.drain, self.die, self.die, self.doze, self.cancel_request,
             self.leave, self.cancel_queued,
         ]  # fmt: skip
-        for _ in range(self.random.randrange(5, OPERATIONS)):
-            operation = self.random.choice(operations)
+        operations = chance.sample(operations, chance.choice((3, 6, 10, len(operations))))
+        operations += [self.ask] * max(2, len(operations) // 3)
+        for _ in range(chance.randrange(5, OPERATIONS)):
+            operation = chance.choice(operations)
             self.begin(operation.__name__, operation())
             await self.pause()
-        if self.random.random() < 0.5:
+        if chance.random() < 0.6:
             await self.settle()
         await self.close()
 
     def begin(self, name: str, work: Awaitable[object] | None) -> None:
         """Do it beside everything else; what it raises must be an error for a person."""
         self.log.append(f"{self.loop.now:.3f} {name}")
+        self.last.setdefault(name, 0.0)
+        self.last[name] = max(self.last[name], self.loop.now)
         if work is not None:
             self.calls.append(asyncio.ensure_future(work))
 
     async def pause(self) -> None:
         """Some turns of the loop, or some time."""
-        match self.random.randrange(4):
-            case 0:
+        match self.random.randrange(5):
+            case 0 | 1:
                 for _ in range(self.random.randrange(12)):
                     await asyncio.sleep(0)
-            case 1:
-                await asyncio.sleep(self.random.random() * 0.1)
             case 2:
+                await asyncio.sleep(self.random.random() * 0.1)
+            case 3:
                 await asyncio.sleep(self.random.random() * 3)
 
     async def settle(self) -> None:
-        """Left alone, every model gets where it was sent, and every request to its end."""
+        """Left alone, every model gets where it was sent, and every request to its end; then it obeys and answers."""
         for _ in range(50):
             await asyncio.sleep(60)
             snapshot = self.engine.snapshot()
             if not snapshot.queued + snapshot.running:
                 break
-        assert {model.status.state for model in snapshot.models} <= {"ready", "idle", "failed"}, snapshot.models
         assert all(call.done() for call in self.calls)
         assert (snapshot.queued, snapshot.running) == (0, 0)
-        ready = [model.name for model in snapshot.models if model.status.state == "ready"]
-        for name in ready:
-            assert (await self.engine.serving(name)).name == name
+        for model in snapshot.models:
+            cramped = model.target_workers > self.machine.room
+            assert model.status.state in ("ready", "idle") or self.may_fail or cramped, model
+        names = [model.name for model in snapshot.models]
+        assert self.may_fail or len(names) == len(set(names)), names
+        for model in snapshot.models:
+            if not self.may_fail:
+                workers = [worker.state for worker in snapshot.workers if worker.model == model.name]
+                wanted = model.target_workers if model.status.state == "ready" else 0
+                assert workers == ["ready"] * wanted, f"{model.name} is to have {wanted}: {workers}"
+            if model.status.state == "ready":
+                await self.answers(model.name)
+        if not self.may_fail:
+            await self.obeys()
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether models may fail for good."""
+        return "die" in self.last or bool(self.machine.broken)
+
+    async def answers(self, name: str) -> None:
+        """Ask a model, as a client does."""
+        assert (await self.engine.serving(name)).name == name
+        await self._ask(name, len(self.calls))
+        await asyncio.wait((self.reading[-1],))
+        assert self.streams[-1].request_id not in self.cancelled
+
+    async def obeys(self) -> None:
+        """Load and unload in peace: nothing is in the way, and nothing stays."""
+        for name in self.engine._models.names():
+            if name in NAMES:
+                await self.engine.unload(name)
+        assert self.engine.snapshot().models == ()
+        self.begin("load", self.engine.load(ModelSpec(path=self.folders["a"], name="a"), workers=1))
+        await self.calls[-1]
+        await self.answers("a")
+        assert [model.name for model in self.engine.snapshot().models] == ["a"]
 
     async def close(self) -> None:
         """Close, perhaps again while it closes, and look at what is left."""
         drain_s = self.random.choice((0.0, 1.0, 30.0))
-        closing = [asyncio.ensure_future(self.engine.close(drain_s))]
+        self.begin("close", self.engine.close(drain_s))
         await self.pause()
         if self.random.random() < 0.3:
-            closing.append(asyncio.ensure_future(self.engine.close(0.0)))
-        await asyncio.gather(*closing)
-        results = await asyncio.gather(*self.calls, return_exceptions=True)
-        for result in results:
-            assert not isinstance(result, BaseException) or isinstance(result, EngineError | asyncio.CancelledError), (
-                repr(result)
-            )
-        for call, result in zip(self.calls, results, strict=True):
-            assert not isinstance(result, asyncio.CancelledError) or call.cancelling(), (
-                f"{call} was cancelled by nobody"
-            )
+            self.begin("close", self.engine.close(0.0))
+        await asyncio.wait(self.calls)
+        for call in self.calls:
+            if call.cancelled():
+                assert call.cancelling(), f"{call} was cancelled by nobody"
+            elif (error := call.exception()) is not None and not isinstance(error, EngineError):
+                raise error
         await asyncio.gather(*self.reading)
         assert all(stream.finished for stream in self.streams)
         assert self.engine.snapshot().models == ()
         assert self.engine.snapshot().workers == ()
         assert self.machine.alive == []
+        assert self.machine.wrongs == []
         self.engine.check()
 
     # -- what may happen ----------------------------------------------------------------------------------------
 
     def load(self) -> Awaitable[object]:
         """Load a model, with knobs of its own or not."""
+        return self._load(self.random.choice(self.names), beside=self.random.random() < 0.4)
+
+    def reload(self) -> Awaitable[object]:
+        """Load a model in its own place."""
+        held = [model.name for model in self.engine.snapshot().models]
+        return self._load(self.random.choice(held or self.names), beside=False)
+
+    async def _load(self, name: str, *, beside: bool) -> None:
         chance = self.random
-        name = chance.choice(NAMES)
-        spec = ModelSpec(path=self.folders[name], name=name, max_model_len=chance.choice((None, 100)))
+        length = chance.choice(MODEL_LENS)
+        spec = ModelSpec(path=self.folders[name], name=name, max_model_len=None if length == MODEL_LENS[0] else length)
         knobs: dict[str, float] = {"workers": chance.choice((1, 1, 2))}
         if chance.random() < 0.3:
             knobs["idle_unload_s"] = chance.choice((0.5, 2.0))
         if chance.random() < 0.3:
             knobs["max_prompts"] = chance.choice((1, 3))
-        return self.engine.load(spec, beside=chance.random() < 0.4, **knobs)  # type: ignore[arg-type]
+        await self.engine.load(spec, beside=beside, **knobs)  # type: ignore[arg-type]
 
-    def unload(self) -> Awaitable[object]:
-        """Unload one."""
-        return self.engine.unload(self.random.choice(("", *NAMES)), drain_s=self.random.choice((0.0, 0.2, 30.0)))
+    async def unload(self) -> None:
+        """Unload one; nothing of that name that was there is left."""
+        name = self.random.choice(("", *self.names))
+        meant = [each for each in self.engine._models if name in ("", each.spec.name)]
+        meant = meant if name else [each for each in meant if each is self.engine._models.first]
+        await self.engine.unload(name, drain_s=self.random.choice((0.0, 0.2, 30.0)))
+        assert all(each.gone.is_set() for each in meant), f"{[(each.key, each.state) for each in meant]} stay"
 
     def cancel_load(self) -> Awaitable[object]:
         """Cancel what loads."""
@@ -157,13 +229,16 @@ class Player:
         )
         return self.engine.reconfigure(model=self.random.choice(("", *NAMES)), **{knob: value})  # type: ignore[arg-type]
 
-    def attach(self) -> Awaitable[object]:
-        """Attach an adapter."""
-        return self.engine.attach(AdapterSpec(name="polite", path=self.folders["a"]), self.random.choice(("", *NAMES)))
+    async def attach(self) -> None:
+        """Attach an adapter, one of three versions of it; it can be named then, until its model goes."""
+        name, version = self.random.choice(ADAPTERS), self.random.choice(NAMES)
+        await self.engine.attach(
+            AdapterSpec(name=name, path=self.folders[version]), self.random.choice(("", *self.names))
+        )
 
     def detach(self) -> Awaitable[object]:
         """Detach it."""
-        return self.engine.detach("polite")
+        return self.engine.detach(self.random.choice(ADAPTERS))
 
     def restart(self) -> Awaitable[object]:
         """Restart a worker."""
@@ -178,10 +253,14 @@ class Player:
         if alive := self.machine.alive:
             self.random.choice(alive).die(WorkerExit(signal="SIGKILL"))
 
+    def doze(self) -> None:
+        """Models with a limit were not asked for long."""
+        self.engine._models.tick(self.loop.now + 1000)
+
     def ask(self) -> Awaitable[object]:
         """Ask as the API does, up to six at once: wait for a model, then queue a request made for it."""
         names = [model.name for model in self.engine.snapshot().models]
-        name = self.random.choice(("", "", *names, *names, *NAMES, "polite"))
+        name = self.random.choice(("", "", *names, *names, *NAMES, *ADAPTERS, *ADAPTERS))
         for _ in range(self.random.choice((0, 0, 2, 5))):
             self.begin("ask", self._ask(name, len(self.calls)))
         return self._ask(name, len(self.calls))
@@ -189,11 +268,14 @@ class Player:
     def cancel_request(self) -> None:
         """A client goes away."""
         if self.streams:
-            self.engine.cancel(self.random.choice(self.streams).request_id)
+            stream = self.random.choice(self.streams)
+            if self.engine.cancel(stream.request_id):
+                self.cancelled.add(stream.request_id)
 
     def cancel_queued(self) -> None:
         """Empty the queue."""
         if self.random.random() < 0.3:
+            self.cancelled |= {row.id for row in self.engine.snapshot().requests if row.state == "queued"}
             self.engine.cancel_queued()
 
     def leave(self) -> None:
@@ -225,15 +307,33 @@ class Player:
             )
         )
         self.streams.append(stream)
-        self.reading.append(asyncio.ensure_future(self._read(stream, answer_of(ids, tokens))))
+        request = self.engine._desk.live[stream.request_id]
+        expected = answer_of(ids, tokens, request.adapter_key)
+        self.reading.append(asyncio.ensure_future(self._read(stream, expected, len(ids))))
 
-    async def _read(self, stream: RequestStream, expected: list[int]) -> None:
+    async def _read(self, stream: RequestStream, expected: list[int], prompt_tokens: int) -> None:
+        began = self.loop.now
         answer = await read(stream, patience_s=1e5)
-        assert answer.token_ids == expected[: len(answer.token_ids)]
-        assert answer.last.finish != "length" or answer.token_ids
-        error = answer.last.error
-        assert error is None or not error.message.endswith("was unloaded"), "nothing asked for that"
+        finish, error, got = answer.last.finish, answer.last.error, len(answer.token_ids)
+        assert answer.token_ids == expected[:got]
         assert sum(delta.finish is not None for delta in answer.deltas) == 1
+        if finish == "length":
+            assert got in (len(expected), *(length - prompt_tokens for length in MODEL_LENS)) or (
+                got > MODEL_LENS[-1] - prompt_tokens and self.recent(began, {"load", "reload"})
+            )
+        elif finish == "cancelled":
+            assert stream.request_id in self.cancelled
+        elif finish == "timeout":
+            assert self.engine.config.timeout_s and (got or error is not None)
+        else:
+            assert finish == "error" and error is not None
+            reasons = JUSTIFIED[error.code] | ({"reload"} if "load" in JUSTIFIED[error.code] else set())
+            assert self.recent(began, reasons), f"nothing asked for {error.code}: {error.message}"
+            assert not error.message.endswith("was unloaded"), "nothing asked for that"
+
+    def recent(self, began: float, operations: set[str]) -> bool:
+        """Whether one of these was begun not long before `began`, or since."""
+        return any(self.last.get(operation, -float("inf")) >= began - FORGOTTEN_S for operation in operations)
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +351,8 @@ def _read_folders_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read_facts, from_folder = cache(_facts_of), cache(Tokenizer.from_folder)
     monkeypatch.setattr(fitting, "read_facts", lambda spec: read_facts(spec.path))
     monkeypatch.setattr(Tokenizer, "from_folder", lambda folder: from_folder(folder))
+    monkeypatch.setattr("engine.models.handover.DRAIN_S", DRAIN_S)
+    monkeypatch.setattr("engine.pulse._PUBLISH_HZ", 0.1)
 
 
 def _facts_of(path: Path) -> facts.ModelFacts:

@@ -197,10 +197,22 @@ async def test_a_slow_probe_is_never_asked_twice_at_once_and_holds_up_nobody() -
     for _ in range(5):
         sampler.poll(())
         await asyncio.sleep(0)
-    assert sampler.latest == ()
+    assert (sampler.latest, probe.reads) == ((), 1)
     probe.let.set()
     assert len(await sampler.read(())) == 1
-    assert probe.reads == 1
+    await sampler.close()
+
+
+async def test_a_reading_that_is_waited_for_was_begun_after_it_was_asked_for() -> None:
+    probe = SlowProbe()
+    sampler = DeviceSampler(probe)
+    sampler.poll(())
+    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(sampler.read(())) for _ in range(3)]
+    await asyncio.sleep(0)
+    probe.let.set()
+    await asyncio.gather(*waiting)
+    assert probe.reads == 2
     await sampler.close()
 
 
