@@ -8,6 +8,7 @@ import msgspec
 
 from engine.backends.base import BackendRequest, FinishReason, TokenEvent, TokenLogprob
 from engine.errors import EngineError, ErrorInfo, InvalidRequest, WorkerFailed
+from engine.text.grammar import unusable
 from engine.text.masks import GrammarMask
 from engine.text.stage import TextStage
 from engine.text.tokenizer import Tokenizer
@@ -135,11 +136,11 @@ class Answer:
             if event.finish == "error" and self._ruled_out and self._unsettled:
                 self._rewind_to = len(self._known) - 1
                 return
-            error = self._why_failed(event.message)
+            error = self._why_failed(event.message) if event.finish == "error" else None
             self._settle(self._stage.flush(), output)
-            if event.finish == "error":
-                output.fail(error.info)
             output.finish, output.vector = event.finish, event.vector
+            if error is not None:
+                output.fail(error.info)
         if output.finish == "length" and event.finish == "stop":
             output.finish = "stop"
         if output.finish == "stop":
@@ -217,9 +218,12 @@ class Answer:
         return len(self._known) in self._tried
 
     def _why_failed(self, message: str) -> EngineError:
-        if not self._ruled_out:
-            return WorkerFailed(message or "the backend failed the request")
-        return self._no_way_on(len(self._known), "no other token may come there")
+        if self._ruled_out:
+            return self._no_way_on(len(self._known), "no other token may come there")
+        grammar = self._request.params.grammar
+        if grammar is not None and self.mask is not None and self.mask.error:
+            return unusable(grammar, self.mask.error)
+        return WorkerFailed(message or "the backend failed the request")
 
     def _no_way_on(self, place: int, why: str) -> InvalidRequest:
         """The error of an answer whose banned strings leave it no token at a place."""

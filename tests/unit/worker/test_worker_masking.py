@@ -183,6 +183,19 @@ async def test_where_banned_strings_leave_no_way_the_error_names_them_and_the_gr
     assert message in last.error.message
 
 
+@pytest.mark.parametrize("backend", [FakeBackend(reply=saying('{"p', then=EOS_ID))])
+async def test_a_grammar_that_proves_too_large_for_its_masks_is_the_requests_fault(
+    probe: Probe, backend: FakeBackend
+) -> None:
+    schema = {"properties": {f"p{i}": {"type": "integer"} for i in range(1000)}}
+    grammar = Grammar(kind="json_schema", source=json.dumps(schema), param="guided_json")
+    probe.send(submit_command("a", grammar=grammar, max_tokens=60))
+    _, last = await probe.answer("a")
+    assert last.error is not None
+    assert (last.error.code, last.error.details["param"]) == ("invalid_request", "guided_json")
+    assert "guided_json is not a JSON schema that answers can be held to" in last.error.message
+
+
 @pytest.mark.parametrize("backend", [FakeBackend(reply=saying("xyz", then=EOS_ID))])
 async def test_a_stop_string_may_end_an_answer_before_the_banned_string_in_it(
     probe: Probe, backend: FakeBackend
