@@ -79,7 +79,7 @@ class Answer:
     A banned string that is complete makes it `rewinding`: whatever the backend still says of it is out of date, and
     the backend is to be given `rewound()` in its place, which goes on before the token in which that string began,
     with that token ruled out there. So does a token after which the grammar allows nothing but a banned string; and
-    where no token is left in a place, the one before it is ruled out, as long as that was not told.
+    where no token is left in a place, the one before it is ruled out, as long as that was not sent.
 
     mask: what the backend has its tokens held to, None where nothing is, or it is not there yet.
     """

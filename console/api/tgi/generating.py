@@ -207,7 +207,7 @@ def _generated(call: _Call, answers: list[Answer]) -> Generated:
 
 def _sequence(call: _Call, answer: Answer) -> BestOfSequence:
     texts, records = call.texts(), answer.logprobs
-    told = [texts.next(record) for record in records]
+    places = [texts.next(record) for record in records]
     last_id = records[-1].token_id if records else None
     return BestOfSequence(
         generated_text=call.echo + answer.text,
@@ -215,8 +215,8 @@ def _sequence(call: _Call, answer: Answer) -> BestOfSequence:
         generated_tokens=len(records),
         seed=call.asked.seed,
         prefill=_prefill(call, answer),
-        tokens=[token for token, _ in told],
-        top_tokens=[likeliest for _, likeliest in told] if call.asked.top_n_tokens else msgspec.UNSET,
+        tokens=[token for token, _ in places],
+        top_tokens=[likeliest for _, likeliest in places] if call.asked.top_n_tokens else msgspec.UNSET,
     )
 
 
