@@ -4,6 +4,7 @@ every turn of the loop. A seed gives one run, which ERICLLM_FUZZ_SEED=n plays ag
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable
 from functools import cache
@@ -91,7 +92,7 @@ class Player:
             self.leave, self.cancel_queued,
         ]  # fmt: skip
         operations = chance.sample(operations, chance.choice((3, 6, 10, len(operations))))
-        operations += [self.ask] * max(2, len(operations) // 3)
+        operations += [self.ask, self.submit] * max(1, len(operations) // 6)
         for _ in range(chance.randrange(5, OPERATIONS)):
             operation = chance.choice(operations)
             self.begin(operation.__name__, operation())
@@ -286,22 +287,33 @@ class Player:
     async def _ask(self, name: str, number: int) -> None:
         chance = self.random
         serving = await self.engine.serving(name)
+        for _ in range(chance.choice((0, 0, 1, 3))):
+            await asyncio.sleep(0)
+        self._submit(name, number, serving.tokenizer, key=serving.key, adapter=serving.adapter)
+
+    def submit(self) -> None:
+        """Queue a request for a model that is ready, in the same turn of the loop as what was done last."""
+        ready = [each for each in self.engine._models if each.state == "ready" and each.tokenizer is not None]
+        for each in ready[:1]:
+            with contextlib.suppress(EngineError):
+                self._submit("", len(self.log), each.tokenizer, key=each.key)
+
+    def _submit(self, name: str, number: int, tokenizer: Tokenizer | None, *, key: str, adapter: str = "") -> None:
+        chance = self.random
         prompt = f"question {number}"
 
         def encode(tokenizer: Tokenizer) -> list[int]:
             return tokenizer.encode(prompt, add_special_tokens=False)
 
-        ids = encode(serving.tokenizer)
-        tokens = 1 + chance.randrange(40)
-        for _ in range(chance.choice((0, 0, 1, 3))):
-            await asyncio.sleep(0)
+        assert tokenizer is not None
+        ids, tokens = encode(tokenizer), 1 + chance.randrange(40)
         stream = self.engine.submit(
             GenerateRequest(
                 prompt_ids=ids,
                 params=SamplingParams(max_tokens=tokens),
                 model=name,
-                key=serving.key,
-                adapter=serving.adapter,
+                key=key,
+                adapter=adapter,
                 encode=encode if chance.random() < 0.7 else None,
                 client=chance.choice(("x", "y")),
             )
