@@ -194,9 +194,9 @@ def read_factor_headers(file: Path) -> dict[str, FactorHeaders]:
 
 
 def version_of(spec: AdapterSpec) -> str:
-    """Return what tells an adapter from another that takes its place in the folder, or its name: a digest of its scale
-    and its files, all of which are read. It is the same wherever they lie; of files that are not there, it is the
-    path's."""
+    """Return a digest of an adapter's scale and files, all of which are read: another adapter that takes its place in
+    the folder, or its name, has another. It is the same wherever they lie; where a file is missing, it is the path's.
+    """
     digest = hashlib.blake2b(repr(float(spec.scale)).encode(), digest_size=_VERSION_BYTES)
     try:
         for name in (CONFIG, WEIGHTS):

@@ -91,7 +91,7 @@ class Tokenizer:
 
     def opens_text(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether what comes after these tokens begins a text: there is no text in them, or they end with a
-        control token and the tokenizer begins anew behind those, as SentencePiece's do with a space of their own."""
+        control token and the tokenizer starts over behind those, as SentencePiece's do with a space of their own."""
         known = (token_id for token_id in reversed(prompt_ids) if self.pieces.knows(token_id))
         last = next(known, None)
         if last is None or last not in self.special_ids:
