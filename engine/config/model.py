@@ -41,7 +41,7 @@ class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A LoRA adapter: its folder (adapter_config.json and safetensors) and what requests call it.
 
-    version: digest of its files and scale, which differs from that of another under its name; "" where that is not looked at.
+    version: digest of its files and scale, unlike that of another under its name; "" where that is not looked at.
     """
 
     name: str
