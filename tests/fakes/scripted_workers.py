@@ -41,7 +41,7 @@ class Machine(StillProbe):
         self.random = random
         self.room = room
         self.step_s = random.choice((0.01, 0.2, 2.0))
-        self.flaky = random.random() < 0.5
+        self.flaky = False
         self.broken: set[str] = set()
         self.stuck: set[str] = set()
         self.wrongs: list[str] = []
@@ -163,7 +163,7 @@ class ScriptedHost:
 
     def _load(self, adapters: Sequence[AdapterSpec]) -> None:
         if self.spec.name in self._machine.stuck:
-            self._soon(self._load, adapters)
+            asyncio.get_running_loop().call_later(0.5, self._if_alive, self._load, adapters)
         elif self.spec.name in self._machine.broken:
             self._on_event(protocol.LoadFailed(error=UnsupportedModel("it is broken").info))
         elif self._machine.fails(0.06):

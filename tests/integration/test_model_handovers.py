@@ -32,7 +32,7 @@ def play(scene: Scene, *, room: int = 3, step_s: float = 1.0, seed: int = 0, **s
 
     async def main(loop: VirtualLoop) -> None:
         machine = Machine(random, room)
-        machine.flaky, machine.step_s = False, step_s
+        machine.step_s = step_s
         config = EngineConfig(**{"worker_host": "thread", "hang_s": 0.0, "timeout_s": 0.0, **settings})  # type: ignore[arg-type]
         engine = Engine(config, new_host=machine.new_host, probe=machine)
         await engine.start()
