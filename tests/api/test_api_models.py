@@ -44,8 +44,8 @@ def text_in(answer: dict[str, Any]) -> str:
 
 
 def used_adapter(api: Served) -> str:
-    """The adapter that the first model's last request was computed with."""
-    return api.backend.submitted[-1].adapter
+    """The name of the adapter that the first model's last request was computed with."""
+    return api.backend.submitted[-1].adapter.partition("\0")[0]
 
 
 @pytest.mark.parametrize("path", PATHS)

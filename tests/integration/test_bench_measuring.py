@@ -56,13 +56,13 @@ def test_a_bench_prints_a_table_writes_its_files_and_is_remembered(
 def test_a_result_notes_that_the_native_kernels_could_not_be_had(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("console.bench.own_engine.instruction_set_here", lambda: "avx2")
-    monkeypatch.setattr("console.bench.own_engine.cache_folder", lambda: tmp_path / "empty")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     monkeypatch.setenv("PATH", str(tmp_path))
     file = tmp_path / "result.json"
     asked = ["--users", "1", "--requests", "1", "--prompt-tokens", "4", "--output-tokens", "2", "--devices", "sim:8"]
     assert main(["bench", "users", str(tiny), *asked, "--json", str(file), "--no-history"]) == 0
-    assert "computed by torch's: no C++ compiler is on PATH" in read_result(file).notes[0]
+    assert "The native kernels did not compute" in read_result(file).notes[0]
+    assert "no C++ compiler is on PATH" in read_result(file).notes[0]
 
 
 @pytest.mark.slow

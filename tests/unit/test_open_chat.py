@@ -103,9 +103,9 @@ def test_going_on_with_one_of_two_keeps_the_other_as_a_branch(store: ChatStore, 
     assert chat.tree.siblings(right.id) == [left.id, right.id]
 
 
-def test_an_answer_of_which_nothing_came_is_forgotten(store: ChatStore, chat: OpenChat) -> None:
+def test_an_answer_that_is_deleted_is_forgotten(store: ChatStore, chat: OpenChat) -> None:
     chat.ask("Q")
-    chat.drop(chat.branches[0], chat.begin_answer(chat.branches[0], "demo"))
+    chat.delete(chat.begin_answer(chat.branches[0], "demo"))
     assert said(reopened(store, chat)) == ["Q"]
 
 
@@ -145,8 +145,8 @@ async def test_a_failed_answer_keeps_what_came_and_says_why(chat: OpenChat) -> N
     chat.ask("Q")
     answering = Answering(chat.begin_answer(chat.branches[0], "demo"), chat.keep, lambda turn: None)
     await answering.run(deltas("half", finish=None, failure=QueueFull("The queue is full")))
-    assert answering.problem == "The queue is full"
-    assert (answering.turn.content, answering.turn.note.finish) == ("half", "error")
+    note = answering.turn.note
+    assert (answering.turn.content, note.finish, note.problem) == ("half", "error", "The queue is full")
 
 
 async def test_going_on_adds_to_the_same_answer_and_to_its_tokens(chat: OpenChat) -> None:

@@ -64,7 +64,7 @@ class Reference {
   }
 
   *#answers(responses) {
-    for (const [media, told] of Object.entries(responses["200"].content ?? {})) {
+    for (const [media, told] of Object.entries(responses["200"]?.content ?? {})) {
       yield el("h3", {}, told["x-event"] ? `Each event of a stream (${media})` : `Answer (${media})`);
       for (const schema of variants(told["x-event"] ?? told.schema)) {
         const found = this.#resolved(schema);
