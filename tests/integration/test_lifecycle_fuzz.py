@@ -16,7 +16,7 @@ import pytest
 from engine import facts, fitting
 from engine.config import AdapterSpec, EngineConfig, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest, RequestStream
-from engine.errors import EngineError
+from engine.errors import EngineError, InsufficientMemory
 from engine.text.tokenizer import Tokenizer
 from engine.worker.hosts import WorkerExit
 from tests.fakes.engines import read
@@ -63,7 +63,7 @@ class Player:
             EngineConfig(
                 worker_host="thread",
                 restart_backoff_s=random.choice((0.0, 0.5)),
-                max_deaths=random.choice((2, 5)),
+                max_deaths=random.choice((1, 2, 5)),
                 hang_s=0.0,
                 max_prompts=random.choice((1, 2, 4)),
                 timeout_s=random.choice((0.0, 0.0, 20.0)),
@@ -147,6 +147,9 @@ class Player:
                 workers = [worker.state for worker in snapshot.workers if worker.model == model.name]
                 wanted = model.target_workers if model.status.state == "ready" else 0
                 assert workers == ["ready"] * wanted, f"{model.name} is to have {wanted}: {workers}"
+            assert model.status.state != "failed" or not any(
+                worker.state == "ready" for worker in snapshot.workers if worker.model == model.name
+            ), f"{model.name} has failed with a worker that is ready"
             if model.status.state == "ready":
                 await self.answers(model.name)
         if not self.may_fail:
@@ -219,7 +222,19 @@ class Player:
             knobs["idle_unload_s"] = chance.choice((0.5, 2.0))
         if chance.random() < 0.3:
             knobs["max_prompts"] = chance.choice((1, 3))
-        await self.engine.load(spec, beside=beside, **knobs)  # type: ignore[arg-type]
+        began, held = self.loop.now, list(self.engine._models)
+        staying = [each for each in held if each.state in ("ready", "idle") and each.desired != "gone"]
+        settled = all(replica.state == "ready" for each in held for replica in each.replicas())
+        try:
+            await self.engine.load(spec, beside=beside, **knobs)  # type: ignore[arg-type]
+        except InsufficientMemory:
+            others = ("unload", "reconfigure", "close", "restart", "drain")
+            meddled = any(self.last.get(other, -1.0) >= began for other in others)
+            if self.calm and not meddled:
+                assert not any(each.gone.is_set() for each in staying), "a load that was refused changed something"
+                alone = len(held) <= (0 if beside else 1)
+                assert not (alone and settled) or knobs["workers"] > self.machine.room, "a load was refused that fits"
+            raise
 
     async def unload(self) -> None:
         """Unload one; nothing of that name that was there is left."""
