@@ -231,6 +231,20 @@ def test_unloading_a_name_unloads_all_that_has_it(tmp_path: Path, room: int, nam
     play(scene, room=room)
 
 
+def test_unloading_a_model_cancels_the_load_of_another_one_in_its_place(tmp_path: Path) -> None:
+    async def scene(engine: Engine, machine: Machine) -> None:
+        await engine.load(named(tmp_path, "a"))
+        machine.stuck = {"b"}
+        loading = asyncio.create_task(engine.load(named(tmp_path, "b")))
+        await until(lambda: states(engine) == {"a": "ready", "b": "loading"})
+        await engine.unload("a")
+        assert engine.snapshot().models == ()
+        with pytest.raises(LoadCancelled):
+            await loading
+
+    play(scene)
+
+
 def test_unloading_a_name_ends_what_still_drains_under_it(tmp_path: Path) -> None:
     async def scene(engine: Engine, machine: Machine) -> None:
         await engine.load(named(tmp_path, "a"))
