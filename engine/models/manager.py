@@ -313,9 +313,9 @@ class ModelManager:
             return None
         return same or (self.first if self.first in staying else None)
 
-    def _handovers(self) -> set[Handover]:
+    def _handovers(self) -> list[Handover]:
         found = (handover for each in self for handover in (each.handover, each.retired_by))
-        return {handover for handover in found if handover is not None}
+        return list(dict.fromkeys(handover for handover in found if handover is not None))
 
     def _changed(self) -> None:
         """A deployment or a worker changed: what follows from it for the others."""
