@@ -107,7 +107,7 @@ def _read_config(folder: Path) -> Mapping[str, object]:
     whole = {**config, **text} if isinstance(text, dict) else config
     for key in (*_NAMES["layers"], *_EXPERTS):
         count = whole.get(key)
-        if isinstance(count, int) and count > _MAX_PARTS:
+        if isinstance(count, int | float) and count > _MAX_PARTS:
             raise UnsupportedModel(
                 f"config.json in {folder} has {key} {count}; more than {_MAX_PARTS} are not supported",
                 param=key,

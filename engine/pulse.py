@@ -41,6 +41,7 @@ class Pulse:
         self._log = log
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started = 0.0
+        self._disagreement = ""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.publish_s = 1 / _PUBLISH_HZ
         config = models.config
@@ -99,7 +100,9 @@ class Pulse:
         try:
             self._models.check()
         except AssertionError as error:
-            _log.error("the engine's accounts do not agree: %s", error)
+            if str(error) != self._disagreement:
+                self._disagreement = str(error)
+                _log.error("the engine's accounts do not agree: %s", error)
 
     def _tick(self) -> None:
         loop, replicas = asyncio.get_running_loop(), self._models.replicas()

@@ -95,6 +95,7 @@ class Deployment:
         self._desired: Desired = "serving"
         self._slept = False
         self._wants_memory_of: Sequence[Deployment] = ()
+        self._work: asyncio.Task[LoadedModel] | None = None
         self._arrival: asyncio.Future[LoadedModel] | None = None
         self._load_error: EngineError | None = None
         self._leave_at: float | None = None
@@ -171,6 +172,11 @@ class Deployment:
         """Whether an operator has it leave."""
         leaves = self._desired == "gone" and self.retired_by is None
         return leaves and self.state in ("ready", "draining", "unloading")
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the task of a load is under way."""
+        return self._work is not None and not self._work.done()
 
     def places(self) -> Iterator[tuple[str, Request]]:
         """See Lane.places."""
@@ -316,7 +322,7 @@ class Deployment:
         if self.state == "idle":
             self._slept = True
             self._go("loading")
-        work = detached(self._bring_up())
+        work = self._work = detached(self._bring_up())
         work.add_done_callback(lambda _: self._signal.set())
         while not work.done() and self._desired == "serving":
             await self._signal.wait()
@@ -327,6 +333,9 @@ class Deployment:
             self._abandon(self._leave_error)
             work.cancel()
             await asyncio.wait((work,))
+        elif work.cancelled():
+            error = self._cancelled()
+            self._abandon(error)
         elif (failure := work.exception()) is not None:
             error = _as_load_error(self.spec.name, failure)
             self._abandon(error)
@@ -402,7 +411,8 @@ class Deployment:
         self._load_error = failure
         self._abandon(failure)
         await self._stop_workers()
-        self._fail(failure.info)
+        if self.state != "failed":
+            self._fail(failure.info)
         return True
 
     def _drained(self) -> bool:

@@ -455,6 +455,7 @@ class ModelManager:
                 places[id(request)].append(place)
         for each in self._ever.difference(self._deployments):
             _require(not each.replicas() and each.state == "unloaded", f"{each.key} is {each.state} and not listed")
+            _require(not each.is_loading, f"{each.key} is not listed and still loads")
         for handover in self._handovers():
             for request in handover.held:
                 _require(id(request) in places, f"{request.id} (held) is not live")

@@ -246,6 +246,38 @@ async def test_what_nothing_foresaw_fails_a_load_and_nothing_else(
         assert states(engine) == {"a": "ready"}
 
 
+async def test_an_unload_that_fails_unforeseen_ends_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(Backends(FakeBackend(load_error=RuntimeError("no")))) as engine:
+        with pytest.raises(ModelLoadFailed):
+            await engine.load(named(tmp_path, "a"))
+        ends = engine._desk.end
+        calls = iter([True])
+
+        def fail_once(*given: object) -> None:
+            if next(calls, False):
+                raise ZeroDivisionError("surprise")
+            ends(*given)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(engine._desk, "end", fail_once)
+        await engine.unload()
+        assert engine.snapshot().models == ()
+
+
+async def test_accounts_that_disagree_are_logged_once_while_the_engine_is_idle(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with started() as engine:
+        await engine.load(named(tmp_path, "a"))
+        lane = next(iter(engine._models)).lane
+        lane._live["x"] = None  # type: ignore[assignment]
+        engine._pulse._prove()
+        engine._pulse._prove()
+        del lane._live["x"]
+        assert caplog.text.count("accounts do not agree") == 1
+
+
 # -- unloading and closing ----------------------------------------------------------------------------------------
 
 

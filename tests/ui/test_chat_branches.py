@@ -67,7 +67,7 @@ async def test_at_the_last_branch_the_next_one_is_refused_with_how_to_make_one(t
     app = console(FakeLink(), chats)
     async with app.run_test(notifications=True) as pilot:
         await opened(pilot)
-        await pilot.press("alt+f")
+        await pilot.press("alt+n")
         assert "no other branch that way" in next(iter(app._notifications)).message
         assert answers(pilot) == ["two"]
 
