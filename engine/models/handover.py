@@ -7,6 +7,7 @@ with it to the end. Where both are the same folder with other settings, all of t
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from engine.admission import end_tokens, resolve_params, to_embed
@@ -93,6 +94,16 @@ class Handover:
         if self.old.successor is not None:
             self._deliver()
 
+    def take(self, requests: Iterable[Request], other: Handover) -> None:
+        """Hold what another handover has for the old model, which has left: it waits for the new one too."""
+        for request in requests:
+            if self._may_move(request, self.new):
+                if request.adapter_key:
+                    self.old.adapters.keep(request.adapter_key, other.old.adapters)
+                self._held.append(request)
+            else:
+                self._desk.end((request,), self._gone().info)
+
     def _detach(self) -> None:
         self.old.handover = self.new.handover = None
 
@@ -116,6 +127,10 @@ class Handover:
         """Give what is held to the heir. An answer that has no room there beyond what it has is complete."""
         heir = self.heir
         held, self._held = self.held, []
+        coming = heir.handover
+        if coming is not None and coming.old is heir and heir.state not in ("ready", "draining"):
+            coming.take(held, self)
+            return
         for request in held:
             try:
                 if heir.gone.is_set() or not self._may_move(request, heir):

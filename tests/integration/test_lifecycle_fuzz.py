@@ -73,6 +73,7 @@ class Player:
         )
         self.names = random.choice((NAMES, NAMES, NAMES[:2], NAMES[:1]))
         self.last: dict[str, float] = {}
+        self.most_workers = 1
         self.calls: list[asyncio.Task[object]] = []
         self.reading: list[asyncio.Task[None]] = []
         self.streams: list[RequestStream] = []
@@ -138,7 +139,7 @@ class Player:
         assert all(call.done() for call in self.calls)
         assert (snapshot.queued, snapshot.running) == (0, 0)
         for model in snapshot.models:
-            may_fail = self.may_fail or model.target_workers > self.machine.room
+            may_fail = self.may_fail or self.most_workers > self.machine.room
             assert model.status.state in ("ready", "idle", *(("failed",) if may_fail else ())), model
         names = [model.name for model in snapshot.models]
         assert self.may_fail or len(names) == len(set(names)), names
@@ -222,6 +223,7 @@ class Player:
             knobs["idle_unload_s"] = chance.choice((0.5, 2.0))
         if chance.random() < 0.3:
             knobs["max_prompts"] = chance.choice((1, 3))
+        self.most_workers = max(self.most_workers, int(knobs["workers"]))
         began, held = self.loop.now, list(self.engine._models)
         staying = [each for each in held if each.state in ("ready", "idle") and each.desired != "gone"]
         settled = all(replica.state == "ready" for each in held for replica in each.replicas())
@@ -248,13 +250,18 @@ class Player:
         """Cancel what loads."""
         return self.engine.cancel_load()
 
-    def reconfigure(self) -> Awaitable[object]:
-        """Change a knob."""
+    async def reconfigure(self) -> None:
+        """Change a knob; it may be another load's by the time that the devices were read."""
         knob = self.random.choice(("workers", "max_prompts", "idle_unload_s"))
         value = {"workers": 1 + self.random.randrange(3), "max_prompts": 1 + self.random.randrange(4)}.get(
             knob, self.random.choice((0.0, 0.5))
         )
-        return self.engine.reconfigure(model=self.random.choice(("", *NAMES)), **{knob: value})  # type: ignore[arg-type]
+        if knob == "workers":
+            self.most_workers = max(self.most_workers, int(value))
+        try:
+            await self.engine.reconfigure(model=self.random.choice(("", *NAMES)), **{knob: value})  # type: ignore[arg-type]
+        finally:
+            self.note("reconfigure")
 
     async def attach(self) -> None:
         """Attach an adapter, one of three versions of it; it can be named then, until its model goes."""
