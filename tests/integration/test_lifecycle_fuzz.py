@@ -234,7 +234,7 @@ class Player:
             meddled = any(self.last.get(other, -1.0) >= began for other in others)
             if self.calm and not meddled:
                 assert not any(each.gone.is_set() for each in staying), "a load that was refused changed something"
-                alone = len(held) <= (0 if beside else 1)
+                alone = len(held) <= (0 if beside else 1) and held == staying  # one that leaves still has its memory
                 assert not (alone and settled) or knobs["workers"] > self.machine.room, "a load was refused that fits"
             raise
 
