@@ -41,7 +41,9 @@ async def test_enter_runs_the_bench_with_what_was_typed() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
         await formed(pilot)
-        await pilot.press("down", "tab", *"1,8", "enter")
+        await pilot.press("down")
+        await shown(pilot, "How much longer one user waits")
+        await pilot.press("tab", *"1,8", "enter")
         settings = {"users": "1,8", "requests": "4", "repeats": "1"}
         order = BenchOrder(bench="users", settings=settings)
         await until(pilot, lambda: link_of(app).commands == [("bench", {"order": order})])
