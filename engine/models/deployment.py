@@ -249,12 +249,11 @@ class Deployment:
         while not (self._desired == "gone" and self.state == "unloaded"):
             self._signal.clear()
             try:
-                moved = await self._advance()
+                if not await self._advance():
+                    await self._next_signal()
             except Exception as error:
                 _log.exception("%s: the model's state could not be changed", self.spec.name)
-                moved = await self._collapse(error)
-            if not moved:
-                await self._next_signal()
+                await self._collapse(error)
         self._arrived(self._load_error or self._cancelled())
         self.gone.set()
         self._context.changed()
@@ -405,7 +404,7 @@ class Deployment:
         self._pool = None
         self.adapters.give(None)
 
-    async def _collapse(self, error: Exception) -> bool:
+    async def _collapse(self, error: Exception) -> None:
         """The owner itself failed: nothing runs on, and what waits learns why."""
         failure = _as_load_error(self.spec.name, error)
         self._load_error = failure
@@ -413,7 +412,6 @@ class Deployment:
         await self._stop_workers()
         if self.state != "failed":
             self._fail(failure.info)
-        return True
 
     def _drained(self) -> bool:
         """No request is left, and none of those that another model was to take may come back."""

@@ -15,6 +15,7 @@ from engine.config import AdapterSpec, EngineConfig
 from engine.engine import Engine, GenerateRequest, RequestStream
 from engine.errors import EngineBusy, InsufficientMemory, InvalidRequest, LoadCancelled, NoModelLoaded
 from engine.models.deployment import Deployment
+from engine.models.handover import Handover
 from engine.pool import Pool
 from engine.worker.hosts import WorkerExit
 from tests.fakes.engines import ask, read, until
@@ -79,6 +80,44 @@ def test_an_answer_longer_than_the_new_context_is_complete_when_it_moves(tmp_pat
         stream = await began(engine, request, 12)
         await engine.load(named(tmp_path, "a", max_model_len=10))
         assert 12 <= await answered(stream, request) < 60
+
+    play(scene)
+
+
+def test_what_moves_from_a_model_whose_successor_has_left_waits_for_the_one_after(tmp_path: Path) -> None:
+    async def scene(engine: Engine, machine: Machine) -> None:
+        await engine.load(named(tmp_path, "a"))
+        request = ask("x", max_tokens=100)
+        stream = await began(engine, request)
+        await engine.load(named(tmp_path, "a", max_model_len=200))
+        machine.stuck = {"a"}
+        loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=300)))
+        await asyncio.sleep(40)
+        assert [model.status.state for model in engine.snapshot().models] == ["loading"]
+        assert engine.snapshot().queued == 1
+        machine.stuck = set()
+        await loading
+        assert await answered(stream, request) == 100
+
+    play(scene, room=2)
+
+
+def test_a_model_whose_handover_fails_unforeseen_is_gone_and_its_requests_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def surprise(self: Handover) -> None:
+        raise ZeroDivisionError("surprise")
+
+    monkeypatch.setattr(Handover, "expire", surprise)
+
+    async def scene(engine: Engine, machine: Machine) -> None:
+        await engine.load(named(tmp_path, "a"))
+        stream = await began(engine, ask("x", max_tokens=100))
+        await engine.load(named(tmp_path, "a", max_model_len=200))
+        await asyncio.sleep(40)
+        assert states(engine) == {"a": "ready"}
+        assert len(engine.snapshot().models) == 1
+        await read(stream, patience_s=1e4)
 
     play(scene)
 
