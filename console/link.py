@@ -28,7 +28,7 @@ from engine.snapshot import LogEntry, Snapshot
 
 
 class ApiStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The HTTP server as the console shows it. clients: those of the last minute, told apart by address, key and
+    """The HTTP server as the console shows it. clients: those of the last minute, distinct by address, key and
     program; connections: open now; error: why it could not start.
 
     stopping: it takes no new requests and goes off when those under way have finished.

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}, as Anthropic's clients ask: with their header, which nobody else sends."""
+"""GET /v1/models and /v1/models/{id}, for requests with the anthropic-version header."""
 
 from __future__ import annotations
 
