@@ -1,0 +1,44 @@
+"""Foreign text as something a terminal, a log or a page can show: control characters become visible escapes.
+
+Unsafe are C0, DEL and C1 (a terminal obeys them), the bidirectional controls (they reorder what a person reads), the
+Unicode line and paragraph separators, and lone surrogates (no encoding of text has them).
+"""
+
+from __future__ import annotations
+
+import re
+
+_UNSAFE = (
+    (0x00, 0x1F),
+    (0x7F, 0x9F),
+    (0x061C, 0x061C),
+    (0x200E, 0x200F),
+    (0x2028, 0x202E),
+    (0x2066, 0x2069),
+    (0xD800, 0xDFFF),
+)
+_ESCAPES = {
+    code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    for first, last in _UNSAFE
+    for code in range(first, last + 1)
+} | str.maketrans({"\t": r"\t", "\n": r"\n", "\r": r"\r"})
+_ESCAPES_IN_LINES = {code: escape for code, escape in _ESCAPES.items() if chr(code) not in "\n\t"}
+ANY_UNSAFE = re.compile("[" + "".join(f"{chr(first)}-{chr(last)}" for first, last in _UNSAFE) + "]")
+"""Matches an unsafe character."""
+
+
+def printable(text: str) -> str:
+    r"""Return `text` as one line in which every unsafe character is a visible escape: `\x1b`, `\n`, `\u202e`.
+
+    Text without one is returned as it is, at the cost of a scan. The escapes are up to six times as long.
+    """
+    if text.isprintable() or ANY_UNSAFE.search(text) is None:
+        return text
+    return text.translate(_ESCAPES)
+
+
+def printable_lines(text: str) -> str:
+    """As `printable`, with newlines and tabs kept."""
+    if text.isprintable() or ANY_UNSAFE.search(text) is None:
+        return text
+    return text.translate(_ESCAPES_IN_LINES)
