@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from engine.child_process import python_command
 from engine.errors import WorkerFailed
-from engine.worker.process import child_environment
+from engine.worker.process import worker_environment
 
 
 class Child:
@@ -20,11 +21,11 @@ class Child:
     async def start(cls, name: str, module: str, *arguments: str) -> Child:
         """Run a module with such arguments."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", module, *arguments),
+            *python_command("-m", module, *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=child_environment(),
+            env=worker_environment(),
         )
         return cls(name, process)
 

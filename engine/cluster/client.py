@@ -7,7 +7,6 @@ import logging
 import re
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,10 +15,11 @@ from typing import IO
 
 import msgspec
 
+from engine.child_process import HUB_SECRETS, RAY_SECRETS, python_command
 from engine.cluster import messages
 from engine.errors import ClusterUnavailable, from_info
 from engine.worker.channel import socket_pair
-from engine.worker.process import child_environment, signal_name
+from engine.worker.process import signal_name, worker_environment
 from engine.worker.protocol import split_frames
 
 _TAIL_LINES = 20
@@ -165,11 +165,11 @@ class DriverClient:
 
 def _spawn(sock: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "engine.cluster", "--fd", str(sock.fileno())],
+        python_command("-m", "engine.cluster", "--fd", str(sock.fileno())),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         pass_fds=(sock.fileno(),),
         start_new_session=True,
-        env=child_environment(),
+        env=worker_environment(HUB_SECRETS | RAY_SECRETS),  # a node that lacks the model fetches it
     )

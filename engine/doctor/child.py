@@ -6,14 +6,14 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from engine.worker.process import child_environment, signal_name
+from engine.child_process import python_command
+from engine.worker.process import signal_name, worker_environment
 
 POLL_S = 0.1
 T = TypeVar("T", bound=msgspec.Struct)
@@ -35,7 +35,7 @@ def ask(
     Raises ProbeFailed when it died, said nothing that makes sense, or was not done after `timeout_s` (or when
     `cancelled()` turned true); the child is gone then.
     """
-    command = (sys.executable, "-P", "-m", module, *arguments)
+    command = python_command("-m", module, *arguments)
     output = _run(command, timeout_s, cancelled)
     try:
         return msgspec.json.decode(output, type=answer)
@@ -52,7 +52,7 @@ def _run(command: Sequence[str], timeout_s: float, cancelled: Callable[[], bool]
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        env=child_environment(),
+        env=worker_environment(),
     ) as process:
         while True:
             try:

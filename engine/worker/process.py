@@ -6,14 +6,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import sysconfig
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Collection
 
-import engine
 from engine.backends.torch.native.available import kernels_at_hand
+from engine.child_process import child_environment, python_command
 
 SPIN_TURNS, SPIN_TURNS_BETWEEN_OPERATIONS = 3000, 10000
 """How long torch's threads spin at a barrier before they sleep: with our kernels, which meet there seldom, and without,
@@ -29,7 +26,7 @@ def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Pop
     """
     return subprocess.Popen(
         [
-            *(sys.executable, "-P", "-m", "engine.worker"),
+            *python_command("-m", "engine.worker"),
             *("--id", worker_id, "--fd", str(sock.fileno()), "--parent", str(os.getpid())),
         ],
         stdin=subprocess.DEVNULL,
@@ -37,24 +34,20 @@ def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Pop
         stderr=output_fd,
         pass_fds=(sock.fileno(),),
         start_new_session=True,
-        env=child_environment(),
+        env=worker_environment(),
     )
 
 
-def child_environment() -> dict[str, str]:
-    """Our environment, with the folder of this package importable, output unbuffered and crashes traced into the log.
+def worker_environment(keep: Collection[str] = ()) -> dict[str, str]:
+    """Return `child_environment` with output unbuffered and crashes traced into the log.
 
     CUDA_DEVICE_ORDER: so that cuda:N is the driver's device N, which placement speaks of.  GOMP_SPINCOUNT: as long as a
     quiet machine needs and no longer: a thread that spins takes the core from the one it waits for as soon as anything
     else runs. Measured in docs/performance.md.
     """
     turns = SPIN_TURNS if kernels_at_hand() else SPIN_TURNS_BETWEEN_OPERATIONS
-    env = {"GOMP_SPINCOUNT": str(turns), **os.environ}
-    env.update(PYTHONUNBUFFERED="1", PYTHONFAULTHANDLER="1", CUDA_DEVICE_ORDER="PCI_BUS_ID")
-    root = str(Path(engine.__file__).resolve().parent.parent)
-    if root != sysconfig.get_path("purelib"):
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
-    return env
+    env = {"GOMP_SPINCOUNT": str(turns), **child_environment(keep)}
+    return {**env, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def reap(process: subprocess.Popen[bytes], on_exit: Callable[[int], None]) -> None:

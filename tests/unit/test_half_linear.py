@@ -132,6 +132,6 @@ def test_threads_spin_longer_where_torchs_own_operations_let_them_wait(
 ) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setattr(process, "kernels_at_hand", lambda: kernels)
-    assert process.child_environment()["GOMP_SPINCOUNT"] == turns
+    assert process.worker_environment()["GOMP_SPINCOUNT"] == turns
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert process.child_environment()["GOMP_SPINCOUNT"] == "7"
+    assert process.worker_environment()["GOMP_SPINCOUNT"] == "7"

@@ -1,0 +1,59 @@
+"""Child processes: how a Python program of ours is started, and which of our environment any program is given.
+
+Every program that this one starts goes through here: none imports code from the folder that it is started in, and none
+is given a secret that it does not need. What runs as the same user may read our files; it is not handed our keys.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Collection
+from pathlib import Path
+
+import engine
+
+ROOT = Path(engine.__file__).resolve().parent.parent
+"""Folder that our packages are imported from. A child that reads no relative path is started in it."""
+
+_PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"})
+HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT"}) | _PROXIES
+"""Variables for a process that fetches from the hub."""
+
+RAY_SECRETS = frozenset({"RAY_AUTH_TOKEN", "RAY_REDIS_PASSWORD", "RAY_ADDRESS"})
+"""Variables for a process that joins a Ray cluster."""
+
+_SECRET_NAME = re.compile(
+    r"(?:PASSWORD|PASSWD|PASSPHRASE|API_?KEY|_PWD|(?:^|_)(?:KEY|TOKEN|SECRET|CREDENTIALS?))$"
+    r"|^OTEL_EXPORTER_OTLP_.*HEADERS$",
+    re.IGNORECASE,
+)
+"""ERICLLM_API_KEY, HF_TOKEN, HUGGING_FACE_HUB_TOKEN, RAY_AUTH_TOKEN, AWS_SECRET_ACCESS_KEY, ... by the last word."""
+
+_SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+"""An address with a password in it, as of a proxy or a database."""
+
+
+def python_command(*arguments: str) -> list[str]:
+    """Return the command that runs this interpreter with `arguments`, importing nothing from the current folder."""
+    return [sys.executable, "-P", *arguments]
+
+
+def child_environment(keep: Collection[str] = ()) -> dict[str, str]:
+    """Return our environment without its secrets but those of the names in `keep`, our packages importable."""
+    env = {name: value for name, value in os.environ.items() if name in keep or not is_secret(name, value)}
+    inherited = [entry for entry in env.pop("PYTHONPATH", "").split(os.pathsep) if entry]  # "" is the current folder
+    paths = [*([] if _is_installed() else [str(ROOT)]), *map(os.path.abspath, inherited)]
+    return {**env, "PYTHONPATH": os.pathsep.join(paths)} if paths else env
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Return whether an environment variable is, or holds, what only the process that uses it may know."""
+    return _SECRET_NAME.search(name) is not None or _SECRET_VALUE.search(value) is not None
+
+
+def _is_installed() -> bool:
+    """Return whether every interpreter of this environment finds our packages by itself."""
+    return str(ROOT) == sysconfig.get_path("purelib")

@@ -1,0 +1,73 @@
+"""What a process that we start is given: none of our secrets, and no code from the folder that it is started in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.child_process import HUB_SECRETS, ROOT, child_environment, is_secret, python_command
+from engine.worker.process import spawn
+
+SECRET = "s3cret-that-nobody-else-may-read"
+SECRET_NAMES = (
+    *("ERICLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY"),
+    *("OPENAI_API_KEY", "PGPASSWORD", "GITHUB_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS", "SOME_password"),
+)
+
+
+@pytest.fixture
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRET_NAMES:
+        monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("HTTPS_PROXY", f"http://eric:{SECRET}@proxy:3128")
+
+
+@pytest.mark.usefixtures("secrets")
+def test_no_secret_is_in_the_environment_of_a_worker() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, Path(os.devnull).open("wb") as nowhere:
+        process = spawn("w1", theirs, nowhere.fileno())
+        try:
+            environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+            command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        finally:
+            process.kill()
+            process.wait()
+    assert b"PATH=" in environ and b"engine.worker" in command
+    assert SECRET.encode() not in environ + command
+
+
+@pytest.mark.usefixtures("secrets")
+def test_a_child_is_given_only_the_secrets_that_it_needs() -> None:
+    assert not [name for name, value in child_environment().items() if SECRET in value]
+    given = {name for name, value in child_environment(HUB_SECRETS).items() if SECRET in value}
+    assert given == {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTPS_PROXY"}
+
+
+@pytest.mark.parametrize(
+    "name", ["PATH", "OLDPWD", "HF_HOME", "HF_TOKEN_PATH", "TOKENIZERS_PARALLELISM", "ERICLLM_MAX_TOKENS"]
+)
+def test_what_is_no_secret_is_given(name: str) -> None:
+    assert not is_secret(name, "http://host:80/some/where")
+
+
+@pytest.mark.parametrize("paths", [None, "", os.pathsep, f"{os.pathsep}/nowhere"])
+def test_a_child_imports_nothing_from_the_folder_that_it_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: str | None
+) -> None:
+    (tmp_path / "engine").mkdir()
+    for name in ("engine/__init__.py", "ctypes.py", "torch.py"):
+        (tmp_path / name).write_text("raise SystemExit('code of the current folder ran')")
+    if paths is None:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONPATH", paths)
+    command = python_command("-c", "import ctypes, engine; print(engine.__file__)")
+    done = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == (str(ROOT / "engine" / "__init__.py"), "")
+    assert command[0] == sys.executable
