@@ -14,9 +14,10 @@ from typing import Any
 
 from console.config_file import sample
 from console.setting_arguments import add_settings, flag_name, no_such_flag
-from console.settings import APP_NAME, TUNED_FILE, Settings, config_path, state_dir
+from console.settings import APP_NAME, TUNED_FILE, Settings, config_path, data_dir, log_dir, state_dir
 from console.sources import Sources, load_settings
 from engine.errors import EngineError, InvalidRequest
+from engine.files import tighten_folder
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -131,6 +132,8 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     _add_settings(parser, ABOUT)
     sources = Sources.read(_parse(argv, parser))
     settings = sources.settings()
+    for folder in (data_dir(), state_dir(), log_dir()):
+        tighten_folder(folder)
     if (state_dir() / TUNED_FILE).exists():
         from console.tuned import with_tuned
 

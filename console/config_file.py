@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from console.setting_fields import fields
 from console.settings import APP_NAME, ENV_PREFIX, config_path
+from engine.files import make_private_folder
 
 
 def sample() -> str:
@@ -49,7 +50,7 @@ def replace_file(path: Path, text: str) -> None:
     may hold a key.
     """
     path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:

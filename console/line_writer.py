@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+
+from engine.files import make_private_folder, private_opener
 
 log = logging.getLogger(__name__)
 
@@ -102,17 +105,20 @@ class LineWriter:
             self._file.close()
             self._file = None
         if self._file is not None and 0 < os.fstat(self._file.fileno()).st_size > self._max_bytes - size:
+            mode = stat.S_IMODE(os.fstat(self._file.fileno()).st_mode)  # whoever was let read it still may
             self._file.close()
             self._file = None
             _put_aside(self._path)
+            self._file = self._opened()
+            os.fchmod(self._file.fileno(), mode)
         self._file = self._file or self._opened()
         return self._file
 
     def _opened(self) -> FileIO:
         if self._path is None:
             return open(_STDOUT, "wb", buffering=0, closefd=False)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return self._path.open("ab", buffering=0)
+        make_private_folder(self._path.parent)
+        return open(self._path, "ab", buffering=0, opener=private_opener)
 
 
 def _is_at(file: FileIO, path: Path) -> bool:

@@ -8,9 +8,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
 
+from engine.files import make_private_folder, private_opener
 from engine.log import LogRing, RingHandler
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -65,6 +67,13 @@ class _DroppingHandler(QueueHandler):
             self.queue.put_nowait(record)
 
 
+class _PrivateFileHandler(RotatingFileHandler):
+    """Makes files that nobody else may read."""
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=private_opener)
+
+
 def _stop(listener: QueueListener) -> None:
     """Write what is left, but do not wait for a reader that never comes."""
     stopping = threading.Thread(target=listener.stop, daemon=True)
@@ -74,7 +83,7 @@ def _stop(listener: QueueListener) -> None:
 
 def _file_handler(folder: Path) -> list[logging.Handler]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return [RotatingFileHandler(folder / "ericllm.log", maxBytes=4 * 2**20, backupCount=2, encoding="utf-8")]
+        make_private_folder(folder)
+        return [_PrivateFileHandler(folder / "ericllm.log", maxBytes=4 * 2**20, backupCount=2, encoding="utf-8")]
     except OSError:
         return []

@@ -16,6 +16,7 @@ import msgspec
 from console.api.key_hash import Hashed, rehashed
 from console.links.api import KeyLimits, Scope
 from engine.errors import EngineError
+from engine.files import make_private_folder
 
 log = logging.getLogger("api")
 
@@ -137,7 +138,7 @@ class KeyFile:
             yield
             return
         with _told(self._folder / NAME, "written"):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self._folder)
             lock = os.open(self._folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _OWN)
         try:
             with _told(self._folder / NAME, "written"):

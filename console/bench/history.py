@@ -13,6 +13,7 @@ import msgspec
 
 from console.bench.result import BenchResult, decoded, encoded
 from engine.errors import EngineError, InvalidRequest
+from engine.files import make_private_file, make_private_folder
 
 FILE = "benches.sqlite"
 VERSION = 1
@@ -105,7 +106,8 @@ class BenchHistory:
     def _opened(self, what: str) -> Iterator[sqlite3.Connection]:
         """The file, inside a transaction that ends with this."""
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self._file.parent)
+            make_private_file(self._file)
             with closing(sqlite3.connect(self._file, timeout=_LOCK_TIMEOUT_S)) as db, db:
                 if int(db.execute("PRAGMA user_version").fetchone()[0]) > VERSION:
                     raise BenchHistoryError(f"{self._file} was written by a newer version of this program")

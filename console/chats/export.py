@@ -13,6 +13,7 @@ from console.chats.kept import ChatSettings, Conversation, Role, Turn, TurnNote
 from console.chats.store import ChatStore
 from console.chats.tree import Tree
 from engine.errors import InvalidRequest
+from engine.files import private_opener
 
 Kind = Literal["md", "json"]
 _NAME_LENGTH = 40
@@ -109,7 +110,7 @@ def write_new(folder: Path, title: str, kind: Kind, data: bytes) -> Path:
     while True:
         path = folder / (f"{name}.{kind}" if number == 1 else f"{name}-{number}.{kind}")
         try:
-            with path.open("xb") as file:
+            with open(path, "xb", opener=private_opener) as file:
                 file.write(data)
             return path
         except FileExistsError:

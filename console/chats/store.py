@@ -14,6 +14,7 @@ from console.chats.kept import Beside, ChatSettings, Conversation, Preset, Role,
 from console.chats.schema import VERSION, migrate, transaction, version_of
 from console.chats.tree import Tree
 from engine.errors import EngineError
+from engine.files import make_private_file, make_private_folder
 
 T = TypeVar("T")
 TITLE_LENGTH = 48
@@ -43,7 +44,8 @@ class ChatStore:
         self.problem = ""
         try:
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_private_folder(path.parent)
+                make_private_file(path)
             self._db = sqlite3.connect(
                 ":memory:" if path is None else path, isolation_level=None, timeout=LOCK_TIMEOUT_S
             )

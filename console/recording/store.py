@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import EngineError
+from engine.files import make_private_file
 
 APPLICATION_ID = 0x45524943
 VERSION = 1
@@ -88,7 +89,8 @@ def rounded(value: Any) -> Any:
 def open_to_write(path: Path) -> sqlite3.Connection:
     """A recording to go on with, or a new one. Raises RecordingUnusable."""
     with told(path):
-        there = path.exists() and path.stat().st_size > 0
+        make_private_file(path)
+        there = path.stat().st_size > 0
         database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         if there:
             _check(path, database)

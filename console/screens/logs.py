@@ -22,6 +22,7 @@ from console.widgets.glyphs import fitted
 from console.widgets.log_sources import ALL, LogSources
 from console.widgets.log_view import LogView
 from console.widgets.table import Table
+from engine.files import private_opener
 from engine.snapshot import Snapshot
 
 
@@ -181,7 +182,7 @@ def save(lines: Iterable[str], folder: Path) -> Path:
     for number in range(1, 1000):
         path = folder / (f"{stem}.txt" if number == 1 else f"{stem}-{number}.txt")
         try:
-            with path.open("x", encoding="utf-8", errors="replace") as file:
+            with open(path, "x", encoding="utf-8", errors="replace", opener=private_opener) as file:
                 file.writelines(f"{line}\n" for line in lines)
         except FileExistsError:
             continue

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from engine.files import make_private_folder, private_opener
 from engine.worker.protocol import LogLine
 
 NATIVE_LOGGER = "native"
@@ -99,8 +100,8 @@ class NativeOutput:
 def _opened(path: Path) -> BinaryIO | None:
     """The file, to append to; None, with a warning, where it cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab", buffering=0)
+        make_private_folder(path.parent)
+        return open(path, "ab", buffering=0, opener=private_opener)
     except OSError as error:
         _logger.warning("%s cannot be written, so native output goes to the log alone: %s", path, error)
         return None
