@@ -26,7 +26,7 @@ class KernelsHook(BuildHookInterface[Any]):
         libc, libc_version = platform.libc_ver()
         if sys.platform != "linux" or platform.machine() != "x86_64" or libc != "glibc":
             raise RuntimeError("kernels are compiled into a wheel on Linux, x86-64 and glibc only")
-        build = _module(Path(self.root) / _BUILD)
+        build = _module(Path(self.root).resolve())
         self._scratch = Path(self.directory) / "kernels"
         for library in build.ship_libraries(self._scratch):
             inside = build.SHIPPED.relative_to(Path(self.root).resolve()) / library.name
@@ -39,9 +39,10 @@ class KernelsHook(BuildHookInterface[Any]):
         shutil.rmtree(self._scratch)
 
 
-def _module(path: Path) -> Any:
-    """That file alone: the package around it needs what a build does not have."""
-    spec = importlib.util.spec_from_file_location("native_build", path.resolve())
+def _module(root: Path) -> Any:
+    """That file alone, with what it needs of the program: the package around it needs what a build does not have."""
+    sys.path.insert(0, str(root))
+    spec = importlib.util.spec_from_file_location("native_build", root / _BUILD)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

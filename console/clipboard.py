@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 
 from textual.app import App
 
+from engine.child_process import child_environment
+
 OSC_52_LIMIT = 100_000
 """Characters of base64; terminals drop longer sequences without a word."""
 NATIVE_TIMEOUT_S = 2.0
@@ -61,7 +63,7 @@ async def _hand_over(command: list[str], text: str) -> bool:
     nowhere = asyncio.subprocess.DEVNULL
     try:
         program = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=nowhere, stderr=nowhere
+            *command, stdin=asyncio.subprocess.PIPE, stdout=nowhere, stderr=nowhere, env=child_environment()
         )
     except OSError:
         return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import stat
@@ -69,13 +68,13 @@ def claim_folder(folder: Path, levels: int) -> None:
     """
     make_private_folder(folder)
     for each in reversed((folder, *folder.parents[:levels])):
-        if problem := distrust(each):
-            found = each.stat()
-            if not _is_ours(found):
-                raise PermissionError(errno.EPERM, problem)
-            each.chmod(stat.S_IMODE(found.st_mode) & ~_WRITE_OF_OTHERS)
-            if each == folder:
-                _empty(folder)
+        if not distrust(each):
+            continue
+        each.chmod(stat.S_IMODE(each.stat().st_mode) & ~_WRITE_OF_OTHERS)
+        if problem := distrust(each):  # it is not ours, or on a file system without modes
+            raise PermissionError(problem)
+        if each == folder:
+            _empty(folder)
 
 
 def distrust(path: Path) -> str:

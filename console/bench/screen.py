@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -24,6 +22,7 @@ from console.bench.screen_report import Goal, ScreenReport
 from console.chats.kept import ChatSettings
 from console.chats.store import ChatStore
 from console.settings import APP_NAME
+from engine.child_process import child_environment, python_command
 from engine.errors import WorkerFailed
 
 FIRST_FRAME = "Dashboard"
@@ -129,10 +128,10 @@ class _Console:
         flags = ("--model", model, "--port", str(self._port), "--max-prompts", "64")
         homes = {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "STATE")}
         self.terminal = PtyChild(
-            [sys.executable, "-P", "-m", "console.probe", str(self._report), str(past_requests), *flags],
+            python_command("-m", "console.probe", str(self._report), str(past_requests), *flags),
             columns=120,
             rows=40,
-            env={**os.environ, **homes, "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**child_environment(), **homes, "TERM": "xterm-256color"},
         )
 
     @property

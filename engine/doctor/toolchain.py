@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from engine.child_process import child_environment
 from engine.doctor.facts import PackageManager, Toolchain
 
 HEADERS = ("cuda_runtime.h", "cublas_v2.h", "cublasLt.h", "cusparse.h", "cusolverDn.h", "curand.h")
@@ -100,7 +101,15 @@ def _said(program: str) -> tuple[str, str]:
         return "", ""
     command = [program, "--version"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
+            env=child_environment(),
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", str(error)
     return done.stdout, (done.stderr.strip().splitlines() or [""])[-1]

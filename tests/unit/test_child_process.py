@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.child_process import HUB_SECRETS, ROOT, child_environment, is_secret, python_command
+from engine.cluster import client
 from engine.worker.process import spawn
 
 SECRET = "s3cret-that-nobody-else-may-read"
@@ -27,13 +31,20 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", f"http://eric:{SECRET}@proxy:3128")
 
 
+def environ_of(process: subprocess.Popen[bytes]) -> bytes:
+    """What the kernel says that the process was started with, as soon as the program is there."""
+    while not (environ := Path(f"/proc/{process.pid}/environ").read_bytes()):
+        assert process.poll() is None
+    return environ
+
+
 @pytest.mark.usefixtures("secrets")
 def test_no_secret_is_in_the_environment_of_a_worker() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, Path(os.devnull).open("wb") as nowhere:
         process = spawn("w1", theirs, nowhere.fileno())
         try:
-            environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+            environ = environ_of(process)
             command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
         finally:
             process.kill()
@@ -71,3 +82,54 @@ def test_a_child_imports_nothing_from_the_folder_that_it_is_started_in(
     done = subprocess.run(command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == (str(ROOT / "engine" / "__init__.py"), "")
     assert command[0] == sys.executable
+
+
+SPAWN = re.compile(r"subprocess\.(Popen|run|call|check_\w+|get\w+)|(asyncio\.)?create_subprocess_\w+|PtyChild")
+OTHERWISE = re.compile(r"\bos\.(system|popen|exec|spawn|posix_spawn)|import multiprocessing|ProcessPool|shell=True")
+ENVIRONMENTS = ("child_environment(", "worker_environment(")
+HAND_ON = {"console/bench/pty_child.py": "dict(env)"}
+"""What starts what others hand it, with the environment that they give."""
+
+
+def spawns(file: Path) -> Iterator[tuple[int, str, str]]:
+    """Where a file starts processes: line, the name of the call, its environment."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if SPAWN.fullmatch(called):
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                yield node.lineno, called, given.get("env", "")
+
+
+def test_every_process_of_the_product_is_started_without_its_secrets_and_without_the_current_folder() -> None:
+    found, wrong = 0, []
+    for file in (*(ROOT / "engine").rglob("*.py"), *(ROOT / "console").rglob("*.py")):
+        path = str(file.relative_to(ROOT))
+        text = file.read_text(encoding="utf-8")
+        for line, called, environment in spawns(file):
+            found += 1
+            if not any(each in environment for each in ENVIRONMENTS) and environment != HAND_ON.get(path):
+                wrong.append(f"{path}:{line} {called} has its environment from {environment or 'nowhere'}")
+        interpreter = "sys.executable" in text.replace("Path(sys.executable).parent", "")
+        if interpreter and path != "engine/child_process.py":
+            wrong.append(f"{path} starts Python otherwise than by python_command")
+        if OTHERWISE.search(text):
+            wrong.append(f"{path} starts processes in a way of its own")
+    assert wrong == []
+    assert found >= 10
+
+
+def test_the_process_that_joins_a_cluster_has_the_hubs_token_and_no_other_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ERICLLM_API_KEY", SECRET)
+    monkeypatch.setenv("HF_TOKEN", "hf_token-of-the-node")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = client._spawn(theirs)
+        environ = environ_of(process)
+    process.kill()
+    process.communicate()
+    assert b"HF_TOKEN=hf_token-of-the-node\0" in environ
+    assert SECRET.encode() not in environ

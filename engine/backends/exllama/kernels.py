@@ -20,11 +20,16 @@ from pathlib import Path
 
 import psutil
 
+from engine.files import claim_folder, make_private_folder
+
 EXTENSION = "exllamav2_ext"
 POLL_S = 0.5
 
 _JOB_BYTES = 2_500_000_000
 """What compiling one file takes at most."""
+
+_LEVELS = 2
+"""Folders of ours above the one of a build: see `library._build`."""
 
 _HEADERS = ("cublas_v2.h", "cublasLt.h", "cusparse.h", "cusolverDn.h", "curand_kernel.h")
 
@@ -53,11 +58,13 @@ class KernelBuild:
 
     @contextmanager
     def held(self, wait: Callable[[], None]) -> Iterator[None]:
-        """Have the folder to ourselves; `wait` is called again and again while another process has it.
+        """Have the folder to ourselves; `wait` is called again and again while another process has it. Raises OSError,
+        also where others could write into it.
 
         The system drops the lock of a process that dies, so whoever holds it may clear what a killed build left.
         """
-        self.workspace.mkdir(parents=True, exist_ok=True)
+        claim_folder(self.folder, _LEVELS)
+        make_private_folder(self.workspace)
         with (self.folder / "owner").open("w") as owner:
             while not _locked(owner.fileno()):
                 wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from engine.backends.paged_attention.choose import (
     choose,
 )
 from engine.backends.paged_attention.face import implementation
+from engine.child_process import ROOT, child_environment, python_command
 from engine.config import AttentionName, CacheBits
 
 _IMPORT_TIMEOUT_S = 120.0
@@ -130,7 +130,9 @@ def find_flash_attn() -> tuple[Version | None, str]:
         return None, "flash-attn is not installed"
     try:
         child = subprocess.run(
-            [sys.executable, "-c", "import torch; from flash_attn import flash_attn_with_kvcache"],
+            python_command("-c", "import torch; from flash_attn import flash_attn_with_kvcache"),
+            cwd=ROOT,
+            env=child_environment(),
             capture_output=True,
             text=True,
             check=False,

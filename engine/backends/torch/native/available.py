@@ -17,6 +17,7 @@ from engine.backends.torch.native.build import (
     cache_folder,
     find_compiler,
     kept_library,
+    shipped_library,
 )
 from engine.processor import cpu_flags, native_bfloat16
 
@@ -74,7 +75,7 @@ def kernels_at_hand() -> bool:
 
 
 def _is_kept(isa: InstructionSet) -> bool:
-    return any(kept_library(isa, folder) for folder in (cache_folder(), SHIPPED))
+    return bool(kept_library(isa, cache_folder()) or shipped_library(isa, SHIPPED))
 
 
 def _is_off() -> bool:

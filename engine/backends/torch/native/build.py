@@ -2,6 +2,7 @@
 
 A wheel may bring them (`hatch_build.py`): then no compiler is needed.
 A kept library ends in a digest of all before it, so one that was cut short or damaged is never loaded but made anew.
+The digest keeps nobody from putting a library of their own there: the mode and owner of file and folder do.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import platform
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import IO, Literal
 
 import platformdirs
+
+from engine.child_process import child_environment, python_command
+from engine.files import claim_folder, distrust
 
 InstructionSet = Literal["amx-bf16", "avx512-bf16", "avx512", "avx2"]
 
@@ -69,6 +72,12 @@ MAX_BUILD_S = 300.0
 
 _POLL_S = 0.05
 
+_LEVELS = 2
+"""Folders of ours above the one of the libraries: see `cache_folder`."""
+
+_LIBRARY_MODE = 0o755
+"""Whatever the mask of modes: one that a group may write to would not be trusted."""
+
 SWITCH = "ERICLLM_NATIVE"
 """The environment variable that keeps the kernels off with "0"."""
 
@@ -108,8 +117,22 @@ def library_key(isa: InstructionSet) -> str:
 
 
 def kept_library(isa: InstructionSet, folder: Path) -> Path | None:
-    """The library in `folder`, if a whole one is there."""
+    """Return the library in `folder`, if a whole one is there that nobody but us and root could have written."""
     path = _path(isa, folder)
+    try:
+        if any(map(distrust, (path, folder, *folder.parents[:_LEVELS]))):
+            return None
+    except OSError:
+        return None
+    return _whole(path)
+
+
+def shipped_library(isa: InstructionSet, folder: Path) -> Path | None:
+    """Return the library that came with the program, if a whole one did: it is trusted as the program is."""
+    return _whole(_path(isa, folder))
+
+
+def _whole(path: Path) -> Path | None:
     try:
         content = path.read_bytes()
     except OSError:
@@ -124,13 +147,13 @@ def build_library(
     """The library in `folder`; unless it is there, the one in `shipped`, else one that is compiled. Of several
     processes at once, one makes it and the others wait; they take its failure for theirs. Raises CannotBuild, and
     whatever `watch` raises."""
-    came = kept_library(isa, shipped)
+    came = shipped_library(isa, shipped)
     found = kept_library(isa, folder) or (None if isa in _TRIED_FIRST else came)
     if found is not None:
         return found
     build = _Build(isa, folder, watch)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        claim_folder(folder, _LEVELS)
         with build.locked() as lock:
             return kept_library(isa, folder) or build.make(came, lock)
     except OSError as error:
@@ -208,7 +231,7 @@ class _Build:
     def try_out(self, made: Path) -> None:
         """Have a process of its own multiply by it."""
         try:
-            self._run([trial_command(made, self._isa)], made.parent, len(SOURCES))
+            self._run([trial_command(made.absolute(), self._isa)], made.parent, len(SOURCES))
         except CannotBuild as error:
             raise CannotBuild(f"kernels for {self._isa} do not work on this machine: {error}") from error
 
@@ -216,7 +239,7 @@ class _Build:
     def scratch(self) -> Iterator[Path]:
         """A folder for what is made on the way."""
         with tempfile.TemporaryDirectory(prefix=f"{self._isa}.", dir=self._folder, ignore_cleanup_errors=True) as name:
-            yield Path(name)
+            yield Path(name).absolute()
 
     def compile(self, scratch: Path) -> Path:
         """Compile the library into `scratch`."""
@@ -273,7 +296,8 @@ class _Command:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": str(scratch)},
+                cwd=scratch,
+                env={**child_environment(), "TMPDIR": str(scratch)},
             )
         except OSError as error:
             raise CannotBuild(f"{self._name} cannot be run: {error}") from error
@@ -309,12 +333,13 @@ def _keep(made: Path, path: Path) -> None:
     content = made.read_bytes()
     with made.open("ab") as file:
         file.write(hashlib.sha256(content).digest())
+    made.chmod(_LIBRARY_MODE)
     made.replace(path)
 
 
 def trial_command(library: Path, isa: InstructionSet) -> list[str]:
     """What tries a library, in a process of its own."""
-    return [sys.executable, "-m", "engine.backends.torch.native.trial", str(library), isa]
+    return python_command("-m", "engine.backends.torch.native.trial", str(library), isa)
 
 
 def _path(isa: InstructionSet, folder: Path) -> Path:

@@ -1,0 +1,177 @@
+"""Compiled code is run only where nobody else on the machine could have put it, and compiled without our secrets."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from engine.backends.exllama.kernels import KernelBuild
+from engine.backends.paged_attention import probe
+from engine.backends.torch.native import available, build
+from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder, kept_library, library_key
+from tests.fakes.native_libraries import SETS
+
+SECRET = "s3cret-that-no-compiler-needs"
+MADE = b"what our compiler made"
+NOBODY = 65534
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """As `build.cache_folder` has it: a folder of ours in two folders of ours."""
+    folder = tmp_path / "ericllm" / "native" / "glibc"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that writes down its environment and current folder, and makes a library of `MADE`."""
+    said = tmp_path / "said"
+    program = tmp_path / "bin" / "g++"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!/bin/sh\nenv >> {said}\npwd >> {said}\n"
+        f'while [ "$1" != -o ]; do shift; done\nprintf "{MADE.decode()}" > $2\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    return said
+
+
+def forge(folder: Path) -> Path:
+    """Put a library where the one for AVX2 is looked for, whole as far as its digest tells."""
+    content = b"somebody else's code"
+    forged = folder / f"{library_key('avx2')}.so"
+    forged.write_bytes(content + hashlib.sha256(content).digest())
+    forged.chmod(0o755)
+    return forged
+
+
+def belongs_to_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(path, NOBODY, NOBODY)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+@pytest.mark.parametrize("above", [0, 1, 2])
+def test_a_library_in_a_folder_that_others_may_write_to_is_not_loaded(cache: Path, mode: int, above: int) -> None:
+    forge(cache)
+    assert kept_library("avx2", cache) is not None
+    (cache, *cache.parents)[above].chmod(mode)
+    assert kept_library("avx2", cache) is None
+
+
+def test_a_library_that_others_may_write_to_or_that_is_anothers_is_not_loaded(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forged = forge(cache)
+    forged.chmod(0o775)
+    assert kept_library("avx2", cache) is None
+    forged.chmod(0o755)
+    belongs_to_another(forged, monkeypatch)
+    assert kept_library("avx2", cache) is None
+
+
+def test_what_lies_in_a_folder_that_others_could_write_to_is_thrown_away_and_compiled(
+    cache: Path, compiler: Path
+) -> None:
+    forge(cache)
+    mine = cache.parents[2] / "mine"
+    mine.write_text("keep this")
+    (cache / "avx2.lock").symlink_to(mine)
+    cache.chmod(0o777)
+    made = build_library("avx2", cache)
+    assert made.read_bytes().startswith(MADE)
+    assert stat.S_IMODE(cache.stat().st_mode) & 0o022 == 0
+    assert kept_library("avx2", cache) == made
+    assert mine.read_text() == "keep this"
+
+
+def test_a_folder_of_another_user_is_refused_by_name(
+    cache: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forge(cache)
+    cache.chmod(0o777)
+    belongs_to_another(cache, monkeypatch)
+    monkeypatch.setattr(Path, "chmod", lambda path, mode: None)  # root could
+    with pytest.raises(CannotBuild, match=f"{cache} cannot be used: .*glibc belongs to another user"):
+        build_library("avx2", cache)
+    monkeypatch.setattr(available, "cache_folder", lambda: cache)
+    monkeypatch.setattr(available, "find_compiler", lambda: "")
+    assert "avx2" not in available.read_native().kept
+
+
+def test_a_loose_mask_of_modes_makes_no_library_that_is_not_trusted(tmp_path: Path, compiler: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = tmp_path / "cache" / "ericllm" / "native" / "glibc"
+        made = build_library("avx2", folder)
+    finally:
+        os.umask(before)
+    assert kept_library("avx2", folder) == made
+
+
+def test_compilers_are_given_no_secrets_and_a_folder_of_ours(
+    cache: Path, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ERICLLM_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, SECRET)
+    monkeypatch.chdir(tmp_path)
+    build_library("avx2", cache)
+    said = compiler.read_text()
+    assert "PATH=" in said and SECRET not in said
+    assert str(tmp_path) not in said.splitlines()
+
+
+@pytest.fixture
+def evil_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, full of modules that write down that they ran; returns what they write."""
+    ran = tmp_path / "ran"
+    folder = tmp_path / "model"
+    (folder / "engine").mkdir(parents=True)
+    for name in ("engine/__init__.py", "ctypes.py", "torch.py", "flash_attn.py", "msgspec.py"):
+        (folder / name).write_text(f"open({str(ran)!r}, 'a').write('{name} ')\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return ran
+
+
+@pytest.mark.skipif(not SETS, reason="there is no C++ compiler, or no AVX2")
+def test_the_trial_of_a_library_runs_no_code_of_the_current_folder(evil_folder: Path) -> None:
+    library = build_library(SETS[0], cache_folder())
+    build._Build(SETS[0], library.parent).try_out(library)
+    assert not evil_folder.exists(), evil_folder.read_text()
+
+
+def test_looking_for_flash_attention_runs_no_code_of_the_current_folder(
+    evil_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_installed", lambda distribution: (2, 7))
+    version, problem = probe.find_flash_attn()
+    assert not evil_folder.exists(), evil_folder.read_text()
+    assert (version is None) == ("flash" in problem)
+
+
+def test_kernels_of_exllama_are_not_taken_from_a_folder_that_others_may_write_to(cache: Path) -> None:
+    build = KernelBuild(cache, 1)
+    build.workspace.mkdir()
+    planted = build.workspace / "exllamav2_ext.so"
+    planted.touch()
+    cache.chmod(0o777)
+
+    def wait() -> None:
+        raise AssertionError("nobody else builds")
+
+    with build.held(wait):
+        assert not planted.exists()
+        assert stat.S_IMODE(build.workspace.stat().st_mode) & 0o077 == 0
+    planted.touch()
+    with build.held(wait):
+        assert planted.exists()
