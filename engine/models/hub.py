@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TypeVar
 
 from engine.backends.base import LoadProgress
 from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, ModelNotFound
@@ -20,22 +18,21 @@ from engine.models.hub_cache import (
     hub_cache_folder,
     is_commit,
     is_complete,
+    is_revision,
     part_bytes,
     repo_folder,
     snapshot_of,
 )
+from engine.models.hub_client import HubClient
 from engine.models.hub_errors import explain
-from engine.models.hub_files import LIBRARY, fetch_blob
+from engine.models.hub_files import fetch_file, require_space
 from engine.models.hub_plan import Plan, kept, kept_bytes, plan_of, present
 
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+T = TypeVar("T")
 
 _PARALLEL_FILES = 4
 _POLL_S = 0.1
 _PATIENCE_S = 0.5
-_CHUNK_BYTES = 2**20  # what progress moves by, and the most that a cancelled file loses
-_GIB = 2**30
 
 
 def download(
@@ -54,44 +51,72 @@ def download(
     """
     if cancelled():
         raise _cancelled(repo_id)
+    _require_names(repo_id, revision)
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return _offline(repo_id, revision)
     report(LoadProgress(phase="download", done=0, total=0))
-    api = _open_hub()
+    hub = _open_hub(repo_id)
     try:
-        plan = plan_of(api, repo_id, revision)
-        transfer = _Transfer(api, plan)
-        _require_space(plan, transfer.done_bytes)
+        plan = _interruptible(lambda: plan_of(hub, repo_id, revision), repo_id, cancelled)
+        transfer = _Transfer(hub, plan)
+        folder = hub_cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        require_space(folder, plan.total_bytes - transfer.done_bytes, repo_id)
         try:
             for files in (plan.small, plan.weights):
                 transfer.fetch(files, report, cancelled)
         except LoadCancelled:
             raise _cancelled(repo_id, kept(plan)) from None
         _write_reference(plan, revision or DEFAULT_REVISION)
-    except EngineError:
-        raise
     except Exception as error:  # the library lets its HTTP client's errors through, whichever that is
-        raise explain(error, repo_id, revision, api.endpoint) from error
+        if isinstance(error, EngineError):
+            raise
+        raise explain(error, repo_id, revision, hub.endpoint, withholds_token=hub.withholds_token) from error
     return repo_folder(repo_id) / "snapshots" / plan.commit
 
 
-def _open_hub() -> HfApi:
-    """The hub's API; quiet, for the screen belongs to someone else, and over plain HTTP, which can be stopped."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
-    from huggingface_hub import HfApi, constants
+def _require_names(repo_id: str, revision: str | None) -> None:
+    """Raise ModelNotFound for what cannot be a repository or a revision; both name folders of the cache."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported lazily
 
-    constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, _CHUNK_BYTES)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    return HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name=LIBRARY)
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError:
+        raise ModelNotFound(f"{repo_id} is no valid hub id", model=repo_id) from None
+    if revision is not None and not is_revision(revision):
+        raise ModelNotFound(f"{repo_id} has no revision {revision}", model=repo_id)
+
+
+def _open_hub(repo_id: str) -> HubClient:
+    try:
+        return HubClient()
+    except ValueError as error:
+        raise ModelLoadFailed(f"HF_ENDPOINT is no address of a hub: {error}", model=repo_id) from None
+
+
+def _interruptible(work: Callable[[], T], repo_id: str, cancelled: Callable[[], bool]) -> T:
+    """Return what `work` returns. A hub that does not answer is not waited for once cancelled."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="hub listing", daemon=True).start()
+    while not wait([future], timeout=_POLL_S).done:
+        if cancelled():
+            raise _cancelled(repo_id)
+    return future.result()
 
 
 class _Transfer:
     """Fetches files side by side; the calling thread reports and asks whether to go on, the others only count."""
 
-    def __init__(self, api: HfApi, plan: Plan) -> None:
-        self._api, self._plan = api, plan
-        self._cache = hub_cache_folder()
+    def __init__(self, hub: HubClient, plan: Plan) -> None:
+        self._hub, self._plan = hub, plan
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._present = present(plan)
@@ -155,68 +180,18 @@ class _Transfer:
 
     def _fetch_one(self, name: str, size: int) -> None:
         """Fetch one file, counting its bytes as they come (a restarted file gives some back), `size` in the end."""
-        from huggingface_hub import hf_hub_download
-
-        received = part_bytes(self._plan.repo_id, self._plan.commit, name)
+        plan = self._plan
+        received = part_bytes(plan.repo_id, plan.commit, name)
 
         def count(chunk: int) -> None:
             nonlocal received
             if self._stop.is_set():
-                raise _cancelled(self._plan.repo_id)
+                raise _cancelled(plan.repo_id)
             received += chunk
             self._count(chunk)
 
-        bar: Any = _bar_class(count, lambda first: count(first - received))
-        if name in self._plan.weights:
-            fetch_blob(self._api, self._plan.repo_id, self._plan.commit, name, size, bar)
-        hf_hub_download(
-            self._plan.repo_id,
-            name,
-            revision=self._plan.commit,
-            cache_dir=self._cache,
-            endpoint=self._api.endpoint,
-            library_name=LIBRARY,
-            tqdm_class=bar,
-        )
+        fetch_file(self._hub, plan.repo_id, plan.commit, name, size, count=count, pause=self._stop.wait)
         self._count(size - received)
-
-
-def _bar_class(count: Callable[[int], None], begin: Callable[[int], None]) -> type:
-    """What the library takes for a progress bar: it shows nothing and hands every chunk's size to `count`, and to
-    `begin` how much of the file was there when the hub's answer came."""
-
-    class Bar:
-        def __init__(self, *args: object, initial: int = 0, **settings: object) -> None:
-            begin(initial)
-
-        def __enter__(self) -> Bar:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def update(self, size: float | None = 1) -> None:
-            count(int(size or 0))
-
-        def ignore(self, *args: object, **settings: object) -> None:
-            """Looks, and bytes that `update` hears of as well."""
-
-        update_transfer = set_postfix_str = set_transfer_postfix_str = set_description = refresh = close = ignore
-
-    return Bar
-
-
-def _require_space(plan: Plan, present_bytes: int) -> None:
-    """Raise ModelLoadFailed with the numbers where the disk cannot take what is still to come."""
-    folder = hub_cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    needed, free = plan.total_bytes - present_bytes, shutil.disk_usage(folder).free
-    if needed > free:
-        raise ModelLoadFailed(
-            f"{plan.repo_id} needs {needed / _GIB:.1f} GiB more in {folder}, where {free / _GIB:.1f} GiB are free",
-            needed_bytes=needed,
-            free_bytes=free,
-        )
 
 
 def _write_reference(plan: Plan, revision: str) -> None:

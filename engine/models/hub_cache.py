@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 from engine.errors import ModelLoadFailed
 from engine.models.headers import weight_files
 
 DEFAULT_REVISION = "main"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_REVISION = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
+_MAX_REVISION = 200
+"""Bytes: it becomes the name of a file."""
 
 
 def hub_cache_folder() -> Path:
@@ -59,6 +63,11 @@ def is_commit(revision: str) -> bool:
     return _COMMIT.fullmatch(revision) is not None
 
 
+def is_revision(revision: str) -> bool:
+    """Return whether a branch, tag or commit can be called so, and names a file within the cache's folder of them."""
+    return _REVISION.fullmatch(revision) is not None and len(revision.encode()) <= _MAX_REVISION
+
+
 def is_complete(snapshot: Path) -> bool:
     """Whether a snapshot holds its config and all its weights (a download fetches these last)."""
     try:
@@ -69,7 +78,7 @@ def is_complete(snapshot: Path) -> bool:
 
 def part_file(repo_id: str, commit: str, name: str) -> Path:
     """Where the beginning of a file is kept until the rest of it has come."""
-    return repo_folder(repo_id) / "blobs" / f"{commit}.{name}.part"
+    return repo_folder(repo_id) / "blobs" / f"{commit}.{quote(name, safe='')}.part"
 
 
 def part_bytes(repo_id: str, commit: str, name: str) -> int:
@@ -91,10 +100,14 @@ def kept_bytes(repo: Path) -> int:
 def _commit_of(repo: Path, revision: str) -> str | None:
     if is_commit(revision):
         return revision
+    if not is_revision(revision):
+        return None
     try:
-        return (repo / "refs" / revision).read_text("ascii").strip()
+        with (repo / "refs" / revision).open("rb") as file:
+            commit = file.read(_MAX_REVISION).decode("ascii", "replace").strip()
     except FileNotFoundError:
         return None
+    return commit if is_commit(commit) else None
 
 
 def _modified(path: Path) -> float:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import msgspec
 
-from engine.errors import UnsafeWeights, UnsupportedModel
-from engine.models.hub_cache import part_bytes, repo_folder
+from engine.config import quoted
+from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
+from engine.models.hub_cache import is_commit, part_bytes, repo_folder
+from engine.models.hub_client import HubClient
 
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+MAX_FILES = 2000
+"""Of one model: the largest have some 200."""
+
+_MAX_NAME = 160
+"""Bytes of a file's name as part of another name: a file system takes 255."""
 
 _WANTED = (".safetensors", ".json", ".jinja")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -32,12 +37,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.small.values()) + sum(self.weights.values())
 
 
-def plan_of(api: HfApi, repo_id: str, revision: str | None) -> Plan:
-    """What the hub says of a revision; raises whatever the library raises, and what `choose_files` does."""
-    info = api.model_info(repo_id, revision=revision, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+def plan_of(hub: HubClient, repo_id: str, revision: str | None) -> Plan:
+    """Return what to fetch of a revision.
+
+    Raises what HubClient and `choose_files` do, and ModelLoadFailed for a list of files that cannot be that of a model.
+    """
+    listing = hub.listing(repo_id, revision)
+    if revision is not None and is_commit(revision) and listing.sha != revision:
+        raise ModelLoadFailed(
+            f"the hub at {hub.endpoint} answers for commit {revision} of {repo_id} with {listing.sha}", model=repo_id
+        )
+    sizes = {file.rfilename: file.size or 0 for file in listing.siblings}
     small, weights = choose_files(sizes, repo_id)
-    return Plan(repo_id=repo_id, commit=str(info.sha), small=small, weights=weights)
+    if len(small) + len(weights) > MAX_FILES:
+        raise ModelLoadFailed(
+            f"{repo_id} has {len(small) + len(weights):,} files to fetch, and a model may have {MAX_FILES:,}",
+            model=repo_id,
+        )
+    for name in (*small, *weights):
+        if not _is_usable(name):
+            raise ModelLoadFailed(f"{repo_id} has a file of a name that is refused: {quoted(name)}", model=repo_id)
+    return Plan(repo_id=repo_id, commit=listing.sha, small=small, weights=weights)
 
 
 def choose_files(sizes: Mapping[str, int], repo_id: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -53,8 +73,9 @@ def choose_files(sizes: Mapping[str, int], repo_id: str) -> tuple[dict[str, int]
     if not weights:
         if pickles := [name for name in top if name.endswith(_PICKLES)]:
             raise UnsafeWeights(
-                f"{repo_id} has only pickles ({pickles[0]}), which can run code when read; choose one with safetensors",
-                file=pickles[0],
+                f"{repo_id} has only pickles ({quoted(pickles[0])}), which can run code when read; choose one with"
+                " safetensors",
+                file=quoted(pickles[0]),
             )
         raise UnsupportedModel(f"{repo_id} has no safetensors weights")
     plain = {name: size for name, size in weights.items() if not name.startswith("consolidated")}
@@ -70,10 +91,10 @@ def present(plan: Plan) -> set[str]:
 
 
 def kept_bytes(plan: Plan) -> int:
-    """Of what is to be fetched, what the cache has: whole files, and the beginnings of weights."""
+    """Of what is to be fetched, what the cache has: whole files, and the beginnings of others."""
     whole = present(plan)
     sizes = {**plan.small, **plan.weights}
-    parts = sum(part_bytes(plan.repo_id, plan.commit, name) for name in plan.weights if name not in whole)
+    parts = sum(part_bytes(plan.repo_id, plan.commit, name) for name in sizes if name not in whole)
     return parts + sum(sizes[name] for name in whole)
 
 
@@ -82,3 +103,13 @@ def kept(plan: Plan) -> str:
     there, total = kept_bytes(plan), plan.total_bytes
     unit, name = (_GIB, "GiB") if total >= _GIB else (_MIB, "MiB")
     return f"{there / unit:.1f} of {total / unit:.1f} {name} are kept, and the next download goes on from there"
+
+
+def _is_usable(name: str) -> bool:
+    """Return whether a name on the hub is one of a file within a folder, on any system, and nothing else."""
+    return (
+        name.isprintable()
+        and "\\" not in name
+        and all(part and not part.startswith(".") for part in name.split("/"))
+        and len(quote(name, safe="")) <= _MAX_NAME
+    )

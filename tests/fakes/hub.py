@@ -6,12 +6,15 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
 from urllib.parse import unquote, urlsplit
+
+import pytest
 
 _API = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?")
 _FILE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
@@ -33,24 +36,37 @@ class FakeRepo:
 
 
 @dataclass
+class Scripted:
+    """An answer as a hostile hub gives it: these headers and no others, and a body that may have no end."""
+
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: Iterable[bytes] = ()
+
+
+@dataclass
 class FakeHub:
     """The hub's content and what was asked of it.
 
     requests: "METHOD path" of each request.  resumed: the first byte that was asked for, of each file asked for from
-    its middle on.  hold: a file of which the second half is sent only once `release` is set; `half_sent` is set when
-    the first half is out.  ranges: whether files can be asked for from their middle on.  status: answered to
-    everything, if set.
+    its middle on.  tokens: paths that an Authorization header came with.  hold: a file of which the second half is sent
+    only once `release` is set; `half_sent` is set when the first half is out.  ranges: whether files can be asked for
+    from their middle on.  status: answered to everything, if set.  script: answers in the hub's place where it returns
+    something, by method and path.  etags: ETag headers that are given in place of the right ones, by file.
     """
 
     url: str
     repos: dict[str, FakeRepo] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
     ranges: bool = True
     hold: str | None = None
     half_sent: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
     status: int | None = None
+    script: Callable[[str, str], Scripted | None] = lambda method, path: None
+    etags: dict[str, str] = field(default_factory=dict)
 
     def fetched(self) -> list[str]:
         """Names of the files that were downloaded, in order."""
@@ -73,7 +89,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
-        if self.hub.status is not None:
+        if "Authorization" in self.headers:
+            self.hub.tokens.append(path)
+        if (scripted := self.hub.script(self.command, path)) is not None:
+            self._send_scripted(scripted, with_body)
+        elif self.hub.status is not None:
             self._send(self.hub.status, {}, b"", with_body)
         elif match := _API.fullmatch(path):
             self._send_info(match["repo"], match["revision"], with_body)
@@ -100,7 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "EntryNotFound", with_body)
         else:
             body = repo.files[file]
-            headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{hashlib.sha256(body).hexdigest()}"'}
+            etag = self.hub.etags.get(file, f'"{hashlib.sha256(body).hexdigest()}"')
+            headers = {"X-Repo-Commit": repo.commit, "ETag": etag}
             first = self._first_byte()
             if first:
                 self.hub.resumed.append(first)
@@ -140,6 +161,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.release.wait(60)
             self._write_rest(body[half:])
 
+    def _send_scripted(self, scripted: Scripted, with_body: bool) -> None:
+        self.close_connection = True
+        self.send_response(scripted.status)
+        for name, value in scripted.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        try:
+            for chunk in scripted.body if with_body else ():
+                self.wfile.write(chunk)
+        except OSError:
+            pass  # the client has had enough
+
     def _write_rest(self, rest: bytes) -> None:
         try:
             self.wfile.write(rest)
@@ -164,3 +197,14 @@ def serve_hub() -> Iterator[FakeHub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    """Have downloads go to the hub at `url`, without a token, into an empty cache, and look often."""
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    monkeypatch.setenv("HF_TOKEN_PATH", str(cache.parent / "no-token"))
+    for variable in ("HF_HUB_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("engine.models.hub._POLL_S", 0.005)
+    monkeypatch.setattr("engine.models.hub._PATIENCE_S", 0.05)

@@ -17,7 +17,7 @@ from engine.models.discover import discover
 from engine.models.hub_cache import part_file
 from engine.models.inspect import inspect
 from engine.models.resolve import resolve
-from tests.fakes.hub import FakeHub, FakeRepo, serve_hub
+from tests.fakes.hub import FakeHub, FakeRepo, serve_hub, use_hub
 from tests.fakes.model_folders import write_model
 
 EXTRAS = {
@@ -33,14 +33,7 @@ EXTRAS = {
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """An empty hub that HF_ENDPOINT points to, and an empty cache."""
     with serve_hub() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        for variable in ("HF_HUB_OFFLINE", "HF_TOKEN"):
-            monkeypatch.delenv(variable, raising=False)
-        monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1024)
-        monkeypatch.setattr("engine.models.hub._POLL_S", 0.005)
-        monkeypatch.setattr("engine.models.hub._PATIENCE_S", 0.05)
+        use_hub(monkeypatch, hub.url, tmp_path / "cache")
         yield hub
 
 
@@ -312,6 +305,6 @@ def test_a_cache_that_cannot_be_written_is_told(
     def fail(*args: object, **settings: object) -> None:
         raise error
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    monkeypatch.setattr("engine.models.hub.fetch_file", fail)
     with pytest.raises(ModelLoadFailed, match=sentence):
         resolve("org/name", [])
