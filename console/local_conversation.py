@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
+from weakref import ReferenceType, ref
 
 from console.api.conversation import Turn, render
 from console.feed import Feed, told
@@ -13,6 +14,7 @@ from console.runtime import LoopThread, Runtime
 from engine.config import SamplingParams
 from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
 from engine.errors import NoModelLoaded, from_info
+from engine.request import Encode
 from engine.snapshot import Snapshot
 from engine.text.tokenizer import Tokenizer
 
@@ -37,31 +39,33 @@ class LocalConversation:
         return told(begin)
 
     async def count_tokens(self, messages: Sequence[ChatMessage], draft: str, model: str = "") -> DraftCount:
-        """What asking `draft` would take, counted on a thread of its own."""
+        """What asking `draft` would take, counted beside the loop."""
         tokenizer = self._runtime.engine.tokenizer_of(model)
         if tokenizer is None:
             raise NoModelLoaded("no model is loaded", state="unloaded")
         context = context_of(self._runtime.engine.snapshot(), model)
-        return await asyncio.to_thread(self._counted.count, tokenizer, tuple(messages), draft, context)
+        return await self._counted.count(tokenizer, tuple(messages), draft, context)
 
 
 class _Counted:
     """Counts drafts; what comes before a draft is counted once for all of them, in two conversations at a time."""
 
     def __init__(self) -> None:
-        self._histories: list[tuple[Tokenizer, tuple[ChatMessage, ...], int]] = []
+        self._histories: list[tuple[ReferenceType[Tokenizer], tuple[ChatMessage, ...], int]] = []
 
-    def count(self, tokenizer: Tokenizer, messages: tuple[ChatMessage, ...], draft: str, context: int) -> DraftCount:
+    async def count(
+        self, tokenizer: Tokenizer, messages: tuple[ChatMessage, ...], draft: str, context: int
+    ) -> DraftCount:
         """Of a question that comes after `messages`."""
-        words = len(tokenizer.encode(draft, add_special_tokens=False))
-        return DraftCount(history=self._history(tokenizer, messages), draft=words, context=context)
+        words = len(await asyncio.to_thread(tokenizer.encode, draft, add_special_tokens=False))
+        return DraftCount(history=await self._history(tokenizer, messages), draft=words, context=context)
 
-    def _history(self, tokenizer: Tokenizer, messages: tuple[ChatMessage, ...]) -> int:
+    async def _history(self, tokenizer: Tokenizer, messages: tuple[ChatMessage, ...]) -> int:
         for known, said, tokens in self._histories:
-            if known is tokenizer and said == messages:
+            if known() is tokenizer and said == messages:
                 return tokens
-        tokens = len(_encoder([*messages, ChatMessage(role="user", content="")])(tokenizer))
-        self._histories = [(tokenizer, messages, tokens), *self._histories[:1]]
+        tokens = len(await _encoder([*messages, ChatMessage(role="user", content="")])(tokenizer))
+        self._histories = [(ref(tokenizer), messages, tokens), *self._histories[:1]]
         return tokens
 
 
@@ -76,26 +80,26 @@ def context_of(snapshot: Snapshot, model: str) -> int:
     return loaded.max_model_len if loaded is not None else 0
 
 
-def _encoder(messages: Sequence[ChatMessage], *, continue_answer: bool = False) -> Callable[[Tokenizer], list[int]]:
+def _encoder(messages: Sequence[ChatMessage], *, continue_answer: bool = False) -> Encode:
     """What makes a prompt's ids of the messages, with whichever model's tokenizer."""
     turns: list[Turn] = [{"role": turn.role, "content": turn.content} for turn in messages]
 
-    def encode(tokenizer: Tokenizer) -> list[int]:
-        text = render(
+    async def encode(tokenizer: Tokenizer) -> list[int]:
+        text = await render(
             tokenizer,
             turns=turns,
             add_generation_prompt=not continue_answer,
             continue_final=continue_answer,
             variables={},
         )
-        return tokenizer.encode(text, add_special_tokens=False)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
 
     return encode
 
 
 async def _converse(
     engine: Engine,
-    encode: Callable[[Tokenizer], list[int]],
+    encode: Encode,
     params: SamplingParams,
     model: str,
     feed: Feed,
@@ -104,7 +108,7 @@ async def _converse(
     """Encode beside the loop, submit and forward one chat; runs on the engine's loop."""
     serving = await engine.serving(model)
     request = GenerateRequest(
-        prompt_ids=await asyncio.to_thread(encode, serving.tokenizer),
+        prompt_ids=await encode(serving.tokenizer),
         params=params,
         source="chat",
         client="console",

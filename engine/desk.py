@@ -64,13 +64,12 @@ class Desk:
                 retry_after_s=self.retry_after_s(),
             )
 
-    def add(self, request: Request, lane: Lane) -> None:
-        """Queue an admitted request and start its clock."""
+    def add(self, request: Request) -> None:
+        """Take an admitted request and start its clock; it is in no queue yet."""
         self.live[request.id] = request
         self._metrics.count("requests")
         if request.timeout_s > 0:
             request.deadline = asyncio.get_running_loop().call_later(request.timeout_s, self._expire, request)
-        lane.enter(request, _now())
 
     def assign(self, lane: Lane, slots: Sequence[Slot]) -> list[tuple[Request, str]]:
         """The requests of a lane that go to a worker now, each with its worker's id."""

@@ -238,7 +238,8 @@ class Engine:
         except EngineError:
             self._metrics.count("rejected")
             raise
-        self._desk.add(admitted, deployment.lane)
+        self._desk.add(admitted)
+        deployment.take(admitted)
         deployment.dispatch()
         return admitted.stream
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
 from itertools import count
+from pathlib import Path
+
+import msgspec
 
 from engine.admission import end_tokens, resolve_params, resolve_timeout, to_embed
 from engine.desk import Desk
@@ -27,15 +29,19 @@ class Entrance:
     def admit(self, asked: GenerateRequest) -> tuple[Request, Deployment]:
         """The request, which nothing has yet, and the model that is to have it.
 
-        Raises NoModelLoaded, ModelNotFound, QueueFull, ContextLengthExceeded or InvalidRequest.
+        Raises NoModelLoaded, ModelNotFound, QueueFull, ContextLengthExceeded or InvalidRequest; where its prompt has to
+        be made again for that model, the latter two end the request later.
         """
-        deployment, prompt_ids = self._destination(asked)
+        deployment, prompt_of = self._destination(asked)
         model, tokenizer = deployment.require_ready()
         if asked.adapter and asked.adapter not in deployment.adapters:
             raise ModelNotFound(f"{deployment.spec.name} has no adapter {asked.adapter!r}", param="adapter")
         config = self._models.defaults
         request_id = asked.id or f"gen-{secrets.token_hex(8)}"
-        params = resolve_params(prompt_ids, asked.params, deployment.spec, model, seed=secrets.randbits(63))
+        seed = secrets.randbits(63) if asked.params.seed is None else asked.params.seed
+        params = msgspec.structs.replace(asked.params, seed=seed)
+        if prompt_of is not None:
+            params = resolve_params(asked.prompt_ids, params, deployment.spec, model, seed=seed)
         if asked.embed:
             params = to_embed(params, model)
         timeout_s = resolve_timeout(asked.timeout_s, config.timeout_s)
@@ -46,13 +52,14 @@ class Entrance:
             source=asked.source,
             priority=asked.priority,
             order=next(self._orders),
-            prompt_ids=compact(prompt_ids),
+            prompt_ids=compact(asked.prompt_ids),
+            prompt_of=prompt_of,
             params=params,
             asked=asked.params,
             end_token_ids=end_tokens(params, tokenizer.eos_token_ids),
             timeout_s=timeout_s,
             created=asyncio.get_running_loop().time(),
-            stream=RequestStream(request_id, len(prompt_ids), lambda: self._cancel(request_id)),
+            stream=RequestStream(request_id, len(asked.prompt_ids), lambda: self._cancel(request_id)),
             lane=deployment.lane,
             model=asked.model,
             adapter=asked.adapter,
@@ -68,15 +75,15 @@ class Entrance:
     def _cancel(self, request_id: str) -> None:
         self._desk.cancel(request_id)
 
-    def _destination(self, asked: GenerateRequest) -> tuple[Deployment, Sequence[int]]:
-        """The model that is to answer, and the prompt as its tokenizer has it: the model may have been replaced since
-        the prompt was tokenized."""
+    def _destination(self, asked: GenerateRequest) -> tuple[Deployment, Path | None]:
+        """The model that is to answer, and the folder of the model whose tokenizer made the prompt: None where that one
+        has been replaced since, and the prompt has to be made again."""
         made_for = self._models.by_key(asked.key) if asked.key else None
         if made_for is not None and made_for.state in ("ready", "draining"):
-            return made_for, asked.prompt_ids
+            return made_for, made_for.spec.path
         deployment, _ = self._models.named(asked.model)
         if not asked.key:
-            return deployment, asked.prompt_ids
+            return deployment, deployment.spec.path
         if asked.encode is None or deployment.tokenizer is None:
             raise NoModelLoaded("the model was unloaded before the request was queued", state="unloaded")
-        return deployment, asked.encode(deployment.tokenizer)
+        return deployment, None

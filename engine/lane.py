@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,16 +26,17 @@ class Lane:
         self.longest_tokens = 0
         self._queue = queue
         self._live: dict[str, Request] = {}
+        self._prepared: dict[str, asyncio.Task[None]] = {}
 
     @property
     def queued(self) -> int:
         """Requests that wait for a worker."""
-        return len(self._queue)
+        return len(self._queue) + len(self._prepared)
 
     @property
     def running(self) -> int:
         """Requests that a worker works on."""
-        return len(self._live) - len(self._queue)
+        return len(self._live) - self.queued
 
     @property
     def idle(self) -> bool:
@@ -51,33 +53,49 @@ class Lane:
         return tuple(self._live.values())
 
     def places(self, active: Iterable[Request]) -> Iterator[tuple[str, Request]]:
-        """Every request of the model with the place where it is: "queued", or its worker's id.
+        """Every request of the model with the place where it is: "prepared", "queued", or its worker's id.
 
         active: the requests that its workers have. Raises AssertionError where the accounts disagree.
         """
         at_work = {request.wire_id: request for request in active}
         self._queue.check(at_work)
         found = [("queued", request) for request in self._queue.waiting()]
+        found += [("prepared", self._live[request_id]) for request_id in self._prepared]
         found += [(request.worker or "no worker", request) for request in at_work.values()]
         assert {request.id for _, request in found} == self._live.keys(), f"{found} are not {list(self._live)}"
         return iter(found)
 
     def enter(self, request: Request, now: float) -> None:
-        """Queue a request, new here or back from a worker that was lost."""
+        """Queue a request, new here, prepared, or back from a worker that was lost."""
+        self._admit(request, now)
+        self._prepared.pop(request.id, None)
+        self._queue.add(request)
+
+    def prepare(self, request: Request, work: asyncio.Task[None], now: float) -> None:
+        """Keep a request until `work` is done with it, and queues it; `work` is cancelled where it leaves before."""
+        self._admit(request, now)
+        self._prepared[request.id] = work
+
+    def _admit(self, request: Request, now: float) -> None:
         request.lane = self
         self.last_used = now
         self._live[request.id] = request
-        self._queue.add(request)
 
     def leave(self, request: Request, now: float) -> None:
         """A request ended, or goes to another lane."""
         self.last_used = now
-        self._queue.remove(request)
+        if (work := self._prepared.pop(request.id, None)) is not None:
+            work.cancel()
+        else:
+            self._queue.remove(request)
         self._live.pop(request.id, None)
 
     def take_waiting(self) -> list[Request]:
         """Take out all that wait, in order; they are in no lane then."""
-        waiting = self._queue.take_all()
+        waiting = [*self._queue.take_all(), *(self._live[request_id] for request_id in self._prepared)]
+        for work in self._prepared.values():
+            work.cancel()
+        self._prepared.clear()
         for request in waiting:
             self._live.pop(request.id, None)
         return waiting

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 SUSPECT_DEATHS = 2
 MAX_DEATHS = SUSPECT_DEATHS + 1
 
-Encode = Callable[[Tokenizer], list[int]]
+Encode = Callable[[Tokenizer], Awaitable[list[int]]]
 
 
 def compact(token_ids: Sequence[int]) -> array[int]:
@@ -71,7 +72,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Request:
     """One admitted request from submit to its last delta. Times are the event loop's clock, in seconds.
 
-    prompt_ids: compact, as thousands may wait.
+    prompt_ids: compact, as thousands may wait.  prompt_of: folder of the model whose tokenizer made them; None where
+    that model is gone.
     asked, params: the sampling as it was asked for, and resolved (seed and max_tokens set).
     lane: of the model that is to answer it.
     order: arrival number, unique in the engine; a request that lost its worker keeps it and so returns to the head of
@@ -96,6 +98,7 @@ class Request:
     stream: RequestStream
     lane: Lane
     asked: SamplingParams
+    prompt_of: Path | None = None
     model: str = ""
     adapter: str = ""
     adapter_key: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -12,9 +12,6 @@ from console.api.prompts import Prompt
 from console.api.served import ServedModel
 from engine.request import compact
 from engine.text.tokenizer import Tokenizer
-
-MANY_MESSAGES = 256
-"""More are rendered beside the event loop: a template is a program, and runs for each of them."""
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
@@ -43,11 +40,11 @@ async def chat_prompt(
         variables=variables,
         tools=tools,
     )
-    long = len(turns) > MANY_MESSAGES or not model.tokenizer.renders_quickly
-    text = await asyncio.to_thread(as_text, model.tokenizer) if long else as_text(model.tokenizer)
+    text = await as_text(model.tokenizer)
     ids = (await model.encode([text], add_special_tokens=False))[0]
     return Prompt(compact(ids), text, None if tools else partial(_encode, as_text), continues=continue_final)
 
 
-def _encode(as_text: Callable[[Tokenizer], str], tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode(as_text(tokenizer), add_special_tokens=False)
+async def _encode(as_text: Callable[[Tokenizer], Awaitable[str]], tokenizer: Tokenizer) -> list[int]:
+    text = await as_text(tokenizer)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)

@@ -46,7 +46,7 @@ def guided_away_from(turns: Sequence[Turn], negative_prompt: str) -> list[Turn]:
     return guided
 
 
-def render(
+async def render(
     tokenizer: Tokenizer,
     *,
     turns: Sequence[Turn],
@@ -69,11 +69,11 @@ def render(
         tokenizer.apply_chat_template, add_generation_prompt=add_generation_prompt, tools=tools, **variables
     )
     try:
-        text = rendered(turns)
+        text = await rendered(turns)
     except InvalidRequest:
         if all(turn["content"] is not None for turn in turns):
             raise
-        text = rendered(spoken(turns))
+        text = await rendered(spoken(turns))
     return _up_to_mark(text) if continue_final else text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 
 from console.api.prompts import Prompt
@@ -24,8 +25,11 @@ class Cut:
     head: str = ""
     add_special_tokens: bool = True
 
-    def __call__(self, tokenizer: Tokenizer) -> list[int]:
+    async def __call__(self, tokenizer: Tokenizer) -> list[int]:
         """The ids for a model, which may be another than the one that the limit is of."""
+        return await asyncio.to_thread(self._encode, tokenizer)
+
+    def _encode(self, tokenizer: Tokenizer) -> list[int]:
         start = tokenizer.encode(self.head, add_special_tokens=self.add_special_tokens) if self.head else []
         return self._joined(start, tokenizer.encode(self.text, add_special_tokens=self._adds), tokenizer)
 

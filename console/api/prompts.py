@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from dataclasses import dataclass
 from functools import partial
@@ -83,8 +84,8 @@ def count_prompts(value: object, param: str = "prompt") -> int:
     return len(_items(value, param))
 
 
-def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode(text)
+async def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    return await asyncio.to_thread(tokenizer.encode, text)
 
 
 def _items(value: object, param: str) -> list[object]:

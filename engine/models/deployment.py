@@ -11,17 +11,20 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 
+from engine.admission import end_tokens, resolve_params, to_embed
 from engine.attachments import Attachments
 from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, DeviceShare, EngineConfig, ModelSpec
 from engine.context import EngineContext
 from engine.dispatcher import Dispatcher, Slot
 from engine.errors import (
+    ContextLengthExceeded,
     EngineError,
     ErrorInfo,
     InsufficientMemory,
@@ -38,7 +41,7 @@ from engine.models.handover import Handover
 from engine.plan import Placement
 from engine.pool import Pool
 from engine.replica import Replica
-from engine.request import Request
+from engine.request import Encode, Request, compact
 from engine.snapshot import DeviceReading, ModelState, ModelStatus
 from engine.tasks import detached
 from engine.text.tokenizer import Tokenizer
@@ -467,6 +470,52 @@ class Deployment:
             for request, worker in self._context.desk.assign(self.lane, self.slots()):
                 self._pool[worker].submit(request)
 
+    def take(self, request: Request) -> None:
+        """Queue a request that waits; one whose prompt another model's tokenizer made, once it is made again.
+
+        Where that cannot be, the request ends with the reason.
+        """
+        if request.prompt_of == self.spec.path or request.encode is None:
+            request.lane = self.lane
+            self._context.desk.requeue(request)
+        else:
+            self.lane.prepare(request, detached(self._prepare(request, request.encode)), _now())
+
+    async def _prepare(self, request: Request, encode: Encode) -> None:
+        """Make its prompt with this model's tokenizer. Cancelled where the request ends or goes elsewhere."""
+        name = self.spec.name
+        try:
+            _, tokenizer = self.require_ready()
+            request.prompt_ids = compact(await encode(tokenizer))
+            request.prompt_of = self.spec.path
+            request.stream.prompt_tokens = len(request.prompt_ids)
+            self.fit(request)
+        except ContextLengthExceeded as error:
+            self._context.desk.cut(request, error.info)
+        except EngineError as error:
+            self._context.desk.end((request,), error.info)
+        except Exception as error:
+            _log.exception("request %s could not be moved to %s", request.id, name)
+            why = f"the request could not be moved to {name}: {type(error).__name__}: {error}"
+            self._context.desk.end((request,), EngineError(why).info)
+        else:
+            self._context.desk.requeue(request)
+            self.dispatch()
+
+    def fit(self, request: Request) -> None:
+        """Give a request the limits that this model has for its prompt.
+
+        Raises NoModelLoaded, InvalidRequest, and ContextLengthExceeded where there is no room for another token.
+        """
+        model, tokenizer = self.require_ready()
+        params = resolve_params(request.prompt_ids, request.asked, self.spec, model, seed=request.params.seed or 0)
+        if request.embed:
+            params = to_embed(params, model)
+        if request.generated and len(request.generated) >= (params.max_tokens or 0):
+            raise ContextLengthExceeded("the answer has all the tokens that there is room for")
+        request.params = params
+        request.end_token_ids = end_tokens(params, tokenizer.eos_token_ids)
+
     def left(self, request: Request) -> None:
         """A request ended: it leaves its worker, and adapters that were kept for it alone may go."""
         self._release(request)
@@ -527,7 +576,7 @@ class Deployment:
         try:
             await self._fitting.read()
             if self.tokenizer is None:
-                self.tokenizer = await asyncio.to_thread(Tokenizer.from_folder, self.spec.path)
+                self.tokenizer = await asyncio.to_thread(_tokenizer_of, self.spec.path)
         except OSError as error:
             raise ModelLoadFailed(f"{self.spec.name} cannot be read: {error}") from error
 
@@ -638,6 +687,12 @@ class Deployment:
         self.adapters.changed()
         self._signal.set()
         self._context.changed()
+
+
+def _tokenizer_of(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.warm_up()
+    return tokenizer
 
 
 def _as_load_error(name: str, error: BaseException) -> EngineError:

@@ -6,22 +6,18 @@ with it to the end. Where both are the same folder with other settings, all of t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from engine.admission import end_tokens, resolve_params, to_embed
 from engine.desk import Desk
 from engine.errors import ContextLengthExceeded, EngineError, NoModelLoaded
-from engine.request import Request, compact
+from engine.request import Request
 
 if TYPE_CHECKING:
     from engine.models.deployment import Deployment
 
 DRAIN_S = 30.0
 """Seconds that a replaced model has for what it runs, where its memory is needed or where all of it can move."""
-
-_log = logging.getLogger("engine")
 
 
 class Handover:
@@ -72,7 +68,7 @@ class Handover:
         held, self._held = self.held, []
         if self.old.state in ("ready", "draining"):
             for request in held:
-                self._desk.requeue(request)
+                self.old.take(request)
             self.old.wake_owner()
             self.old.dispatch()
         else:
@@ -120,7 +116,7 @@ class Handover:
             if self._may_move(request, self.new):
                 self._held.append(request)
             else:
-                self._desk.requeue(request)
+                self.old.take(request)
         self.old.dispatch()
 
     def _deliver(self) -> None:
@@ -135,38 +131,20 @@ class Handover:
             try:
                 if heir.gone.is_set() or not self._may_move(request, heir):
                     raise self._gone()
-                self._admit(request, heir)
+                if request.prompt_of == heir.spec.path:
+                    heir.fit(request)
+                    if request.adapter_key:
+                        heir.adapters.keep(request.adapter_key, self.old.adapters)
+                else:
+                    heir.require_ready()
             except ContextLengthExceeded as error:
                 self._desk.cut(request, error.info)
             except EngineError as error:
                 self._desk.end((request,), error.info)
-            except Exception as error:
-                _log.exception("request %s could not be moved to %s", request.id, heir.spec.name)
-                why = f"the request could not be moved to {heir.spec.name}: {type(error).__name__}: {error}"
-                self._desk.end((request,), EngineError(why).info)
             else:
-                self._desk.requeue(request)
+                heir.take(request)
         heir.dispatch()
 
     def _may_move(self, request: Request, to: Deployment) -> bool:
         anywhere = not request.model and not request.adapter and request.encode is not None
         return self.old.spec.path == to.spec.path or (anywhere and not request.generated)
-
-    def _admit(self, request: Request, to: Deployment) -> None:
-        """Make the request one of the new model's: its tokens, its limits, its adapter.
-
-        Raises ContextLengthExceeded where there is no room for another token.
-        """
-        model, tokenizer = to.require_ready()
-        if self.old.spec.path != to.spec.path and request.encode is not None:
-            request.prompt_ids = compact(request.encode(tokenizer))
-            request.stream.prompt_tokens = len(request.prompt_ids)
-        params = resolve_params(request.prompt_ids, request.asked, to.spec, model, seed=request.params.seed or 0)
-        if request.embed:
-            params = to_embed(params, model)
-        if request.generated and len(request.generated) >= (params.max_tokens or 0):
-            raise ContextLengthExceeded("the answer has all the tokens that there is room for")
-        if request.adapter_key:
-            to.adapters.keep(request.adapter_key, self.old.adapters)
-        request.params, request.lane = params, to.lane
-        request.end_token_ids = end_tokens(params, tokenizer.eos_token_ids)

@@ -2,42 +2,80 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import marshal
+import os
+import select
+import signal
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property
-from typing import NoReturn
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
-from jinja2 import Template, TemplateError
-from jinja2.meta import find_undeclared_variables
-
+from engine.child_process import ROOT, child_environment, python_command
 from engine.errors import InvalidRequest
-from engine.text.template_budget import TooMuchWork
-from engine.text.template_sandbox import TemplateEnvironment
+from engine.text.printable import printable
+from engine.text.template_protocol import LENGTH, OUT_OF_MEMORY, Answer
 
-QUICK_S = 0.02
-"""What an event loop may wait for a rendering of a usual conversation; of a long one, for each `_USUAL` messages."""
+MAX_SOURCE = 2**20
+"""Characters of a template."""
 
-_USUAL = 100
+_MAX_SENTENCE = 500
+_READ_BYTES = 2**20
+_END_S = 5.0
+
+_ALLOCATION = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**17)}
+"""glibc gives long texts back at once then, so that one rendering's memory is not the next one's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateLimits:
+    """What one rendering may take: processor time, memory and bytes of text, the latter two beyond what the size of its
+    messages explains, and time on the clock, which is for a machine that has no processor to spare."""
+
+    cpu_s: float = 1.0
+    memory_bytes: int = 64 * 2**20
+    text_bytes: int = 8 * 2**20
+    wait_s: float = 30.0
+
+
+LIMITS = TemplateLimits()
 
 
 class ChatTemplate:
-    """One template, compiled at first use, in a sandbox: a model's template is a program of unknown origin.
+    """One template, which runs in a process of its own: a model's template is a program of unknown origin.
 
+    The process starts with the first use, serves one rendering after another, and ends with this object. One that takes
+    too much is killed; the next rendering has a new one.
     variables: what the template may use besides the messages, bos_token and eos_token among them.
-    is_quick: no rendering took so long that an event loop should not wait for it.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, source: str, variables: Mapping[str, str], limits: TemplateLimits = LIMITS) -> None:
         self.source = source
-        self.is_quick = True
         self._variables = dict(variables)
+        self._limits = limits
+        self._thread = ThreadPoolExecutor(1, "chat-template")
+        self._process: _Process | None = None
+        self._used: frozenset[str] | None = None
+        self._broken = ""
+
+    def warm_up(self) -> None:
+        """Start the process and compile the template, so that the first rendering waits for neither. Blocking."""
+        self.uses("messages")
 
     def uses(self, variable: str) -> bool:
-        """Whether it looks at a variable that it is given; not so for a source that is no template."""
-        return variable in self._used
+        """Return whether it looks at a variable that it is given; not so for a source that is no template. Blocking
+        until the template is compiled."""
+        if self._used is None and not self._broken:
+            self._thread.submit(self._compiled).exception()
+        return self._used is not None and variable in self._used
 
-    def render(
+    async def render(
         self,
         messages: Sequence[Mapping[str, object]],
         /,
@@ -46,56 +84,153 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         **kwargs: object,
     ) -> str:
-        """The prompt text of `messages`; raises InvalidRequest with the template's own complaint."""
-        variables = self._variables | {
-            "messages": [dict(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
-            "tools": list(tools) if tools else None,
-            "documents": None,
-        }
+        """The prompt text of `messages`, with `kwargs` as further variables; all are plain JSON.
+
+        Raises InvalidRequest with the template's own complaint, or where it fails or takes more than its limits.
+        """
+        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools or None, "documents": None}
         try:
-            return self._timed(variables | kwargs, QUICK_S * max(1.0, len(messages) / _USUAL))
-        except InvalidRequest:
-            raise
-        except TooMuchWork as error:
+            return await asyncio.wrap_future(self._thread.submit(self._render, messages, variables | kwargs))
+        except _Refused as error:
             raise InvalidRequest(
-                f"the model's chat template cannot be used for these messages: {error}", param="messages"
+                f"the model's chat template refuses these messages: {error}", param="messages"
             ) from None
-        except Exception as error:  # a template is a program: whatever it trips over is the request's or its own fault
-            reason = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
+        except _Failed as error:
             raise InvalidRequest(
-                f"the model's chat template cannot render these messages: {reason}", param="messages"
-            ) from error
+                f"the model's chat template cannot render these messages: {error}", param="messages"
+            ) from None
 
-    def _timed(self, variables: Mapping[str, object], quick_s: float) -> str:
-        template, began = self._template, time.thread_time()
+    def _render(self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]) -> str:
+        turns = [dict(message) for message in messages]
+        return self._compiled().ask(("render", {**self._variables, "messages": turns, **variables}), Answer.RENDERED)
+
+    def _compiled(self) -> _Process:
+        """The process, with the template in it. A template that cannot be compiled is not tried again."""
+        if self._broken:
+            raise _Failed(self._broken)
+        if self._process is None or self._process.has_ended:
+            if len(self.source) > MAX_SOURCE:
+                self._broken = f"it is longer than {MAX_SOURCE} characters"
+                raise _Failed(self._broken)
+            process = _Process(self._limits)
+            try:
+                self._used = frozenset(json.loads(process.ask(("compile", self.source), Answer.VARIABLES)))
+            except _Failed as error:
+                self._broken = "" if isinstance(error, _Lost) else str(error)
+                raise
+            self._process = process
+        return self._process
+
+
+class _Failed(Exception):
+    """Why a template made no text of its messages."""
+
+
+class _Lost(_Failed):
+    """The process ended, or did not answer, for no reason of the template's."""
+
+
+class _Refused(Exception):
+    """The template's own complaint about its messages."""
+
+
+class _Process:
+    """One renderer, for one thread at a time. It ends with this object."""
+
+    def __init__(self, limits: TemplateLimits) -> None:
+        self._limits = limits
+        command = python_command("-m", "engine.text.template_sandbox", str(limits.cpu_s), str(limits.memory_bytes))
         try:
-            return template.render(variables)
-        finally:
-            self.is_quick = self.is_quick and time.thread_time() - began < quick_s
+            self._child = subprocess.Popen(
+                command,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd=ROOT,
+                env=child_environment() | _ALLOCATION,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise _Failed(f"no process can be started for it ({error.strerror})") from error
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._jobs, self._answers = self._child.stdin.fileno(), self._child.stdout.fileno()
+        os.set_blocking(self._jobs, False)
+        weakref.finalize(self, _end, self._child)
 
-    @cached_property
-    def _template(self) -> Template:
-        return _environment().from_string(self.source)
+    @property
+    def has_ended(self) -> bool:
+        """It takes no further job."""
+        return self._child.poll() is not None
 
-    @cached_property
-    def _used(self) -> frozenset[str]:
+    def ask(self, job: tuple[str, Any], kind: Answer) -> str:
+        """Return the answer to a job, which should be of that kind.
+
+        Raises _Refused or _Failed; unless the template itself or the sandbox complained, the process has ended.
+        """
         try:
-            return frozenset(find_undeclared_variables(_environment().parse(self.source)))
-        except TemplateError:
-            return frozenset()
+            packed = marshal.dumps(job)
+        except ValueError:  # it takes all that JSON has but what is nested more deeply than any message
+            raise _Failed("they are nested too deeply") from None
+        until_s = time.monotonic() + self._limits.wait_s
+        try:
+            self._write(LENGTH.pack(len(packed)) + packed, until_s)
+            [length] = LENGTH.unpack(self._read(LENGTH.size, until_s))
+            if length > self._limits.text_bytes + 4 * len(packed):
+                raise _Failed(f"it makes a text of {length:,} bytes")
+            answer = self._read(max(1, length), until_s)
+            text = answer[1:].decode("utf-8", "surrogatepass")
+        except BaseException as error:
+            _end(self._child, kill_at_once=not isinstance(error, EOFError | BrokenPipeError))
+            if isinstance(error, OSError | EOFError | UnicodeDecodeError):
+                raise self._failure(error) from None
+            raise
+        if answer[0] == kind:
+            return text
+        complaint = printable(text)[:_MAX_SENTENCE]
+        raise _Refused(complaint) if answer[0] == Answer.REFUSED else _Failed(complaint)
+
+    def _write(self, data: bytes, until_s: float) -> None:
+        view = memoryview(data)
+        while view:
+            _wait(self._jobs, select.POLLOUT, until_s)
+            view = view[os.write(self._jobs, view[:_READ_BYTES]) :]
+
+    def _read(self, length: int, until_s: float) -> bytearray:
+        data = bytearray()
+        while len(data) < length:
+            _wait(self._answers, select.POLLIN, until_s)
+            part = os.read(self._answers, min(_READ_BYTES, length - len(data)))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    def _failure(self, error: Exception) -> _Failed:
+        """Why there is no answer."""
+        limits, status = self._limits, self._child.returncode
+        if isinstance(error, TimeoutError):
+            return _Lost(f"it was not done after {limits.wait_s:g} s")
+        if status == -signal.SIGPROF:
+            return _Failed(f"it takes longer than {limits.cpu_s:g} s of processor time")
+        if status == OUT_OF_MEMORY:
+            return _Failed(f"it takes more than {limits.memory_bytes / 2**20:g} MiB of memory beside them")
+        return _Lost(f"its process ended with status {status}")
 
 
-def _environment() -> TemplateEnvironment:
-    environment = TemplateEnvironment()
-    functions: dict[str, Callable[..., object]] = {"raise_exception": _raise, "strftime_now": _strftime_now}
-    environment.globals.update(functions)
-    return environment
+def _wait(descriptor: int, event: int, until_s: float) -> None:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, until_s - time.monotonic()) * 1000):
+        raise TimeoutError
 
 
-def _raise(message: str) -> NoReturn:
-    raise InvalidRequest(f"the model's chat template refuses these messages: {message}", param="messages")
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+def _end(child: subprocess.Popen[bytes], *, kill_at_once: bool = True) -> None:
+    """End a process; one that is ending by itself has a while for that, so that its status is its own."""
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(0 if kill_at_once else _END_S)
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()

@@ -1,162 +1,67 @@
-"""Where chat templates run: jinja's sandbox, which keeps them from the machine, with a budget, which keeps them finite.
+"""The process that renders chat templates: `python -P -m engine.text.template_sandbox`, started by `ChatTemplate`.
 
-A model's template is a program of unknown origin, run for every request. Whatever can go on for long or grow is counted
-where it happens: each turn of a loop, call, operator, filter and output takes what it makes from the rendering's
-budget, before it is made where that can be known. Jinja compiles templates, so the program is rewritten before: loops
-go through a filter, `~` and constants become what passes through the same counting, and literals of lists are weighed,
-for what contains itself twice, again and again, is small to hold and endless to look at.
+A model's template is a program of unknown origin, run for every request. Jinja's sandbox keeps it from Python's inside;
+the process keeps it from the machine: no file or socket can be opened in it, and the kernel, which needs no help of a
+busy interpreter, limits each job's processor time and memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+import marshal
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
 
-from jinja2 import TemplateSyntaxError, Undefined, nodes, pass_context
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, LoopControlExtension
-from jinja2.filters import FILTERS
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
 
-from engine.text.template_budget import (
-    BudgetedContext,
-    TooMuchWork,
-    budget_of,
-    made_by,
-    made_by_filter,
-    made_by_method,
-)
+from engine.text.template_protocol import LENGTH, OUT_OF_MEMORY, Answer
 
-MAX_SOURCE = 2**20
-"""Characters of a template."""
+_BYTES_FOR_EACH = 32
+"""Memory for each byte of a job: its text may take four a character, and is there several times until it is written."""
 
-_NARROW = 16
-"""Characters between the parts of JSON that need no counting."""
-
-# fmt: off
-_FILTERS = frozenset({
-    "abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float",
-    "groupby", "indent", "int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject",
-    "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "slice", "sort", "string", "sum",
-    "title", "trim", "unique", "upper", "wordcount",
-})
-# fmt: on
+_MAX_SENTENCE = 2000
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox. Filters that no chat template needs are not there, nor is anything that reads or loads files."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-    context_class = BudgetedContext
+    """What templates of models are written for, as transformers has it: nothing that loads files."""
 
     def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            optimized=False,
-            finalize=_output,
-            extensions=[LoopControlExtension, _GenerationBlock],
-            cache_size=0,
-        )
-        self.globals.pop("lipsum", None)
-        self.filters = {name: _counted(name, FILTERS[name]) for name in _FILTERS}
-        self.filters |= {_TURNS: _turns, _JOINED: _joined, _BUILT: _built, "join": _join, "tojson": _to_json}
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationBlock])
+        self.filters["tojson"] = _to_json
+        functions: dict[str, Callable[..., object]] = {"raise_exception": _raise, "strftime_now": _strftime_now}
+        self.globals.update(functions)
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        if len(source) > MAX_SOURCE:
-            raise TemplateSyntaxError(f"it is longer than {MAX_SOURCE} characters", 1)
-        template = _Rewriter().visit(super()._parse(source, name, filename))
-        assert isinstance(template, nodes.Template)
-        template.set_environment(self)
-        return template
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply an operator that can make much of little."""
-        budget = budget_of(context)
-        budget.spend(made_by(operator, left, right, budget))
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, a method or a macro."""
-        budget = budget_of(context)
-        method = getattr(obj, "__wrapped__", obj)
-        name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)
-        args = tuple(list(arg) if name == "join" and isinstance(arg, Iterator) else arg for arg in args)
-        budget.spend(made_by_method(owner, name, [*args, *kwargs.values()], budget))
-        result = super().call(context, obj, *args, **kwargs)
-        budget.weigh(result)
-        return result
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Raise what is being handled as it is: jinja2 would read files to name the template's lines in a traceback."""
+        error = sys.exception()
+        assert error is not None
+        raise error
 
 
-def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of jinja's that spends what it is given and what it makes."""
-    passing = getattr(function, "jinja_pass_arg", None)
-    wanted = None if passing is None else passing.name
-
-    @pass_context
-    def counted(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        value = list(_turns(context, value)) if isinstance(value, Iterator) else value
-        budget = budget_of(context)
-        budget.spend(made_by_filter(name, value, [*args, *kwargs.values()], budget))
-        passed = {None: (), "context": (context,), "eval_context": (context.eval_ctx,)}
-        first = passed.get(wanted, (context.environment,))
-        made = function(*first, value, *args, **kwargs)
-        return _turns(context, made) if isinstance(made, Iterator) else made
-
-    return counted
+class TemplateRefusal(Exception):
+    """The template's own complaint about the messages."""
 
 
-@pass_context
-def _turns(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a loop, each of them a step."""
-    spend = budget_of(context).spend
-    for item in items:
-        spend()
-        yield item
+def _raise(message: object) -> NoReturn:
+    raise TemplateRefusal(str(message))
 
 
-@pass_context
-def _join(context: Context, value: Iterable[Any], d: object = "", attribute: str | int | None = None) -> str:
-    """Jinja's filter, which would look up what it joins too late to be weighed."""
-    budget, found = budget_of(context), _turns(context, value)
-    parts = list(found if attribute is None else FILTERS["map"](context, found, attribute=attribute))
-    budget.weigh(parts)
-    between = _joined(context, [d])
-    budget.spend(len(between) * len(parts))
-    return between.join(map(str, parts))
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
 
 
-@pass_context
-def _joined(context: Context, parts: Sequence[object]) -> str:
-    """What `~` makes."""
-    for part in parts:
-        budget_of(context).weigh(part)
-    return "".join(map(str, parts))
-
-
-@pass_context
-def _built(context: Context, value: Any) -> Any:
-    """A list, a tuple or a dict that the template wrote down."""
-    budget_of(context).weigh(value)
-    return value
-
-
-@pass_context
-def _output(context: Context, value: Any) -> Any:
-    """What is put out."""
-    if isinstance(value, str):
-        budget_of(context).spend(len(value))
-    elif not isinstance(value, Undefined):
-        budget_of(context).weigh(value)
-    return value
-
-
-@pass_context
 def _to_json(
-    context: Context,
     value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -164,61 +69,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON as a prompt wants it: jinja2's own filter would escape <, > and & for HTML."""
-    budget = budget_of(context)
-    if isinstance(indent, int) and indent > _NARROW:
-        raise TooMuchWork("it indents JSON beyond all use")
-    budget.weigh(value)
-    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    is_narrow = indent is None and all(len(each) <= _NARROW for each in separators or ())
-    parts = []
-    for part in [encoder.encode(value)] if is_narrow else encoder.iterencode(value):
-        budget.spend(len(part))
-        parts.append(part)
-    return "".join(parts)
-
-
-_TURNS, _JOINED, _BUILT = " turns", " joined", " built"
-"""Names that no template can write."""
-
-
-class _Rewriter(NodeTransformer):
-    """Sends all of a program that can grow through what counts it."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja2's name
-        """Each turn is counted. A loop that calls itself could not be."""
-        self.generic_visit(node)
-        if node.recursive:
-            raise TemplateSyntaxError("loops that call themselves are not supported", node.lineno)
-        node.iter = nodes.Filter(node.iter, _TURNS, [], [], None, None, lineno=node.lineno)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
-        """`~` knows no bounds of its own."""
-        self.generic_visit(node)
-        return _filtered(nodes.List(node.nodes, lineno=node.lineno), _JOINED)
-
-    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:  # noqa: N802
-        """Constant text is put out like any other."""
-        return nodes.Const(node.data, lineno=node.lineno)
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802
-        """A list may hold what holds it twice."""
-        self.generic_visit(node)
-        return _filtered(node, _BUILT)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
-        """As a list."""
-        self.generic_visit(node)
-        return _filtered(node, _BUILT)
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
-        """As a list, where it is no target of an assignment."""
-        self.generic_visit(node)
-        return _filtered(node, _BUILT) if node.ctx == "load" else node
-
-
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _GenerationBlock(Extension):
@@ -230,3 +81,109 @@ class _GenerationBlock(Extension):
         """The nodes inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class CallArguments(dict[str, Any]):
+    """A tool call's arguments. Most templates take an object; where one puts texts together, it is its JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+class Renderer:
+    """One template, compiled by the first job."""
+
+    def __init__(self) -> None:
+        self._template: Template | None = None
+
+    def answer(self, job: Sequence[Any]) -> tuple[Answer, str]:
+        """Compile ("compile", source) or render ("render", variables)."""
+        try:
+            match job:
+                case "compile", str(source):
+                    return Answer.VARIABLES, json.dumps(sorted(self._compile(source)))
+                case "render", dict(variables) if self._template is not None:
+                    _wrap_arguments(variables["messages"])
+                    return Answer.RENDERED, self._template.render(variables)
+            raise ValueError("no such job")
+        except TemplateRefusal as refusal:
+            return Answer.REFUSED, str(refusal)[:_MAX_SENTENCE]
+        except RecursionError:
+            return Answer.FAILED, "it calls itself without end, or is nested too deeply"
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program: whatever it trips over is the request's or its own fault
+            match error:
+                case TemplateSyntaxError():
+                    reason = f"{error.message} (line {error.lineno})"
+                case TemplateError():
+                    reason = str(error)
+                case _:
+                    reason = f"{type(error).__name__}: {error}"
+            return Answer.FAILED, reason[:_MAX_SENTENCE]
+
+    def _compile(self, source: str) -> set[str]:
+        environment = TemplateEnvironment()
+        parsed = environment.parse(source)
+        self._template = environment.from_string(source)
+        return find_undeclared_variables(parsed)
+
+
+def _wrap_arguments(messages: Sequence[dict[str, Any]]) -> None:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            if isinstance(function["arguments"], dict):
+                function["arguments"] = CallArguments(function["arguments"])
+
+
+def main(cpu_s: float, memory_bytes: int) -> None:
+    """Serve jobs until stdin ends. A job that takes more than `cpu_s` of processor time, or `memory_bytes` beside what
+    its own size explains, ends the process."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
+    _read_ahead()
+    own_bytes = _address_space_bytes()
+    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
+        resource.setrlimit(limit, (0, 0))
+    jobs, answers, renderer = sys.stdin.buffer, sys.stdout.buffer, Renderer()
+    while len(head := jobs.read(LENGTH.size)) == LENGTH.size:
+        [length] = LENGTH.unpack(head)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        if own_bytes:
+            max_bytes = own_bytes + memory_bytes + _BYTES_FOR_EACH * length
+            resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
+        try:
+            kind, text = renderer.answer(marshal.loads(jobs.read(length)))
+            encoded = text.encode("utf-8", "surrogatepass")
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        for part in (LENGTH.pack(1 + len(encoded)), bytes((kind,)), encoded):
+            answers.write(part)
+        answers.flush()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _read_ahead() -> None:
+    """Have Python read what it reads at first use: codecs, time zones, modules."""
+    environment = TemplateEnvironment()
+    for use in ('"\\n"', 'strftime_now("%c %Z")', *(f"'a b'|{name}" for name in environment.filters)):
+        with suppress(Exception):
+            environment.from_string(f"{{{{ {use} }}}}").render()
+
+
+def _address_space_bytes() -> int:
+    """What this process has mapped; 0 where the system does not say (and has no limit for it)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

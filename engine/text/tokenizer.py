@@ -122,7 +122,7 @@ class Tokenizer:
         """Whether the model says how a chat becomes a prompt."""
         return bool(self._templates)
 
-    def apply_chat_template(
+    async def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, object]],
         /,
@@ -139,12 +139,12 @@ class Tokenizer:
             )
         template = self.tool_template if tools else self._templates.get("default")
         template = template or next(iter(self._templates.values()))
-        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+        return await template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
 
-    @property
-    def renders_quickly(self) -> bool:
-        """Whether no rendering of a chat took so long that an event loop should not wait for it."""
-        return all(template.is_quick for template in self._templates.values())
+    def warm_up(self) -> None:
+        """Have the chat templates ready to render. Blocking."""
+        for template in self._templates.values():
+            template.warm_up()
 
     @property
     def tool_template(self) -> ChatTemplate | None:

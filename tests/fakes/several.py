@@ -53,7 +53,7 @@ def states(engine: Engine) -> dict[str, str]:
 def encode(prompt: str) -> GenerateRequest:
     """A request that names no model and may go to any."""
 
-    def again(tokenizer: Tokenizer) -> list[int]:
+    async def again(tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(prompt, add_special_tokens=False)
 
     return msgspec.structs.replace(ask(prompt), encode=again)

@@ -337,11 +337,12 @@ class Player:
         chance = self.random
         prompt = f"question {number}"
 
-        def encode(tokenizer: Tokenizer) -> list[int]:
+        async def encode(tokenizer: Tokenizer) -> list[int]:
+            await asyncio.sleep(chance.choice((0, 0, 0.1, 30)))
             return tokenizer.encode(prompt, add_special_tokens=False)
 
         assert tokenizer is not None
-        ids, tokens = encode(tokenizer), 1 + chance.randrange(40)
+        ids, tokens = tokenizer.encode(prompt, add_special_tokens=False), 1 + chance.randrange(40)
         stream = self.engine.submit(
             GenerateRequest(
                 prompt_ids=ids,

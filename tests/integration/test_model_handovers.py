@@ -200,7 +200,7 @@ def test_what_loses_its_last_worker_goes_on_with_the_model_that_takes_over(tmp_p
 
 
 def test_a_request_that_cannot_be_made_for_the_new_model_ends_alone(tmp_path: Path) -> None:
-    def surprise(tokenizer: object) -> list[int]:
+    async def surprise(tokenizer: object) -> list[int]:
         raise ZeroDivisionError("surprise")
 
     async def scene(engine: Engine, machine: Machine) -> None:

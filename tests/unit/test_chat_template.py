@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def render(source: str, messages: list[dict[str, Any]] = HELLO, **kwargs: Any) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, **kwargs)
+    return asyncio.run(ChatTemplate(source, {"bos_token": "<s>"}).render(messages, **kwargs))
 
 
 def with_template(folder: Path, value: object) -> Tokenizer:
@@ -83,7 +84,7 @@ def test_a_model_without_template_points_to_completions(tmp_path: Path) -> None:
     subject = with_template(tmp_path, None)
     assert not subject.has_chat_template
     with pytest.raises(InvalidRequest, match=r"no chat template.*completions endpoint"):
-        subject.apply_chat_template(HELLO)
+        asyncio.run(subject.apply_chat_template(HELLO))
 
 
 def test_named_templates_are_chosen_by_use(tmp_path: Path) -> None:
@@ -91,22 +92,22 @@ def test_named_templates_are_chosen_by_use(tmp_path: Path) -> None:
         tmp_path, [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     )
     assert subject.has_chat_template
-    assert subject.apply_chat_template(HELLO) == "plain"
-    assert subject.apply_chat_template(HELLO, tools=[{"name": "search"}]) == "tools"
+    assert asyncio.run(subject.apply_chat_template(HELLO)) == "plain"
+    assert asyncio.run(subject.apply_chat_template(HELLO, tools=[{"name": "search"}])) == "tools"
 
 
 def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text('{"chat_template": "from json"}')
-    assert with_template(tmp_path, "from config").apply_chat_template(HELLO) == "from json"
+    assert asyncio.run(with_template(tmp_path, "from config").apply_chat_template(HELLO)) == "from json"
     (tmp_path / "chat_template.jinja").write_text("from jinja")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("from folder")
     subject = with_template(tmp_path, "from config")
-    assert subject.apply_chat_template(HELLO) == "from jinja"
-    assert subject.apply_chat_template(HELLO, tools=[{"name": "search"}]) == "from folder"
+    assert asyncio.run(subject.apply_chat_template(HELLO)) == "from jinja"
+    assert asyncio.run(subject.apply_chat_template(HELLO, tools=[{"name": "search"}])) == "from folder"
 
 
 def test_the_template_is_given_the_tokenizers_special_tokens(tmp_path: Path) -> None:
     files = {"tokenizer_config": {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}|{{ eos_token }}"}}
     subject = Tokenizer.from_folder(tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path, **files))
-    assert subject.apply_chat_template(HELLO) == "<s>|"
+    assert asyncio.run(subject.apply_chat_template(HELLO)) == "<s>|"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from functools import cache
 from pathlib import Path
@@ -70,10 +71,10 @@ def rendered(name: str, messages: list[dict[str, Any]], *, opens_answer: bool) -
     options: dict[str, Any] = {"tools": [WEATHER.definition()], "add_generation_prompt": opens_answer}
     template = template_of(name)
     try:
-        ours = template.render(turns, **options)
+        ours = asyncio.run(template.render(turns, **options))
     except InvalidRequest:
         turns = spoken(turns)
-        ours = template.render(turns, **options)
+        ours = asyncio.run(template.render(turns, **options))
     theirs = _compile_jinja_template(template.source).render(messages=turns, documents=None, **TOKENS, **options)
     return ours, theirs
 
@@ -129,7 +130,9 @@ def test_a_continued_answer_ends_where_it_was_begun_whatever_the_template_adds(n
 
     def prompt(content: str) -> str:
         turns = read_messages([*ASKED, {"role": "assistant", "content": content}])
-        return render(tokenizer, turns=turns, add_generation_prompt=False, continue_final=True, variables={})
+        return asyncio.run(
+            render(tokenizer, turns=turns, add_generation_prompt=False, continue_final=True, variables={})
+        )
 
     assert prompt(begun) == prompt("Sun.").removesuffix("Sun.") + begun
     assert prompt("Sun.").endswith("Sun.")

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import resource
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.text import template_budget
-from engine.text.chat_template import ChatTemplate
-from engine.text.template_budget import Budget, TooMuchWork
+from engine.text.chat_template import ChatTemplate, TemplateLimits
+from engine.text.template_sandbox import TemplateEnvironment
+from tests.fakes.bounds import outcome, within_bounds
 
 HELLO = [{"role": "user", "content": "hello"}]
 DOUBLE = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = %s %}{% endfor %}{{ ns.x|length }}"
@@ -103,37 +112,157 @@ ENDLESS = {
 }
 
 
+TWICE = (
+    "{% set a = namespace(x=[1]) %}{% set b = namespace(x=[1]) %}{% for i in range(40) %}"
+    "{% set a.x = %s %}{% set b.x = %s %}{% endfor %}{{ a.x == b.x }}"
+)
+EVASIONS = {
+    "two lists that batches doubled, compared": (
+        TWICE.replace("%s", "(a.x + a.x)|batch(2)|list", 1).replace("%s", "(b.x + b.x)|batch(2)|list")
+    ),
+    "two nested lists, compared": TWICE.replace("%s", "[a.x, a.x]", 1).replace("%s", "[b.x, b.x]"),
+    "slices of long text": ("{% set s = 'x' * 2**24 %}" + "".join(f"{{% set v{i} = s[1:] %}}" for i in range(60))),
+    "a wide date": "{{ strftime_now('x' * 2**23 ~ '%0900000000Y') }}",
+    "long text searched again and again": (
+        "{% set s = 'b' * 2**25 %}{% for i in range(9999) %}{% if 'ab' in s %}{% endif %}{% endfor %}"
+    ),
+}
+"""Programs that a count of what filters, calls and operators make does not see."""
+
+LIMITS = TemplateLimits(cpu_s=0.2)
+
+
+def rendered(source: str, messages: Sequence[dict[str, Any]] = HELLO, **variables: str) -> str:
+    """What a template makes, in a process of its own."""
+    return asyncio.run(ChatTemplate(source, variables, LIMITS).render(messages))
+
+
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
-def test_a_template_that_would_not_end_or_would_fill_memory_is_an_error(source: str) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(InvalidRequest, match="chat template"):
-        ChatTemplate(source, {}).render(HELLO)
-    grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    assert grown_mib < 600
+def test_a_template_that_would_not_end_or_would_fill_memory_is_soon_over(source: str) -> None:
+    assert len(outcome(lambda: rendered(source), 0, InvalidRequest)) < 2000
 
 
-def test_time_ends_a_template_that_spends_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(10**6))
-    monkeypatch.setattr(template_budget.time, "monotonic", lambda: float(next(clock)))
-    budget = Budget()
-    with pytest.raises(TooMuchWork, match="longer than 5 s"):
-        for _ in range(10**4):
-            budget.spend()
+@pytest.mark.parametrize("source", EVASIONS.values(), ids=EVASIONS.keys())
+async def test_the_loop_turns_on_while_a_template_takes_all_it_can(source: str) -> None:
+    template, longest_s = ChatTemplate(source, {}, LIMITS), 0.0
+    rendering = asyncio.ensure_future(template.render(HELLO))
+    with within_bounds():
+        while not rendering.done():
+            began_s = time.thread_time()
+            await asyncio.sleep(0)
+            longest_s = max(longest_s, time.thread_time() - began_s)
+    assert longest_s < 0.05
+    with pytest.raises(InvalidRequest, match=r"0.2 s of processor time|64 MiB of memory"):
+        await rendering
 
 
-def test_a_template_that_was_slow_once_is_known_to_be() -> None:
-    quick, slow = ChatTemplate("{{ messages[0].content }}", {}), ChatTemplate(ENDLESS["loops in loops"], {})
-    quick.render(HELLO)
-    quick.render(HELLO)
+async def test_a_template_that_was_killed_renders_the_next_conversation() -> None:
+    source = "{% for i in range(99999) if messages|length > 1 %}{% for j in range(99999) %}{% endfor %}{% endfor %}fine"
+    template = ChatTemplate(source, {}, LIMITS)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=r"it takes longer than 0.2 s of processor time$"):
+            await template.render(HELLO * 2)
+        assert await template.render(HELLO) == "fine"
+
+
+async def test_a_template_that_cannot_be_compiled_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    template, started = ChatTemplate("{% broken", {}, LIMITS), []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: started.append(args) or popen(*args, **options))
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match=r"Encountered unknown tag 'broken'. \(line 1\)$"):
+            await template.render(HELLO)
+    assert not template.uses("messages")
+    assert len(started) == 1
+
+
+async def test_a_template_that_takes_too_long_to_compile_is_refused_and_tried_once() -> None:
+    template = ChatTemplate(
+        "{{ " + "(" * 60 + "1" + ")" * 60 + " }}" + "{% if a %}{{ b ~ c }}{% endif %}" * 20_000, {}, LIMITS
+    )
+    for _ in range(2):
+        with within_bounds(), pytest.raises(InvalidRequest, match=r"processor time|nested too deeply|memory"):
+            await template.render(HELLO)
+
+
+async def test_what_a_killed_renderer_left_is_nothing() -> None:
+    before, template = renderers(), ChatTemplate(ENDLESS["loops in loops"], {}, LIMITS)
     with pytest.raises(InvalidRequest):
-        slow.render(HELLO)
-    assert (quick.is_quick, slow.is_quick) == (True, False)
+        await template.render(HELLO)
+    assert renderers() <= before
 
 
-def test_every_rendering_has_a_budget_of_its_own() -> None:
-    template = ChatTemplate("{% for i in range(9999) %}{{ 'x' * 999 }}{% endfor %}", {})
-    for _ in range(20):
-        assert len(template.render(HELLO)) == 9999 * 999
+async def test_a_renderer_ends_with_its_template() -> None:
+    before, template = renderers(), ChatTemplate("{{ messages[0].content }}", {})
+    template.warm_up()
+    [process] = renderers() - before
+    assert await template.render(HELLO) == "hello"
+    del template
+    gc.collect()
+    assert process not in renderers()
+
+
+async def test_a_renderer_whose_machine_stands_still_is_given_up() -> None:
+    before, template = renderers(), ChatTemplate("{{ messages[0].content }}", {})
+    template.warm_up()
+    [process] = renderers() - before
+    os.kill(process, signal.SIGSTOP)
+    assert template._process is not None
+    template._process._limits = TemplateLimits(wait_s=0.05)
+    with pytest.raises(InvalidRequest, match=r"it was not done after 0.05 s$"):
+        await template.render(HELLO)
+    assert process not in renderers()
+    assert await template.render(HELLO) == "hello"
+
+
+def test_a_text_far_longer_than_its_messages_explain_is_refused() -> None:
+    template = ChatTemplate("{{ 'x' * 9999999 }}", {})
+    with pytest.raises(InvalidRequest, match=r"it makes a text of 10,000,000 bytes$"):
+        asyncio.run(template.render(HELLO))
+
+
+def test_a_template_can_open_nothing_whatever_it_gets_hold_of() -> None:
+    before, template = renderers(), ChatTemplate("{{ messages[0].content }}", {})
+    template.warm_up()
+    [process] = renderers() - before
+    limits = Path(f"/proc/{process}/limits").read_text().splitlines()
+    assert [line.split()[3:5] for line in limits if line.startswith(("Max open files", "Max file size"))] == [
+        ["0", "0"]
+    ] * 2
+    environment = Path(f"/proc/{process}/environ").read_text()
+    assert "KEY" not in environment and "TOKEN" not in environment
+
+
+@pytest.mark.parametrize("pattern", ["%Y-%m-%d", "%d %b %Y", "%A", "%Z"])
+def test_a_renderer_tells_the_date_though_it_can_open_no_file(pattern: str) -> None:
+    assert rendered("{{ strftime_now('" + pattern + "') }}") == datetime.now().strftime(pattern)
+
+
+def test_every_filter_and_test_of_jinja_is_at_hand_in_the_renderer() -> None:
+    environment = TemplateEnvironment()
+    for name in sorted(environment.filters):
+        source = f"{{{{ 'a b'|{name} }}}}"
+        try:
+            expected = environment.from_string(source).render()
+        except Exception as error:
+            expected = type(error).__name__
+        try:
+            found = rendered(source)
+        except InvalidRequest as error:
+            assert "Errno" not in str(error) and "Import" not in str(error), name
+        else:
+            assert found == expected or "generator" in found or name == "random", name
+
+
+def renderers() -> set[int]:
+    """Renderers that this process has started, by pid."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            pid, rest = status.parent, status.read_text().rpartition(")")[2].split()
+            if rest[1] == str(os.getpid()) and b"template_sandbox" in (pid / "cmdline").read_bytes():
+                found.add(int(pid.name))
+    return found
 
 
 def test_a_long_conversation_is_rendered() -> None:
@@ -142,13 +271,13 @@ def test_a_long_conversation_is_rendered() -> None:
         "{% for m in ns.out %}<{{ m.role }}>{{ m['content'] | trim }}\n{% endfor %}"
     )
     messages = [{"role": "user", "content": f"message {i} " + "x" * 500} for i in range(1000)]
-    assert ChatTemplate(source, {}).render(messages).count("<user>message") == 1000
+    assert rendered(source, messages).count("<user>message") == 1000
 
 
 def test_a_prompt_of_megabytes_is_rendered() -> None:
     source = "{% for m in messages %}{{ '<' + m.role + '>' + m.content | trim + eos_token }}{% endfor %}"
     long: dict[str, Any] = {"role": "user", "content": "x" * (8 * 2**20)}
-    assert len(ChatTemplate(source, {"eos_token": "</s>"}).render([long])) == 8 * 2**20 + 10
+    assert len(rendered(source, [long], eos_token="</s>")) == 8 * 2**20 + 10
 
 
 def test_what_templates_do_is_as_it_was() -> None:
@@ -165,7 +294,7 @@ def test_what_templates_do_is_as_it_was() -> None:
         "{{ missing|replace('a', 'b') }}{{ messages|join(' ', attribute='role') }}{{ missing|join }}"
         "{% if 'ell' in messages[0].content %}!{% endif %}"
     )
-    assert ChatTemplate(source, {}).render(HELLO) == (
+    assert rendered(source) == (
         '12x11/3,2/3,3/3helloone of 02a   b 17000000001bnoneHELLO(1)g{"b": [1, null], "a": "<é>"}1'
         "[\n  1\n][1,2]aa0b0127user!"
     )

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import msgspec
 
-from console.api.tools.formats import format_in
+from console.api.tools.formats import format_of
 from engine.errors import EngineError
 from engine.models.catalog import ModelEntry
 from engine.models.files import read_json_object
 from engine.models.inspect import inspect
 from engine.snapshot import ModelReading
-from engine.text.chat_template import ChatTemplate
 from engine.text.folder import TokenizerFolder
+from engine.text.tokenizer import Tokenizer
 
 FOREVER = "9999-12-31T23:59:59Z"
 """When a model is unloaded that never is."""
@@ -113,15 +113,13 @@ def running(reading: ModelReading, name: str, now: datetime) -> Running:
     )
 
 
-def shown(reading: ModelReading, name: str) -> Shown:
-    """All about a model. Blocking: reads its folder's files."""
+def shown(reading: ModelReading, name: str, tokenizer: Tokenizer | None) -> Shown:
+    """All about a model. tokenizer: its own, while it is loaded. Blocking: reads its folder's files."""
     folder = _folder(reading)
     entry, parameters = inspect(folder), _parameters(folder)
-    tokenizer = _tokenizer_folder(folder)
-    templates = tokenizer.chat_templates()
+    templates = _tokenizer_folder(folder).chat_templates()
     template = templates.get("default", next(iter(templates.values()), ""))
-    with_tools = ChatTemplate(templates.get("tool_use", template), tokenizer.special_tokens())
-    can = ["completion"] if format_in(with_tools) is None else ["completion", "tools"]
+    can = ["completion"] if tokenizer is None or format_of(tokenizer) is None else ["completion", "tools"]
     lines = [f"FROM {name}", *(f"PARAMETER {line}" for line in parameters.splitlines())]
     return Shown(
         modelfile="\n".join(lines),

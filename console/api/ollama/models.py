@@ -106,7 +106,9 @@ class ModelList:
                 model=body.model,
                 available=known,
             )
-        return json_response(await asyncio.to_thread(shown, reading, body.model))
+        return json_response(
+            await asyncio.to_thread(shown, reading, body.model, self._context.engine.tokenizer_of(reading.name))
+        )
 
     def _readings(self, states: Sequence[str]) -> dict[str, ModelReading]:
         """Models and their adapters by the names that they are listed under, with a tag as all names of Ollama's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Annotated, Any
 
@@ -121,8 +122,8 @@ class TgiBody(Body):
         return Prompt(compact(ids), self.inputs, encode)
 
 
-def _encode(text: str, truncate: int | None, tokenizer: Tokenizer) -> list[int]:
-    return _last(tokenizer.encode(text), truncate)
+async def _encode(text: str, truncate: int | None, tokenizer: Tokenizer) -> list[int]:
+    return _last(await asyncio.to_thread(tokenizer.encode, text), truncate)
 
 
 def _end(text: str, count: int, model: ServedModel) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from console.api.tools.shapes import JsonCalls, MistralCalls, NamedCalls, Shape, XmlCalls
 from engine.errors import InvalidRequest
-from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 
 
@@ -86,12 +85,8 @@ _CALLING = re.compile(r"call|tool|function|action|invoke", re.IGNORECASE)
 
 def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
     """How the model writes calls; None where its template knows no tools, or writes calls as no format here does."""
-    return None if tokenizer.tool_template is None else format_in(tokenizer.tool_template)
-
-
-def format_in(template: ChatTemplate) -> ToolFormat | None:
-    """The same of a chat template, for a model that is not loaded."""
-    if not template.uses("tools"):
+    template = tokenizer.tool_template
+    if template is None or not template.uses("tools"):
         return None
     return next((known for known in FORMATS if known.marks(template.source)), None)
 

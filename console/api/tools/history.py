@@ -17,19 +17,6 @@ _SHORT_ID = 9
 _ALPHABET = string.digits + string.ascii_letters
 
 
-class Arguments(dict[str, object]):
-    """A call's arguments. Most templates take an object; where one puts texts together, it is its JSON."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, other: str) -> str:
-        return str(self) + other
-
-    def __radd__(self, other: str) -> str:
-        return other + str(self)
-
-
 def calling_turn(content: str, calls: Sequence[ToolCall], where: str) -> Turn:
     """An assistant's turn with the calls that it made; its content is None where it said nothing.
 
@@ -89,7 +76,7 @@ def _calls(turn: Mapping[str, object]) -> list[dict[str, dict[str, object]]]:
     return calls if isinstance(calls, list) else []
 
 
-def _read(text: str, where: str) -> Arguments:
+def _read(text: str, where: str) -> dict[str, object]:
     """Arguments out of their text; none where there is none, as clients put it together from a stream."""
     try:
         value = json.loads(text) if text.strip() else {}
@@ -97,7 +84,7 @@ def _read(text: str, where: str) -> Arguments:
         value = None
     if not isinstance(value, dict):
         raise InvalidRequest(f"{where} should be a JSON object, as text", param=where)
-    return Arguments(value)
+    return value
 
 
 def _short(call_id: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import tomllib
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def greedy_answers(folder: Path, questions: list[Question]) -> list[str]:
     backend.load(spec, max_prompts=64, step_tokens=512, page_tokens=16, report=ignore_progress, cancelled=never)
     answers: dict[str, list[int]] = {question.ask: [] for question in questions}
     for question in questions:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": question.ask}])
+        text = asyncio.run(tokenizer.apply_chat_template([{"role": "user", "content": question.ask}]))
         backend.submit(
             BackendRequest(
                 id=question.ask,
@@ -112,7 +113,7 @@ def held_out_prompts(count: int) -> list[list[int]]:
     for number, talk in enumerate(make_corpus(count, HELD_OUT_SEED)):
         asked, answered = talk.exchanges[0].question, talk.exchanges[0].answer
         chat: list[dict[str, Any]] = [{"role": "user", "content": asked}]
-        text = tokenizer.apply_chat_template(chat) + answered[: 8 * (number % 5)]
+        text = asyncio.run(tokenizer.apply_chat_template(chat)) + answered[: 8 * (number % 5)]
         prompts.append(tokenizer.encode(text, add_special_tokens=False)[: 64 * PAGE_TOKENS])
     return prompts
 

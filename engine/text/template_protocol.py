@@ -1,0 +1,25 @@
+"""What a chat template's renderer and its user say to each other, in frames: a length, then that many bytes.
+
+A job is marshalled: it comes from our own process, and marshal has all that JSON has. An answer is one of `Answer` and
+text in UTF-8, lone surrogates included, which our own process has no reason to trust.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+LENGTH = struct.Struct("!Q")
+
+OUT_OF_MEMORY = 3
+"""Exit status of the renderer."""
+
+
+class Answer(IntEnum):
+    """What the text of an answer is: the prompt; names that the template uses, as JSON; its own complaint about the
+    messages; why there is no prompt."""
+
+    RENDERED = 0
+    VARIABLES = 1
+    REFUSED = 2
+    FAILED = 3
