@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.config import AdapterSpec, EngineConfig
@@ -17,6 +18,7 @@ from engine.errors import EngineBusy, InsufficientMemory, InvalidRequest, LoadCa
 from engine.models.deployment import Deployment
 from engine.models.handover import Handover
 from engine.pool import Pool
+from engine.text.tokenizer import Tokenizer
 from engine.worker.hosts import WorkerExit
 from tests.fakes.engines import ask, read, until
 from tests.fakes.model import fake_spec
@@ -215,6 +217,92 @@ def test_a_request_that_cannot_be_made_for_the_new_model_ends_alone(tmp_path: Pa
         assert error.message == "the request could not be moved to b: ZeroDivisionError: surprise"
 
     play(scene, room=1, max_prompts=1)
+
+
+# -- prompts that take a while to be made for the new model -----------------------------------------------------------
+
+
+def slowly(prompt: str, seconds: float) -> GenerateRequest:
+    """A request for any model, whose prompt takes so long to be made again."""
+    request = encode(prompt)
+    assert request.encode is not None
+    again = request.encode
+
+    async def later(tokenizer: Tokenizer) -> list[int]:
+        await asyncio.sleep(seconds)
+        return await again(tokenizer)
+
+    return msgspec.structs.replace(request, encode=later)
+
+
+def test_a_prompt_that_takes_long_to_be_made_anew_holds_nobody_up(tmp_path: Path) -> None:
+    async def scene(engine: Engine, machine: Machine) -> None:
+        await engine.load(named(tmp_path, "a"))
+        slow, quick = slowly("slow", 60), encode("quick")
+        running = engine.submit(ask("runs"))
+        waiting = engine.submit(slow), engine.submit(quick)
+        await engine.load(named(tmp_path, "b"))
+        assert await answered(waiting[1], quick) == 8
+        assert engine.snapshot().queued == 1
+        assert await answered(waiting[0], slow) == 8
+        assert (await read(running)).last.finish == "length"
+
+    play(scene, room=1, max_prompts=1)
+
+
+def test_a_request_that_is_cancelled_while_its_prompt_is_made_anew_is_gone(tmp_path: Path) -> None:
+    async def scene(engine: Engine, machine: Machine) -> None:
+        await engine.load(named(tmp_path, "a"))
+        running, waiting = engine.submit(ask("runs")), engine.submit(slowly("slow", 1e6))
+        await engine.load(named(tmp_path, "b"))
+        assert engine.cancel(waiting.request_id)
+        assert (await read(waiting)).last.finish == "cancelled"
+        assert (await read(running)).last.finish == "length"
+        await until(lambda: first_of(engine).lane.idle)
+
+    play(scene, room=1, max_prompts=1)
+
+
+def test_a_request_whose_prompt_is_made_anew_moves_on_with_what_replaces_that_model(tmp_path: Path) -> None:
+    async def scene(engine: Engine, machine: Machine) -> None:
+        await engine.load(named(tmp_path, "a"))
+        request = slowly("slow", 50)
+        running, waiting = engine.submit(ask("runs")), engine.submit(request)
+        await engine.load(named(tmp_path, "b"))
+        await engine.load(named(tmp_path, "c"))
+        assert await answered(waiting, request) == 8
+        assert first_of(engine).spec.name == "c"
+        assert (await read(running)).last.finish == "length"
+
+    play(scene, room=1, max_prompts=1)
+
+
+def test_an_unload_ends_a_request_whose_prompt_is_made_anew(tmp_path: Path) -> None:
+    async def scene(engine: Engine, machine: Machine) -> None:
+        await engine.load(named(tmp_path, "a"))
+        running, waiting = engine.submit(ask("runs")), engine.submit(slowly("slow", 1e6))
+        await engine.load(named(tmp_path, "b"))
+        await engine.unload()
+        error = (await read(waiting)).last.error
+        assert error is not None and error.code == "no_model_loaded"
+        assert (await read(running)).last.finish == "length"
+
+    play(scene, room=1, max_prompts=1)
+
+
+def test_a_prompt_made_for_a_model_that_was_replaced_before_it_came_is_made_anew(tmp_path: Path) -> None:
+    async def scene(engine: Engine, machine: Machine) -> None:
+        await engine.load(named(tmp_path, "a"))
+        key = first_of(engine).key
+        await engine.load(named(tmp_path, "b"))
+        await until(lambda: list(states(engine)) == ["b"])
+        request = msgspec.structs.replace(slowly("late", 10), key=key, prompt_ids=[255])
+        assert (await read(engine.submit(request), patience_s=1e4)).token_ids == answer_of(list(b"late"), 8)
+        too_long = msgspec.structs.replace(encode("x" * 5000), key=key, prompt_ids=[255])
+        error = (await read(engine.submit(too_long), patience_s=1e4)).last.error
+        assert error is not None and error.code == "context_length_exceeded"
+
+    play(scene, room=1)
 
 
 # -- adapters of models that move meanwhile -----------------------------------------------------------------------
