@@ -43,11 +43,11 @@ def edited(text: str, name: str, value: Any) -> str:
     return tomlkit.dumps(document)
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str, *, has_secret: bool = False) -> None:
     """Put `text` in the place of a file, all of it or nothing. Raises OSError.
 
-    A link stays a link to the file that it names, and the file keeps its mode; a new one is its owner's alone, for it
-    may hold a key.
+    A link stays a link to the file that it names, and the file keeps its mode; a new one, and one that has a secret
+    now, is its owner's alone.
     """
     path = path.resolve()
     make_private_folder(path.parent)
@@ -58,7 +58,7 @@ def replace_file(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileNotFoundError):
-            Path(name).chmod(path.stat().st_mode & 0o7777)
+            Path(name).chmod(path.stat().st_mode & (0o700 if has_secret else 0o7777))
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -8,20 +8,36 @@ import os
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from console.loops import LoopThread
 from console.remote.address import DEFAULT_URL, address_of
 from console.remote.link import RemoteLink
+from console.secret_file import read_secret
 from console.settings import ENV_PREFIX
 from engine.errors import InvalidRequest
 from engine.models.files import home_expanded
 
 KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
+FILE_VARIABLE = f"{KEY_VARIABLE}_FILE"
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
-    """--api-key and --ca. A key in config.toml is this machine's own, so it is sent nowhere."""
-    parser.add_argument("--api-key", metavar="KEY", default=None, help=f"key of the instance (or {KEY_VARIABLE})")
+    """--api-key, --api-key-file and --ca. A key in config.toml is this machine's own, so it is sent nowhere."""
+    key = parser.add_mutually_exclusive_group()
+    key.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        type=Path,
+        default=None,
+        help=f"file with the key of the instance as its first line (or {FILE_VARIABLE})",
+    )
+    key.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=None,
+        help=f"the key itself, which every user of this machine sees then (or {KEY_VARIABLE}, which they do not)",
+    )
     parser.add_argument(
         "--ca", metavar="FILE", default=None, help="certificate (PEM) to trust besides the system's, for https:// URLs"
     )
@@ -35,9 +51,13 @@ def add_url(parser: argparse.ArgumentParser) -> None:
 
 
 def key_of(given: argparse.Namespace) -> str | None:
-    """The key to send, None for none."""
-    key: str | None = given.api_key or os.environ.get(KEY_VARIABLE)
-    return key or None
+    """The key to send, None for none. Raises InvalidRequest where a file holds none."""
+    if given.api_key_file is not None:
+        return read_secret(given.api_key_file, "--api-key-file")
+    if key := given.api_key or os.environ.get(KEY_VARIABLE):
+        return str(key)
+    file = os.environ.get(FILE_VARIABLE)
+    return read_secret(Path(file), FILE_VARIABLE) if file else None
 
 
 def tls_of(given: argparse.Namespace) -> ssl.SSLContext | None:

@@ -20,6 +20,7 @@ from console.bench.benches import Benches
 from console.doctor import diagnose
 from console.estimate import estimate_for
 from console.finding import Find, Finding
+from console.key_warnings import key_warnings
 from console.link import ApiStatus, EngineLink
 from console.links.models import Fetching
 from console.loading import ModelChoice, backend_for, engine_config, find_model
@@ -101,6 +102,8 @@ class Runtime:
     async def start(self) -> None:
         """Start the engine; and the API where the settings want it. Raises EngineError when it cannot listen."""
         await self.engine.start()
+        for warning in key_warnings(self.settings, self.saved.sources):
+            log.warning("%s", warning)
         if self.settings.api:
             await self.start_api()
 

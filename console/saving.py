@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from console.config_file import edited, replace_file
 from console.links.settings import SettingRow
-from console.setting_fields import flag_of
+from console.setting_fields import SECRETS, flag_of
 from console.setting_rows import setting_rows, toml_value
 from console.settings import Settings
 from console.sources import Sources, changed, read_file
@@ -114,6 +114,6 @@ def _prepared(sources: Sources, name: str, typed: str | None) -> tuple[Sources, 
 
 def _write(sources: Sources, text: str) -> None:
     try:
-        replace_file(sources.file, text)
+        replace_file(sources.file, text, has_secret=bool(SECRETS & sources.saved.keys()))
     except OSError as error:
         raise InvalidRequest(f"{sources.file} cannot be written: {error.strerror}", param="config") from None

@@ -29,6 +29,11 @@ class ServedSettings(BaseModel):
         Flag("API", "KEY", example="change-me"),
         Field(min_length=1, description="Key that clients must send as a Bearer token"),
     ] = None
+    api_key_file: Annotated[
+        Path | None,
+        Flag("API", "FILE", example="~/.config/ericllm/api-key"),
+        Field(description="File with that key as its first line: flags are seen by every user of the machine"),
+    ] = None
     no_auth: Annotated[
         bool, Flag("API"), Field(description="Listen beyond this machine even where no key is needed to ask")
     ] = False

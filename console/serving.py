@@ -5,19 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from console.api.settings import ApiSettings
+from console.secret_file import read_secret
 from console.settings import Settings
 
 
 def api_settings(settings: Settings, state_dir: Path | None) -> ApiSettings:
     """The HTTP side's part of the settings. state_dir: where keys are kept, None for nowhere.
 
+    Reads --api-key-file; raises InvalidRequest where it holds no key.
     The engine ends an answer in time; who sends or takes it slowly gets the time for that besides.
     """
     slack_s = settings.idle_timeout + settings.body_timeout + settings.write_timeout
     return ApiSettings(
         host=settings.host,
         port=settings.port,
-        api_key=settings.api_key.get_secret_value() if settings.api_key else None,
+        api_key=_api_key(settings),
         no_auth=settings.no_auth,
         admin_remote=settings.admin_remote,
         tls_cert=settings.tls_cert,
@@ -43,3 +45,9 @@ def api_settings(settings: Settings, state_dir: Path | None) -> ApiSettings:
         owns_stdout=settings.headless,
         otlp_traces_endpoint=settings.otlp_traces_endpoint,
     )
+
+
+def _api_key(settings: Settings) -> str | None:
+    if settings.api_key is not None:
+        return settings.api_key.get_secret_value()
+    return None if settings.api_key_file is None else read_secret(settings.api_key_file, "--api-key-file")

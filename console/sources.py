@@ -16,6 +16,8 @@ from console.setting_fields import SECRETS
 from console.settings import APP_NAME, ENV_PREFIX, Settings, config_path
 from engine.errors import InvalidRequest
 
+_KEYS = {"api_key", "api_key_file"}
+"""Two ways to give one key."""
 _NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_BACKEND_FACTORY", "ERICLLM_NATIVE"}
 
 
@@ -56,7 +58,11 @@ class Sources:
 
     def settings(self) -> Settings:
         """All of them merged. Raises InvalidRequest with one sentence that names the value and where it stands."""
-        merged = {**self.tuned, **self.saved, **self.variables, **self.flags}
+        merged: dict[str, Any] = {}
+        for given in (self.tuned, self.saved, self.variables, self.flags):
+            if _KEYS & given.keys():  # one that comes first hides both of those after it
+                merged = {name: value for name, value in merged.items() if name not in _KEYS}
+            merged.update(given)
         try:
             settings = Settings(**merged)
         except ValidationError as error:
@@ -114,6 +120,8 @@ def _agreeing(settings: Settings) -> Settings:
             f"--cache_8bit asks for 8 bits and --cache-bits for {settings.cache_bits}; give one of them",
             param="cache_bits",
         )
+    if settings.api_key is not None and settings.api_key_file is not None:
+        raise InvalidRequest("--api-key and --api-key-file both name a key; give one of them", param="api_key")
     return settings
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from console.bench.dialects import DIALECTS
 from console.bench.flags import add_flags, plan_of
 from console.bench.kinds import Plan
+from console.secret_file import read_secret
 from console.setting_arguments import add_settings, flag_name, no_such_flag
 from console.setting_fields import flag_of
 from console.settings import Settings
@@ -75,7 +76,7 @@ def asked_for(argv: Sequence[str], parser: argparse.ArgumentParser, plan: type[P
         url=given.url,
         dialect=given.dialect,
         model=model,
-        key=given.key,
+        key=given.key or (read_secret(given.key_file, "--key-file") if given.key_file else ""),
         tokenizer=given.tokenizer,
         files={kind: file for kind in FILES if (file := getattr(given, kind)) is not None},
         samples=given.samples,
@@ -97,7 +98,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--model", default="", metavar="NAME", help="the same; with --url the name that the server knows it by")
     add("--url", default="", help="measure this server in place of an engine in this process")
     add("--dialect", default="openai", choices=DIALECTS, help="how --url is asked (default openai)")
-    add("--key", default="", help="API key for --url")
+    add("--key-file", type=Path, metavar="FILE", help="file with the API key for --url as its first line")
+    add("--key", default="", help="the API key itself, which every user of this machine sees then")
     add("--tokenizer", default="", metavar="MODEL", help="with --url: a model here with its vocabulary")
     add("--json", type=Path, metavar="FILE", help="write the result for programs, every repeat of it")
     add("--csv", type=Path, metavar="FILE", help="write a line for each row and repeat")
@@ -122,7 +124,9 @@ def _refuse_crossed(parser: argparse.ArgumentParser, given: argparse.Namespace, 
     """End the program for flags that do not go together."""
     if given.model and given.model_name and given.model != given.model_name:
         parser.error(f"the model is given twice: {given.model_name} and {given.model}")
-    if not given.url and (given.key or given.tokenizer or given.dialect != "openai"):
-        parser.error("--dialect, --key and --tokenizer are about a server; give its --url")
+    if given.key and given.key_file:
+        parser.error("--key and --key-file both name a key; give one of them")
+    if not given.url and (given.key or given.key_file or given.tokenizer or given.dialect != "openai"):
+        parser.error("--dialect, --key, --key-file and --tokenizer are about a server; give its --url")
     if given.url and flags:
         parser.error(f"{flag_name(next(iter(flags)))} is about loading a model here, and --url measures a server")
