@@ -172,7 +172,7 @@ def main(cpu_s: float, memory_bytes: int) -> None:
 def _read_ahead() -> None:
     """Have Python read what it reads at first use: codecs, time zones, modules."""
     environment = TemplateEnvironment()
-    for use in ('"\\n"', 'strftime_now("%c %Z")', *(f"'a b'|{name}" for name in environment.filters)):
+    for use in ('"\\n"', 'strftime_now("%c %Z")', "lipsum()", *(f"'a b'|{name}" for name in environment.filters)):
         with suppress(Exception):
             environment.from_string(f"{{{{ {use} }}}}").render()
 
