@@ -90,10 +90,10 @@ def _doctor(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the report for programs")
     flags = _parse(argv, parser)
     wanted_json = flags.pop("as_json")
-    settings = load_settings(flags)
+    sources = Sources.read(flags)
     from console.doctor import as_json, as_text, diagnose
 
-    report = diagnose(settings)
+    report = diagnose(sources.settings(), sources)
     print(as_json(report) if wanted_json else as_text(report))
     return 0 if report.can_run else FAILURE
 

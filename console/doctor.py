@@ -10,8 +10,10 @@ from functools import partial
 
 import msgspec
 
+from console.doctor_security import security_findings
 from console.loading import backend_for, choose_model
 from console.settings import Settings
+from console.sources import Sources
 from engine.config import BackendKind
 from engine.doctor.examine import examine
 from engine.doctor.gather import IMPORT_TIMEOUT_S, gather
@@ -28,14 +30,22 @@ _GLUE = "\N{NO-BREAK SPACE}"
 
 
 def diagnose(
-    settings: Settings, *, timeout_s: float = IMPORT_TIMEOUT_S, cancelled: Callable[[], bool] = lambda: False
+    settings: Settings,
+    sources: Sources,
+    *,
+    timeout_s: float = IMPORT_TIMEOUT_S,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Examine this machine for what `settings` ask for: their backend, their model. Blocks for seconds."""
+    """Examine this machine for what `settings` ask for: their backend, their model, their safety. Blocks for seconds.
+
+    sources: what the settings were made from.
+    """
     facts = gather(attention=settings.attention, timeout_s=timeout_s, cancelled=cancelled)
     report = examine(facts, chosen_backend(settings))
     finding = model_finding(settings, report)
     refusal = finding.value if finding.state == "broken" else ""
-    return msgspec.structs.replace(report, findings=(*report.findings, finding), refusal=refusal)
+    findings = (*report.findings, *security_findings(settings, sources), finding)
+    return msgspec.structs.replace(report, findings=findings, refusal=refusal)
 
 
 def chosen_backend(settings: Settings) -> BackendKind:

@@ -12,7 +12,7 @@ from console.sources import Sources
 def key_warnings(settings: Settings, sources: Sources) -> Iterator[str]:
     """Yield a sentence for each place from which other users of this machine could read the key."""
     if settings.api_key is not None and sources.origin("api_key").source == "flag":
-        yield "every user of this machine sees --api-key in its list of processes: use `--api-key-file FILE` instead"
+        yield "Every user of this machine sees --api-key in its list of processes: use `--api-key-file FILE` instead"
     if "api_key" in sources.saved and (problem := exposed(sources.file)):
         yield problem
     if settings.api_key_file is not None and (problem := exposed(settings.api_key_file)):

@@ -242,7 +242,8 @@ class Runtime:
         """What this machine has and lacks for the settings; the probes under way end when this is cancelled."""
         cancelled = threading.Event()
         try:
-            return await asyncio.to_thread(diagnose, self.settings, cancelled=cancelled.is_set)
+            sources = self.saved.sources
+            return await asyncio.to_thread(diagnose, self.settings, sources, cancelled=cancelled.is_set)
         finally:
             cancelled.set()
 

@@ -16,6 +16,7 @@ import pytest
 
 from console.runtime import Runtime
 from console.settings import Settings
+from console.sources import Sources
 from engine.doctor.child import ProbeFailed, ask
 from engine.doctor.facts import Exllama, Package
 from engine.doctor.gather import gather
@@ -177,7 +178,7 @@ async def test_a_look_that_is_given_up_tells_its_probes_so(
     looking, released = threading.Event(), threading.Event()
     asked: list[Callable[[], bool]] = []
 
-    def looks(settings: Settings, *, cancelled: Callable[[], bool]) -> None:
+    def looks(settings: Settings, sources: Sources, *, cancelled: Callable[[], bool]) -> None:
         asked.append(cancelled)
         looking.set()
         released.wait()

@@ -119,12 +119,18 @@ def library_key(isa: InstructionSet) -> str:
 def kept_library(isa: InstructionSet, folder: Path) -> Path | None:
     """Return the library in `folder`, if a whole one is there that nobody but us and root could have written."""
     path = _path(isa, folder)
+    return None if untrusted(path, _LEVELS + 1) else _whole(path)
+
+
+def untrusted(path: Path, levels: int = _LEVELS) -> str:
+    """Return why a folder of libraries (or, with another number of folders above it, a library) may be somebody else's
+    work, as a clause; "" where it is not, or nothing is there."""
     try:
-        if any(map(distrust, (path, folder, *folder.parents[:_LEVELS]))):
-            return None
-    except OSError:
-        return None
-    return _whole(path)
+        return next(filter(None, map(distrust, (path, *path.parents[:levels]))), "")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return str(error)
 
 
 def shipped_library(isa: InstructionSet, folder: Path) -> Path | None:
