@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import socket
 import sys
@@ -12,7 +13,8 @@ from engine.cluster.driver import Driver
 
 
 def main() -> int:
-    """Serve the engine until it goes away."""
+    """Serve the engine until it goes away. What Ray writes, its token first of all, is for this user alone."""
+    os.umask(0o077)
     parser = argparse.ArgumentParser(prog="engine.cluster")
     parser.add_argument("--fd", type=int, required=True)
     sock = socket.socket(fileno=parser.parse_args().fd)

@@ -6,19 +6,26 @@ import importlib
 import importlib.util
 import logging
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from engine.errors import ClusterUnavailable
+from engine.files import distrust, tighten_folder
 
 OBJECT_STORE_BYTES = 128 * 2**20
 """Of a cluster that is started here: nothing is kept in it but actors' replies."""
 ANSWER_S = 5.0
 _NODE_ID_LABEL = "ray.io/node-id"
+_PROCESSES = ("raylet", "gcs_server")
 _TOKEN_RESOURCE = {"memory": 2**20}
 
 
@@ -48,6 +55,7 @@ class Ray:
         self._errors: Any = importlib.import_module("ray.exceptions")
         wanted = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
         self._by_client = wanted.startswith("ray://")
+        self._folder = ""
         try:
             self._join(wanted)
         except Exception as error:  # Ray raises whatever its parts do
@@ -56,19 +64,25 @@ class Ray:
     def _join(self, wanted: str) -> None:
         """Join the cluster at `wanted`; without one, that of this machine, which is started if need be."""
         settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": "ericllm"}
+        tighten_folder(Path.home() / ".ray")  # whoever reads Ray's token may run programs as this user
         if wanted:
             _require_answer(wanted)
             self._ray.init(wanted, **settings)
             return
-        try:
-            self._ray.init("auto", **settings)
-        except ConnectionError:
-            local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-            self._ray.init("local", **local, **settings)
+        with suppress(ConnectionError):
+            if _finds_only_ours():
+                self._ray.init("auto", **settings)
+                return
+        # Ray lets everybody write into its folder, and would into /tmp/ray: one that nobody else can reach holds it.
+        self._folder = tempfile.mkdtemp(prefix="ericllm-ray-", dir="/tmp")
+        local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        self._ray.init("local", _temp_dir=f"{self._folder}/ray", **local, **settings)
 
     def leave(self) -> None:
         """Leave the cluster; one that was started here ends."""
         self._ray.shutdown()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- nodes --------------------------------------------------------------------------------------------------
 
@@ -148,6 +162,25 @@ class Ray:
     def release(self, group: Any) -> None:
         """Give a placement group back."""
         self._groups.remove_placement_group(group)
+
+
+def _finds_only_ours() -> bool:
+    """Return whether Ray, left to find a cluster on this machine, would find ours or none.
+
+    It joins any cluster whose processes it sees, else the one that a file in /tmp names: another user's would be handed
+    models and prompts. Raises PermissionError where there are both, as only a person can say which is meant.
+    """
+    uids = {
+        each.info["uids"].real
+        for each in psutil.process_iter(["name", "uids"])
+        if each.info["name"] in _PROCESSES and each.info["uids"]
+    }
+    ours = uids & {0, os.geteuid()}
+    file = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    foreign = uids - ours or (file.exists() and distrust(file))
+    if foreign and ours:
+        raise PermissionError("other users have clusters on this machine too; name yours with RAY_ADDRESS=HOST:PORT")
+    return not foreign
 
 
 def _require_answer(address: str) -> None:
