@@ -1,4 +1,4 @@
-"""Where the key of the settings can be seen by others."""
+"""Where keys of the settings can be seen by others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from console.sources import Sources
 
 
 def key_warnings(settings: Settings, sources: Sources) -> Iterator[str]:
-    """Yield a sentence for each place from which other users of this machine could read the key."""
+    """Yield a sentence for each place from which other users of this machine could read a key."""
     if settings.api_key is not None and sources.origin("api_key").source == "flag":
         yield "Every user of this machine sees --api-key in its list of processes: use `--api-key-file FILE` instead"
     if "api_key" in sources.saved and (problem := exposed(sources.file)):
         yield problem
-    if settings.api_key_file is not None and (problem := exposed(settings.api_key_file)):
-        yield problem
+    for file in (settings.api_key_file, settings.tls_key):
+        if file is not None and (problem := exposed(file)):
+            yield problem

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from engine.errors import InvalidRequest
@@ -39,12 +38,8 @@ def read_secret(file: Path, flag: str) -> str:
 
 
 def exposed(file: Path) -> str:
-    """Return a sentence where other users of this machine may read a file with a key; "" where they may not.
-
-    What systemd hands a service is in a folder of the service's own, whatever the modes in it say.
-    """
+    """Return a sentence where other users of this machine may read a file with a key; "" where they may not."""
     file = home_expanded(file)
-    handed = os.environ.get("CREDENTIALS_DIRECTORY")
-    if (handed and file.is_relative_to(handed)) or not is_readable_by_others(file):
+    if not is_readable_by_others(file):
         return ""
     return f"{file} holds a key, and other users of this machine may read it: `chmod 600 {file}`"

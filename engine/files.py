@@ -89,11 +89,13 @@ def distrust(path: Path) -> str:
 
 
 def is_readable_by_others(file: Path) -> bool:
-    """Return whether the mode of a file lets its group or everybody read it; False where it is not there."""
+    """Return whether the mode of a file lets everybody read it, or its group where it is ours: where it is not, we are
+    let in as one of that group ourselves. False where it is not there."""
     try:
-        return bool(file.stat().st_mode & 0o044)
+        found = file.stat()
     except OSError:
         return False
+    return bool(found.st_mode & (0o044 if found.st_uid == os.geteuid() else 0o004))
 
 
 def _is_ours(found: os.stat_result) -> bool:

@@ -133,12 +133,23 @@ def test_a_key_that_others_may_read_is_warned_of_by_the_name_of_its_file(
     assert str(key_file) in said
 
 
-def test_what_systemd_hands_over_is_not_warned_of(
+def test_a_file_of_another_user_that_is_read_by_ones_group_is_not_warned_of(
     tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key_file.chmod(0o440)
-    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
-    assert warnings(sources(tmp_path / "config.toml", {"api_key_file": str(key_file)})) == []
+    named = sources(tmp_path / "config.toml", {"api_key_file": str(key_file)})
+    assert len(warnings(named)) == 1
+    monkeypatch.setattr("os.geteuid", lambda: key_file.stat().st_uid + 1)
+    assert warnings(named) == []
+    key_file.chmod(0o444)
+    assert len(warnings(named)) == 1
+
+
+def test_a_certificates_key_that_others_may_read_is_warned_of(tmp_path: Path, key_file: Path) -> None:
+    named = sources(tmp_path / "config.toml", {"tls_key": str(key_file)})
+    assert warnings(named) == []
+    key_file.chmod(0o644)
+    assert len(warnings(named)) == 1
 
 
 async def test_the_warning_is_in_the_log_of_a_program_that_starts(
