@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from engine.backends.torch.archs.base import Traits, full_attention
-from engine.backends.torch.archs.experts import ExpertNames, expert_shapes
+from engine.backends.torch.archs.experts import mixture_elements
+from engine.backends.torch.archs.reading import MAX_LAYERS, MAX_SIZE, refuse_more
 from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, read_model_config
 from engine.backends.torch.rope_config import RopeConfig
-from engine.config import BackendKind, ModelSpec
+from engine.config import BackendKind, ModelSpec, quoted
 from engine.errors import UnsafeWeights, UnsupportedModel
-from engine.models.files import read_json_object
-from engine.models.headers import TensorHeader, read_header, weight_files
-from engine.models.inspect import quantised_bits, read_context
+from engine.models.files import file_names, read_json_object
+from engine.models.headers import TensorHeader, read_headers, weight_files
+from engine.models.inspect import named_architecture, quantised_bits, read_context
 from engine.models.parts import ModelParts, Part, divide
 from engine.worker.factory import resolve_backend
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _DTYPES: tuple[CheckpointDtype, ...] = ("bfloat16", "float16", "float32")
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -33,9 +33,7 @@ _NAMES = {
 }
 """What config.json calls a size, by the model's maker."""
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_MAX_PARTS = 10_000
-"""Layers, and experts of a layer. The largest models have hundreds; a count without a bound would be counted out."""
+_COUNTED = (*_NAMES["layers"], "num_local_experts", "num_experts", "n_routed_experts")
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,10 +69,8 @@ def read_facts(spec: ModelSpec) -> ModelFacts:
 
 def _read_folder(folder: Path, backend: BackendKind) -> ModelFacts:
     config = _read_config(folder)
-    files = weight_files(folder) if any(folder.glob("*.safetensors*")) else []
-    tensors: dict[str, TensorHeader] = {}
-    for file in files:
-        tensors.update(read_header(file))
+    files = weight_files(folder) if any(".safetensors" in name for name in file_names(folder)) else []
+    tensors = read_headers(files)
     shape = _shape(folder, config, tensors)
     parts = divide(tensors, shape.layers, quantised_bits(config)) if tensors else _expected_parts(shape)
     packed = any(name.endswith((".q_weight", ".qweight")) for name in tensors)
@@ -95,24 +91,21 @@ def _read_config(folder: Path) -> Mapping[str, object]:
         raise UnsupportedModel(f"{folder} is not a folder")
     if not (folder / "config.json").is_file():
         raise UnsupportedModel(f"{folder} has no config.json, so it is no Hugging Face model folder")
-    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
-    if pickles and not any(folder.glob("*.safetensors")):
+    names = file_names(folder)
+    pickles = [name for name in names if name.endswith(_PICKLES)]
+    if pickles and not any(name.endswith(".safetensors") for name in names):
         raise UnsafeWeights(
-            f"the weights in {folder} are pickles ({pickles[0]}), which can run code when read; "
+            f"the weights in {folder} are pickles ({quoted(pickles[0])}), which can run code when read; "
             "convert them to safetensors",
-            file=pickles[0],
+            file=quoted(pickles[0]),
         )
     config = read_json_object(folder / "config.json")
     text = config.get("text_config")
     whole = {**config, **text} if isinstance(text, dict) else config
-    for key in (*_NAMES["layers"], *_EXPERTS):
-        count = whole.get(key)
-        if isinstance(count, int | float) and count > _MAX_PARTS:
-            raise UnsupportedModel(
-                f"config.json in {folder} has {key} {count}; more than {_MAX_PARTS} are not supported",
-                param=key,
-                limit=_MAX_PARTS,
-            )
+    for key in (*_COUNTED, *(key for keys in _NAMES.values() for key in keys)):
+        size = whole.get(key)
+        if isinstance(size, int | float):
+            refuse_more(key, size, MAX_LAYERS if key in _COUNTED else MAX_SIZE)
     return whole
 
 
@@ -129,10 +122,9 @@ def _general_shape(folder: Path, config: Mapping[str, object], tensors: Mapping[
     layers, hidden, heads = sizes["layers"], sizes["hidden"], max(1, sizes["heads"])
     if not layers:
         raise UnsupportedModel(f"config.json in {folder} does not say how many layers the model has")
-    names = config.get("architectures")
     dtype = config.get("torch_dtype") or config.get("dtype")
     return ModelConfig(
-        architecture=str(names[0] if isinstance(names, list) and names else config.get("model_type") or ""),
+        architecture=named_architecture(config),
         traits=Traits(windows=full_attention(layers)),
         vocab_size=sizes["vocabulary"],
         hidden_size=hidden,
@@ -152,7 +144,7 @@ def _general_shape(folder: Path, config: Mapping[str, object], tensors: Mapping[
 
 def _size(config: Mapping[str, object], keys: tuple[str, ...]) -> int:
     found = (config.get(key) for key in keys)
-    return next((value for value in found if isinstance(value, int) and value > 0), 0)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool) and value > 0), 0)
 
 
 def _expected_parts(shape: ModelConfig) -> ModelParts:
@@ -172,7 +164,7 @@ def _mlp_elements(shape: ModelConfig, layer: int) -> int:
     experts = shape.traits.experts_of(layer)
     if experts is None:
         return 3 * shape.hidden_size * shape.intermediate_size
-    return sum(map(math.prod, expert_shapes(ExpertNames(), experts, shape.hidden_size).values()))
+    return mixture_elements(experts, shape.hidden_size)
 
 
 def _floats(elements: int) -> Part:

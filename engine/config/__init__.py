@@ -24,7 +24,7 @@ from engine.config.sampling import (
     Grammar,
     SamplingParams,
 )
-from engine.config.shown import shown
+from engine.config.shown import quoted, shown
 
 __all__ = [
     "MAX_BANNED_CHARACTERS",
@@ -50,5 +50,6 @@ __all__ = [
     "ModelSpec",
     "SamplingParams",
     "WeightsName",
+    "quoted",
     "shown",
 ]

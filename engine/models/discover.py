@@ -118,13 +118,21 @@ def _marked_in(folder: Path, marker: str, prefix: str, origin: str, levels: int)
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """Folders inside `folder` by name, hidden ones and Python's caches left out; [] where it cannot be read."""
+    """Folders inside `folder` by name, hidden ones, Python's caches and names that are no text left out; [] where it
+    cannot be read."""
     try:
         with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.is_dir()]
+            names = [entry.name for entry in entries if _is_folder(entry)]
     except OSError:
         return []
     return [folder / name for name in sorted(names) if not name.startswith((".", "__"))]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir() and bool(entry.name.encode())
+    except (OSError, UnicodeEncodeError):  # a link to itself, say
+        return False
 
 
 def _holds(folder: Path, marker: str) -> bool:

@@ -7,25 +7,55 @@ A file is an 8-byte little-endian length, a JSON object of that length and the t
 from __future__ import annotations
 
 import math
+import os
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated, BinaryIO
 
 import msgspec
 
+from engine.config import quoted
 from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
-from engine.models.files import read_json_object
+from engine.models.files import file_names, open_file, read_json, refuse_wide_text
 
+MAX_TENSORS = 200_000
+"""In a model folder. Of what a backend here reads, EXL2 weights of 94 layers of 128 experts come to 181,000."""
+
+_MAX_FILE_TENSORS = 100_000
+"""In one file, whose header is decoded in one go."""
+
+_MAX_HEADER_BYTES = 32 * 2**20
+"""Of one file: each of so many tensors may have a name of 200 characters."""
+
+_MAX_DIMENSIONS = 8
+_MAX_DIMENSION = 2**48
+"""More numbers than any disk holds; a tensor without any may have a dimension as large, beside one of 0."""
+
+_MAX_INDEX_BYTES = 32 * 2**20
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
+_WEIGHTS = ".safetensors"
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+_BITS: Mapping[str, int] = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+"""Of one number, by its dtype: all that the format has."""
+
+_Dimension = Annotated[int, msgspec.Meta(ge=0, le=_MAX_DIMENSION)]
+_Offset = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class TensorHeader(msgspec.Struct, frozen=True):
-    """One tensor: dtype in safetensors' words ("BF16"), its shape, and where it lies after the header."""
+class TensorHeader(msgspec.Struct, frozen=True, gc=False):
+    """One tensor: dtype in safetensors' words ("BF16"), and its shape."""
 
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    data_offsets: tuple[int, int] = (0, 0)
+    dtype: str
+    shape: tuple[int, ...]
 
     @property
     def elements(self) -> int:
@@ -35,58 +65,152 @@ class TensorHeader(msgspec.Struct, frozen=True):
     @property
     def stored_bytes(self) -> int:
         """What it takes in the file."""
-        return self.data_offsets[1] - self.data_offsets[0]
+        return math.prod(self.shape) * _BITS[self.dtype] // 8
 
 
-_HEADER = msgspec.json.Decoder(dict[str, TensorHeader])
+class _Entry(msgspec.Struct, gc=False):
+    """A tensor as the header has it. data_offsets: where it begins and ends behind the header."""
+
+    dtype: str = ""
+    shape: Annotated[tuple[_Dimension, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)] = ()
+    data_offsets: tuple[_Offset, _Offset] = (0, 0)
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str] = {}
+
+
+_HEADER = msgspec.json.Decoder(dict[str, _Entry])
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The folder's safetensors files: those its index names, or all. Raises UnsafeWeights where there are only
-    pickles, UnsupportedModel where there are no weights, ModelLoadFailed where files of the index are missing."""
-    names = sorted(entry.name for entry in folder.iterdir())
-    document = read_json_object(folder / _INDEX)
-    if document:
-        index = document.get("weight_map")
-        if not isinstance(index, dict):
-            raise ModelLoadFailed(f"{_INDEX} in {folder} does not say which files hold the weights")
-        needed = sorted({str(name) for name in index.values()})
-        if missing := sorted(set(needed) - set(names)):
-            raise ModelLoadFailed(
-                f"{len(missing)} of {len(needed)} weight files are missing, {missing[0]} first", file=missing[0]
-            )
-        return [folder / name for name in needed]
-    files = [folder / name for name in names if name.endswith(".safetensors")]
+    pickles, UnsupportedModel where there are no weights, ModelLoadFailed where files of the index are missing, OSError
+    where the folder cannot be read."""
+    names = file_names(folder)
+    if _INDEX in names:
+        return [folder / name for name in _indexed(folder, names)]
+    files = [folder / name for name in names if name.endswith(_WEIGHTS)]
     if files:
         return files
     pickle = next((name for name in names if Path(name).suffix in _PICKLES), None)
     if pickle is not None:
         raise UnsafeWeights(
-            f"{pickle} is a pickle, which can run code when read; convert the model to safetensors", file=pickle
+            f"{quoted(pickle)} is a pickle, which can run code when read; convert the model to safetensors",
+            file=quoted(pickle),
         )
     raise UnsupportedModel("the folder holds no weights: it has no *.safetensors file")
 
 
+def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
+    """The tensors of a model's files by name, a later file's where two have one of the same name.
+
+    Raises ModelLoadFailed for a damaged or unfinished file, UnsupportedModel for one that is not read or more than
+    MAX_TENSORS, OSError.
+    """
+    tensors: dict[str, TensorHeader] = {}
+    for file in files:
+        tensors |= read_header(file)
+        if len(tensors) > MAX_TENSORS:
+            raise UnsupportedModel(
+                f"the weight files in {file.parent} hold more than {MAX_TENSORS:,} tensors, which is not supported",
+                limit=MAX_TENSORS,
+            )
+    return tensors
+
+
 def read_header(file: Path) -> dict[str, TensorHeader]:
-    """The tensors of one safetensors file by name; raises ModelLoadFailed for a damaged or unfinished one."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(_LENGTH_BYTES)
-        if start == b"version ":
-            raise ModelLoadFailed(f"{file.name} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
-        length = int.from_bytes(start, "little")
-        if len(start) < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-            raise ModelLoadFailed(f"{file.name} is damaged: it does not begin with a safetensors header")
-        try:
-            tensors = _HEADER.decode(stream.read(length))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ModelLoadFailed(f"{file.name} is damaged: its header is not valid: {error}") from error
-    tensors.pop("__metadata__", None)
-    promised = _LENGTH_BYTES + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+    """The tensors of one safetensors file by name: they cover all that comes after the header, without gap or overlap,
+    and each takes what its shape and dtype make it.
+
+    Raises ModelLoadFailed for a damaged or unfinished file, UnsupportedModel for one that is not read; OSError.
+    """
+    with open_file(file) as stream:
+        size, header = _read_bytes(file, stream)
+    try:
+        entries = _HEADER.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _damaged(file, f"its header is not valid: {quoted(str(error), 200)}") from error
+    entries.pop("__metadata__", None)
+    promised = _LENGTH_BYTES + len(header) + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     if promised != size:
         raise ModelLoadFailed(
-            f"{file.name} is cut short or damaged: it has {size} bytes, its header promises {promised}",
+            f"{quoted(file.name)} is cut short or damaged: it has {size} bytes, its header promises {promised}",
             file_bytes=size,
             promised_bytes=promised,
         )
-    return tensors
+    _check_places(file, entries)
+    return {name: _checked(file, name, entry) for name, entry in entries.items()}
+
+
+def _indexed(folder: Path, present: list[str]) -> list[str]:
+    """The files that the index names. Raises ModelLoadFailed, UnsupportedModel."""
+    try:
+        needed = sorted(set(read_json(folder / _INDEX, _Index, _MAX_INDEX_BYTES).weight_map.values()))
+    except FileNotFoundError:
+        raise ModelLoadFailed(f"{_INDEX} in {folder} is a link to a file that is not there", file=_INDEX) from None
+    if not needed:
+        raise ModelLoadFailed(f"{_INDEX} in {folder} does not say which files hold the weights")
+    for name in needed:
+        if "/" in name or not name.endswith(_WEIGHTS):
+            raise ModelLoadFailed(f"{_INDEX} names {quoted(name)}, which is no safetensors file beside it")
+    if missing := sorted(set(needed) - set(present)):
+        raise ModelLoadFailed(
+            f"{len(missing)} of {len(needed)} weight files are missing, {quoted(missing[0])} first",
+            file=quoted(missing[0]),
+        )
+    return needed
+
+
+def _read_bytes(file: Path, stream: BinaryIO) -> tuple[int, bytes]:
+    """The file's size and its header."""
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(0)
+    start = stream.read(_LENGTH_BYTES)
+    if start == b"version ":
+        raise ModelLoadFailed(
+            f"{quoted(file.name)} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`"
+        )
+    length = int.from_bytes(start, "little")
+    if len(start) < _LENGTH_BYTES or length > size - _LENGTH_BYTES:
+        raise _damaged(file, "it does not begin with a safetensors header")
+    if length > _MAX_HEADER_BYTES:
+        raise UnsupportedModel(
+            f"{quoted(file.name)} has a header of {length} bytes; more than {_MAX_HEADER_BYTES} are not supported",
+            limit=_MAX_HEADER_BYTES,
+        )
+    header = stream.read(length)
+    # A tensor is an object, and has a comma for each of its dimensions and three more.
+    if header.count(b"{") > _MAX_FILE_TENSORS or header.count(b",") > _MAX_FILE_TENSORS * (_MAX_DIMENSIONS + 4):
+        raise UnsupportedModel(
+            f"{quoted(file.name)} holds more than {_MAX_FILE_TENSORS:,} tensors, which is not supported",
+            limit=_MAX_FILE_TENSORS,
+        )
+    refuse_wide_text(header, file)
+    return size, header
+
+
+def _check_places(file: Path, entries: Mapping[str, _Entry]) -> None:
+    reached = 0
+    for begin, end in sorted(entry.data_offsets for entry in entries.values()):
+        if begin != reached:
+            raise _damaged(file, f"its tensors overlap or leave a gap at byte {min(begin, reached)} after the header")
+        reached = end
+
+
+def _checked(file: Path, name: str, entry: _Entry) -> TensorHeader:
+    bits = _BITS.get(entry.dtype)
+    if bits is None:
+        raise _damaged(file, f"its tensor {quoted(name)} is of a dtype that there is not, {quoted(entry.dtype)}")
+    begin, end = entry.data_offsets
+    if math.prod(entry.shape) * bits != 8 * (end - begin):
+        raise _damaged(
+            file,
+            f"its tensor {quoted(name)} of {entry.dtype} and shape {list(entry.shape)} is said to take "
+            f"{end - begin} bytes",
+        )
+    return TensorHeader(sys.intern(entry.dtype), entry.shape)
+
+
+def _damaged(file: Path, why: str) -> ModelLoadFailed:
+    return ModelLoadFailed(f"{quoted(file.name)} is damaged: {why}", file=quoted(file.name))

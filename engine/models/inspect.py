@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from engine.backends.exllama.folder import read_folder
+from engine.backends.torch.archs.reading import MAX_TOKENS
 from engine.backends.torch.model_config import read_model_config
 from engine.backends.torch.quant.declared import FP8_KINDS, FP8_SCALES, method_of_words, read_quantisation
-from engine.config import BackendKind
-from engine.errors import EngineError, UnsupportedModel
+from engine.config import BackendKind, quoted
+from engine.errors import UnsupportedModel
 from engine.models.catalog import ModelEntry
-from engine.models.files import read_json_object
-from engine.models.headers import TensorHeader, read_header, weight_files
+from engine.models.files import file_names, problem_with, read_json_object
+from engine.models.headers import TensorHeader, read_headers, weight_files
 from engine.models.parts import elements
 from engine.models.templates import chat_template_form
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FLOATS |= {"F8_E4M3": "float8_e4m3", "F8_E5M2": "float8_e5m2"}
+_MIN_BITS, _MAX_BITS = 0.1, 64
+"""Per quantised weight. Methods go from 1 to 16; others would make more weights of a tensor than there can be."""
+
+_MAX_COUNT = 2**63 - 1
+"""Of bytes and parameters, in an entry: what other processes can be told. A sparse file may have as many bytes."""
+
 _READABLE = ("bfloat16", "float16", "float32")
 
 
@@ -28,7 +36,6 @@ class _Weights(msgspec.Struct, frozen=True, kw_only=True):
     """What the headers say. dtype: of most of the bytes that are plain numbers; packing: the method that their names
     betray, "" if none."""
 
-    file_bytes: int = 0
     parameters: int = 0
     dtype: str = ""
     packing: str = ""
@@ -42,57 +49,71 @@ def inspect(path: Path, choose: ChooseBackend = lambda quantisation: "torch") ->
     """The model in a folder, named after it. Never raises: what is wrong is in the entry's `problem`, as the backend
     sees it that `choose` picks for its quantisation."""
     config: Mapping[str, object] = {}
+    tensors: Mapping[str, TensorHeader] = {}
+    files: Sequence[Path] = ()
     weights = _Weights()
-    context_tokens = 0
+    quantisation, chat_template, context_tokens, weights_bytes = "", "", 0, 0
     problems: list[str] = []
-    try:
+    with _noting(problems, path):
         config = read_json_object(path / "config.json")
         context_tokens = read_context(config)
-    except EngineError as error:
-        problems.append(error.message)
-    try:
-        weights = _read_weights(path, config)
-    except EngineError as error:
-        problems.append(error.message)
-    except OSError as error:
-        problems.append(f"{path} cannot be read: {error.strerror}")
-    backend = choose(_quantisation(config, weights))
-    try:
+    with _noting(problems, path):
+        files = weight_files(path)
+        tensors = read_headers(files)
+        weights = _count_weights(tensors, quantised_bits(config))
+    with _noting(problems, path):
+        weights_bytes = _stored_bytes(files or _safetensors(path))
+    with _noting(problems, path):
+        quantisation = _quantisation(config, weights)
+    backend = choose(quantisation)
+    with _noting(problems, path):
         if backend == "exllamav2":
-            read_folder(path)
+            read_folder(path, tensors)
         else:
             context_tokens = read_model_config(path).max_model_len
             _refuse_unreadable(path, weights)
-    except EngineError as error:
-        problems.append(error.message)
+    with _noting(problems, path):
+        chat_template = chat_template_form(path)
     return ModelEntry(
         name=path.name,
         path=path,
         origin=str(path.parent),
-        architecture=_architecture(config),
-        quantisation=_quantisation(config, weights),
-        dtype=weights.dtype or str(config.get("torch_dtype") or config.get("dtype") or ""),
+        architecture=named_architecture(config),
+        quantisation=quantisation,
+        dtype=weights.dtype or quoted(config.get("torch_dtype") or config.get("dtype") or ""),
         parameters=weights.parameters,
-        weights_bytes=weights.file_bytes,
+        weights_bytes=weights_bytes,
         context_tokens=context_tokens,
         backend=backend,
         problem=problems[0] if problems else "",
-        chat_template=chat_template_form(path),
+        chat_template=chat_template,
     )
 
 
-def _read_weights(path: Path, config: Mapping[str, object]) -> _Weights:
-    files = weight_files(path)
-    tensors: dict[str, TensorHeader] = {}
-    for file in files:
-        tensors.update(read_header(file))
+@contextmanager
+def _noting(problems: list[str], path: Path) -> Iterator[None]:
+    """Add what is raised within to `problems`, as a sentence."""
+    try:
+        yield
+    except Exception as error:
+        problems.append(problem_with(path, error))
+
+
+def _safetensors(path: Path) -> list[Path]:
+    return [path / name for name in file_names(path) if name.endswith(".safetensors")]
+
+
+def _stored_bytes(files: Iterable[Path]) -> int:
+    return min(_MAX_COUNT, sum(file.stat().st_size for file in files))
+
+
+def _count_weights(tensors: Mapping[str, TensorHeader], bits: float | None) -> _Weights:
     plain_bytes: Counter[str] = Counter()
     for tensor in tensors.values():
         if tensor.dtype in _FLOATS:
             plain_bytes[_FLOATS[tensor.dtype]] += tensor.stored_bytes
     return _Weights(
-        file_bytes=sum(file.stat().st_size for file in files),
-        parameters=sum(elements(name, tensors, quantised_bits(config)) for name in tensors),
+        parameters=min(_MAX_COUNT, sum(elements(name, tensors, bits) for name in tensors)),
         dtype=next((dtype for dtype, _ in plain_bytes.most_common(1)), ""),
         packing=next((method for name in tensors if (method := _packing(name, tensors))), ""),
     )
@@ -124,9 +145,10 @@ def _refuse_unreadable(path: Path, weights: _Weights) -> None:
         raise UnsupportedModel("the folder has no tokenizer.json, which is needed to read and write text")
 
 
-def _architecture(config: Mapping[str, object]) -> str:
+def named_architecture(config: Mapping[str, object]) -> str:
+    """The architecture that config.json names, else its kind of model; "" for neither."""
     names = config.get("architectures")
-    return str(names[0] if isinstance(names, list) and names else config.get("model_type") or "")
+    return quoted(names[0] if isinstance(names, list) and names else config.get("model_type") or "")
 
 
 def read_context(config: Mapping[str, object]) -> int:
@@ -136,7 +158,7 @@ def read_context(config: Mapping[str, object]) -> int:
         for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
             value = source.get(key)
             if isinstance(value, int):
-                return value
+                return value if 0 < value <= MAX_TOKENS else 0
     return 0
 
 
@@ -145,8 +167,8 @@ def _quantisation(config: Mapping[str, object], weights: _Weights) -> str:
     method = _method(config) or weights.packing
     bits = quantised_bits(config)
     if not method or bits is None:
-        return str(method)
-    return f"{method} {bits:.1f} bpw" if method == "exl2" else f"{method} {bits:g}-bit"
+        return quoted(method)
+    return f"{method} {bits:.1f} bpw" if method == "exl2" else f"{quoted(method)} {bits:g}-bit"
 
 
 def _method(config: Mapping[str, object]) -> object:
@@ -164,7 +186,7 @@ def quantised_bits(config: Mapping[str, object]) -> float | None:
     if quantisation.get("load_in_4bit") or quantisation.get("load_in_8bit"):
         return 4 if quantisation.get("load_in_4bit") else 8
     bits = quantisation.get("bits")
-    return float(bits) if isinstance(bits, int | float) and bits > 0 else None
+    return float(bits) if isinstance(bits, int | float) and _MIN_BITS <= bits <= _MAX_BITS else None
 
 
 def _quantisation_config(config: Mapping[str, object]) -> Mapping[str, object]:

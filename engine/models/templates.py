@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.errors import EngineError
 from engine.text.folder import TokenizerFolder
 
 OWN = "own"
@@ -28,11 +27,9 @@ _FORMS = (
 
 
 def chat_template_form(path: Path) -> str:
-    """ "ChatML", "Llama 3", ..., "own"; "" where the folder has no template that can be read."""
-    try:
-        templates = TokenizerFolder.read(path).chat_templates()
-    except EngineError:
-        return ""
+    """ "ChatML", "Llama 3", ..., "own"; "" where the folder has no template. Raises UnsupportedModel for files that
+    cannot be read."""
+    templates = TokenizerFolder.read(path).chat_templates()
     source = templates.get("default") or next(iter(templates.values()), "")
     return form_of(source) if source else ""
 

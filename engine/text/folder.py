@@ -7,11 +7,32 @@ from pathlib import Path
 
 import msgspec
 
-from engine.config import SamplingParams
+from engine.config import SamplingParams, quoted
 from engine.errors import InvalidRequest, UnsupportedModel
-from engine.models.files import read_json_object
+from engine.models.files import decode_json, decode_values, file_names, read_file, read_json_object
 
 TokenToId = Callable[[str], int | None]
+
+_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+_MAX_CONFIG_BYTES = 32 * 2**20
+"""Of tokenizer_config.json, which describes each added token: the largest of a published model has 12 MiB."""
+
+_MAX_TEMPLATE_BYTES = 2**20
+"""Of a file with a chat template. Published ones have up to 30 KiB."""
+
+_MAX_TEMPLATES = 100
+"""Files in additional_chat_templates. Published folders have up to three."""
+
+
+class _TokenizerConfig(msgspec.Struct):
+    """What is read of tokenizer_config.json, as it stands there."""
+
+    bos_token: msgspec.Raw = msgspec.Raw()
+    eos_token: msgspec.Raw = msgspec.Raw()
+    unk_token: msgspec.Raw = msgspec.Raw()
+    pad_token: msgspec.Raw = msgspec.Raw()
+    chat_template: msgspec.Raw = msgspec.Raw()
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +71,7 @@ class TokenizerFolder(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             config=read_json_object(path / "config.json"),
             generation=read_json_object(path / "generation_config.json"),
-            tokenizer=read_json_object(path / "tokenizer_config.json"),
+            tokenizer=_read_tokenizer_config(path / "tokenizer_config.json"),
             template_files=_read_templates(path),
         )
 
@@ -75,8 +96,7 @@ class TokenizerFolder(msgspec.Struct, frozen=True, kw_only=True):
 
     def special_tokens(self) -> dict[str, str]:
         """bos_token, eos_token ... as text: what chat templates call them by."""
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        return {name: text for name in names if (text := _token_text(self.tokenizer.get(name))) is not None}
+        return {name: text for name in _TOKENS if (text := _token_text(self.tokenizer.get(name))) is not None}
 
     def chat_templates(self) -> dict[str, str]:
         """Template sources by name ("default", "tool_use" ...); a file wins over tokenizer_config.json."""
@@ -91,7 +111,7 @@ class TokenizerFolder(msgspec.Struct, frozen=True, kw_only=True):
             defaults = msgspec.convert(values, GenerationDefaults)
             defaults.as_params().validate()
         except msgspec.ValidationError as error:
-            raise UnsupportedModel(f"generation_config.json has a setting of the wrong type: {error}") from error
+            raise UnsupportedModel(f"generation_config.json has a wrong setting: {quoted(str(error))}") from error
         except InvalidRequest as error:
             raise UnsupportedModel(f"generation_config.json is wrong: {error.message}") from error
         return defaults
@@ -100,12 +120,38 @@ class TokenizerFolder(msgspec.Struct, frozen=True, kw_only=True):
 def _read_templates(path: Path) -> dict[str, str]:
     """Templates in files of their own: chat_template.json (older), chat_template.jinja, additional_chat_templates/."""
     templates = dict(_named_templates(read_json_object(path / "chat_template.json").get("chat_template")))
-    files = {file.stem: file for file in sorted(path.glob("additional_chat_templates/*.jinja"))}
+    files = {file.stem: file for file in _additional_templates(path)}
     files["default"] = path / "chat_template.jinja"
+    return templates | {name: _read_template(file, path) for name, file in files.items() if file.is_file()}
+
+
+def _additional_templates(path: Path) -> list[Path]:
+    folder = path / "additional_chat_templates"
     try:
-        return templates | {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
-    except (OSError, UnicodeDecodeError) as error:
-        raise UnsupportedModel(f"a chat template in {path} cannot be read: {error}") from error
+        names = [name for name in file_names(folder) if name.endswith(".jinja")]
+    except OSError:
+        return []
+    if len(names) > _MAX_TEMPLATES:
+        raise UnsupportedModel(f"{folder} holds {len(names)} templates; more than {_MAX_TEMPLATES} are not supported")
+    return [folder / name for name in names]
+
+
+def _read_template(file: Path, folder: Path) -> str:
+    try:
+        return read_file(file, _MAX_TEMPLATE_BYTES, folder).decode()
+    except (FileNotFoundError, UnicodeDecodeError) as error:
+        raise UnsupportedModel(f"a chat template in {folder} cannot be read: {error}") from error
+
+
+def _read_tokenizer_config(file: Path) -> dict[str, object]:
+    """Those of its settings that are used. Raises UnsupportedModel."""
+    try:
+        content = read_file(file, _MAX_CONFIG_BYTES)
+    except FileNotFoundError:
+        return {}
+    config = decode_json(content, _TokenizerConfig, file)
+    raw = {name: bytes(getattr(config, name)) for name in config.__struct_fields__}
+    return {name: decode_values(text, object, file) for name, text in raw.items() if text}
 
 
 def _named_templates(value: object) -> Iterator[tuple[str, str]]:

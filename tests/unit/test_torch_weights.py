@@ -59,7 +59,7 @@ def test_a_file_cut_short_is_refused_by_name(tmp_path: Path, kept: float) -> Non
     file = make_tiny_model(tmp_path) / SINGLE
     content = file.read_bytes()
     file.write_bytes(content[: kept if isinstance(kept, int) else int(len(content) * kept)])
-    with pytest.raises(ModelLoadFailed, match=r"model\.safetensors .* damaged or cut short"):
+    with pytest.raises(ModelLoadFailed, match=r"model\.safetensors .* damaged"):
         load(tmp_path)
 
 
@@ -95,7 +95,7 @@ def test_a_tensor_of_whole_numbers_is_refused_rather_than_read_as_weights(tmp_pa
 def test_a_shard_that_the_index_names_but_is_missing_is_named(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, shards=2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ModelLoadFailed, match=r"names model-00002-of-00002\.safetensors"):
+    with pytest.raises(ModelLoadFailed, match=r"1 of 2 weight files are missing, model-00002-of-00002\.safetensors"):
         load(tmp_path)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.config import quoted
 from engine.errors import UnsupportedModel
-from engine.models.files import read_json_object
-from engine.models.headers import TensorHeader, read_header, weight_files
+from engine.models.files import read_json_object, refuse_links
+from engine.models.headers import TensorHeader, read_headers, weight_files
 
 ARCHITECTURES = frozenset(
     {
@@ -45,7 +46,10 @@ ARCHITECTURES = frozenset(
 """Every architecture of exllamav2 0.3.2. It takes any other for a Llama, with a warning, and computes nonsense."""
 
 _ROPE_TYPES = frozenset({"default", "linear", "dynamic", "su", "longrope", "yarn", "llama3", "mrope"})
-_GPTQ_FORMATS = frozenset({None, "", "gptq", "gptq_v2"})
+_MAX_THETA = 1e12
+"""A thousand times the largest RoPE base of a published model."""
+
+_GPTQ_FORMATS = frozenset({"gptq", "gptq_v2"})
 _DTYPES = frozenset({"I32", "I16", "F16", "BF16", "F32"})
 _WEIGHT_KINDS = frozenset({"weight", "bias", "q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm"})
 _WEIGHT_KINDS |= {"qweight", "qzeros", "scales", "g_idx"}
@@ -67,8 +71,12 @@ class ModelFolder:
     tensors: Mapping[str, TensorHeader]
 
 
-def read_folder(path: Path) -> ModelFolder:
-    """The model in `path`. Raises UnsupportedModel, UnsafeWeights or ModelLoadFailed with what is wrong with it."""
+def read_folder(path: Path, tensors: Mapping[str, TensorHeader] | None = None) -> ModelFolder:
+    """The model in `path`. tensors: of its weight files, where they were read already.
+
+    Raises UnsupportedModel, UnsafeWeights or ModelLoadFailed with what is wrong with it.
+    """
+    refuse_links(path)
     config = read_json_object(path / "config.json")
     if not config:
         raise UnsupportedModel(f"{path} has no config.json, so it is no model folder")
@@ -77,12 +85,12 @@ def read_folder(path: Path) -> ModelFolder:
     theta = _rope_theta(config)
     if not (path / "tokenizer.json").is_file():
         raise UnsupportedModel("the folder has no tokenizer.json, which is needed to read and write text")
-    tensors: dict[str, TensorHeader] = {}
-    for file in weight_files(path):
-        tensors.update(read_header(file))
+    tensors = read_headers(weight_files(path)) if tensors is None else tensors
     for name, tensor in tensors.items():
         if name.rpartition(".")[2] in _WEIGHT_KINDS and tensor.dtype not in _DTYPES:
-            raise UnsupportedModel(f"{name} is stored as {tensor.dtype}; exllamav2 reads {', '.join(sorted(_DTYPES))}")
+            raise UnsupportedModel(
+                f"{quoted(name)} is stored as {tensor.dtype}; exllamav2 reads {', '.join(sorted(_DTYPES))}"
+            )
     return ModelFolder(path, architecture, quantisation, dtype, theta, tensors)
 
 
@@ -91,9 +99,9 @@ def _architecture(config: Mapping[str, object]) -> str:
     if not isinstance(names, list) or len(names) != 1:
         count = len(names) if isinstance(names, list) else "no"
         raise UnsupportedModel(f"config.json names {count} architectures; it must name exactly one")
-    name = str(names[0])
-    if name not in ARCHITECTURES:
-        raise UnsupportedModel(f"exllamav2 does not know {name}; it knows {', '.join(sorted(ARCHITECTURES))}")
+    name = names[0]
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise UnsupportedModel(f"exllamav2 does not know {quoted(name)}; it knows {', '.join(sorted(ARCHITECTURES))}")
     vision = config.get("vision_config")
     if name == "LlavaForConditionalGeneration" and not (
         isinstance(vision, dict) and vision.get("model_type") == "pixtral"
@@ -106,16 +114,16 @@ def _quantisation(config: Mapping[str, object]) -> tuple[str, str]:
     quantisation = config.get("quantization_config")
     if not isinstance(quantisation, dict):
         return "", "float16"
-    method, bits = str(quantisation.get("quant_method") or ""), quantisation.get("bits")
+    method, bits = quoted(quantisation.get("quant_method") or ""), quantisation.get("bits")
     if method == "exl2":
-        return method, f"exl2 {bits} bpw" if bits else method
+        return method, f"exl2 {quoted(bits)} bpw" if bits else method
     if method != "gptq":
         raise UnsupportedModel(f"the weights are {method or 'quantised'}; exllamav2 reads EXL2, 4-bit GPTQ and floats")
     if bits != 4:
-        raise UnsupportedModel(f"the weights are GPTQ of {bits} bits; exllamav2 reads GPTQ of 4 bits only")
-    layout = quantisation.get("checkpoint_format")
-    if layout not in _GPTQ_FORMATS:
-        raise UnsupportedModel(f"the weights are GPTQ packed as {layout}; exllamav2 reads gptq and gptq_v2")
+        raise UnsupportedModel(f"the weights are GPTQ of {quoted(bits)} bits; exllamav2 reads GPTQ of 4 bits only")
+    layout = quantisation.get("checkpoint_format") or "gptq"
+    if not isinstance(layout, str) or layout not in _GPTQ_FORMATS:
+        raise UnsupportedModel(f"the weights are GPTQ packed as {quoted(layout)}; exllamav2 reads gptq and gptq_v2")
     return method, "gptq 4-bit"
 
 
@@ -127,16 +135,16 @@ def _rope_theta(config: Mapping[str, object]) -> float | None:
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict):
         kind = scaling.get("type") or scaling.get("rope_type") or "default"
-        if kind not in _ROPE_TYPES:
-            raise UnsupportedModel(f"exllamav2 does not know RoPE scaling of type {kind}")
+        if not isinstance(kind, str) or kind not in _ROPE_TYPES:
+            raise UnsupportedModel(f"exllamav2 does not know RoPE scaling of type {quoted(kind)}")
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, dict) or "rope_theta" in config:
         return None
     kind = parameters.get("rope_type") or "default"
     theta = parameters.get("rope_theta")
-    if kind != "default" or not isinstance(theta, int | float):
+    if kind != "default" or not isinstance(theta, int | float) or not 0 < theta <= _MAX_THETA:
         raise UnsupportedModel(
-            f"config.json keeps its RoPE ({kind}) under rope_parameters, where exllamav2 does not look; write it as "
-            "rope_theta and rope_scaling"
+            f"config.json keeps its RoPE ({quoted(kind)}) under rope_parameters, where exllamav2 does not look; write "
+            "it as rope_theta and rope_scaling"
         )
     return float(theta)

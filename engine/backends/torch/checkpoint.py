@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,11 +11,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
+from engine.errors import ModelLoadFailed
+from engine.models.files import open_file
+from engine.models.headers import read_header, weight_files
 
-_INDEX = "model.safetensors.index.json"
 _STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4, "I16": 2}
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 REOPEN_BYTES = 256 << 20
 """How much is read of an open file before it is closed: until then, that counts as this process's memory."""
@@ -55,10 +54,16 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """Read the headers. Raises UnsafeWeights, UnsupportedModel or ModelLoadFailed, naming the file."""
-        tensors: dict[str, TensorInfo] = {}
-        for file in _weight_files(folder):
-            tensors.update(_read_header(file))
-        return cls(tensors)
+        try:
+            return cls(
+                {
+                    name: TensorInfo(file, header.shape, header.dtype)
+                    for file in weight_files(folder)
+                    for name, header in read_header(file).items()
+                }
+            )
+        except OSError as error:
+            raise ModelLoadFailed(f"the weights in {folder} cannot be read: {error.strerror}") from None
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -109,55 +114,17 @@ class _LastFile:
         self._read_bytes = 0
 
     def open(self, info: TensorInfo) -> Any:
-        """The file that `info` lies in, to read that tensor from. Raises SafetensorError or OSError."""
+        """The file that `info` lies in, to read that tensor from.
+
+        Raises SafetensorError, UnsupportedModel or OSError.
+        """
         if info.file != self._path or self._read_bytes > REOPEN_BYTES:
             self._path = self._opened = None
-            self._opened = safe_open(info.file, framework="pt")
+            with open_file(info.file) as stream:
+                self._opened = safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
             self._path, self._read_bytes = info.file, 0
         self._read_bytes += info.stored_bytes
         return self._opened
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if index.is_file():
-        return _indexed_files(index)
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    for pattern in _PICKLES:
-        for pickle in sorted(folder.glob(pattern)):
-            raise UnsafeWeights(
-                f"{pickle.name} in {folder} is a pickle, which can run code when read; "
-                "convert the model to safetensors",
-                file=pickle.name,
-            )
-    raise UnsupportedModel(f"{folder} holds no weights: it has no *.safetensors file")
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadFailed(f"{index.name} in {index.parent} cannot be read: {error!r}") from None
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelLoadFailed(f"{index.name} names {name!r}, which is no safetensors file beside it")
-        if not (index.parent / name).is_file():
-            raise ModelLoadFailed(f"{index.name} names {name}, which is not in {index.parent}", file=name)
-    return [index.parent / name for name in names]
-
-
-def _read_header(file: Path) -> dict[str, TensorInfo]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return {name: _tensor_info(file, opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise _damaged(file, error) from None
-
-
-def _tensor_info(file: Path, header: Any) -> TensorInfo:
-    return TensorInfo(file, tuple(header.get_shape()), str(header.get_dtype()))
 
 
 def _damaged(file: Path, error: Exception) -> ModelLoadFailed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,18 @@ from typing import Literal, TypeGuard, get_args
 
 from engine.backends.torch.archs import ARCHITECTURES
 from engine.backends.torch.archs.base import Architecture, RawConfig, Traits
-from engine.backends.torch.archs.reading import number, positive
+from engine.backends.torch.archs.reading import MAX_LAYERS, MAX_TOKENS, number, positive, refuse_more
 from engine.backends.torch.quant.declared import Quantisation, read_quantisation
 from engine.backends.torch.rope_config import RopeConfig, read_ropes
+from engine.config import quoted
 from engine.errors import UnsupportedModel
+from engine.models.files import read_json
 
 CheckpointDtype = Literal["bfloat16", "float16", "float32"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+_SHOWN = 5
+"""Of the architectures that a config.json names, in a message."""
 
 _ACTIVATIONS: Mapping[object, Activation] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -76,7 +80,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     architecture = _architecture(raw)
     raw = {**architecture.defaults, **(_of_text(raw) if architecture.multimodal else raw)}
     quantisation = read_quantisation(raw)
-    layers = positive(raw, "num_hidden_layers")
+    layers = positive(raw, "num_hidden_layers", most=MAX_LAYERS)
     hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
     kv_heads = positive(raw, "num_key_value_heads", heads)
     head_dim = positive(raw, "head_dim", hidden // heads)
@@ -85,7 +89,7 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"config.json has {heads} heads, {kv_heads} key-value heads and a head size of {head_dim}; "
             "the heads must divide evenly and the head size must be even"
         )
-    max_positions = positive(raw, "max_position_embeddings")
+    max_positions = positive(raw, "max_position_embeddings", most=MAX_TOKENS)
     traits = architecture.traits(raw, layers)
     rope, local_rope = read_ropes(raw, max_positions, head_dim)
     _refuse_parts_of_heads(architecture, (rope, local_rope or rope))
@@ -112,26 +116,20 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def _read_json(folder: Path) -> RawConfig:
-    path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(folder / "config.json", dict[str, object])
     except FileNotFoundError:
         raise UnsupportedModel(f"{folder} is no model folder: it has no config.json") from None
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"{path} cannot be read: {error}") from None
-    if not isinstance(raw, dict):
-        raise UnsupportedModel(f"{path} holds no JSON object")
-    return raw
 
 
 def _architecture(raw: RawConfig) -> Architecture:
     names = raw.get("architectures")
-    named = [str(name) for name in names] if isinstance(names, list) else []
+    named = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     for name in named:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     raise UnsupportedModel(
-        f"the torch backend does not know the architecture {', '.join(named) or '(none named)'}; "
+        f"the torch backend does not know the architecture {quoted(', '.join(named[:_SHOWN])) or '(none named)'}; "
         f"it knows {', '.join(ARCHITECTURES)}"
     )
 
@@ -146,9 +144,10 @@ def _of_text(raw: RawConfig) -> RawConfig:
 
 def _activation(raw: RawConfig) -> Activation:
     name = raw.get("hidden_activation") or raw.get("hidden_act", "silu")
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise UnsupportedModel(
-            f"config.json asks for the activation {name}; the torch backend knows {', '.join(map(str, _ACTIVATIONS))}"
+            f"config.json asks for the activation {quoted(name)}; the torch backend knows "
+            f"{', '.join(map(str, _ACTIVATIONS))}"
         )
     return _ACTIVATIONS[name]
 
@@ -161,19 +160,24 @@ def _refuse_parts_of_heads(architecture: Architecture, ropes: Iterable[RopeConfi
 
 
 def _native_length(rope: RopeConfig, max_positions: int) -> int:
-    """Longest context without further settings: configs of linear and yarn models may give the unscaled length."""
+    """Longest context without further settings: configs of linear and yarn models may give the unscaled length.
+
+    Raises UnsupportedModel where the scaling makes it no length.
+    """
+    scaled = max_positions
     if rope.kind == "linear":
-        return int(max_positions * rope.factor)
-    if rope.kind == "yarn":
-        return max(max_positions, int(rope.original_max_positions * rope.factor))
-    return max_positions
+        scaled = max(1, int(max_positions * rope.factor))
+    elif rope.kind == "yarn":
+        scaled = max(max_positions, int(rope.original_max_positions * rope.factor))
+    refuse_more("max_position_embeddings, scaled by rope_scaling,", scaled, MAX_TOKENS)
+    return scaled
 
 
 def _checkpoint_dtype(raw: RawConfig) -> CheckpointDtype:
     name = raw.get("torch_dtype") or raw.get("dtype") or "float32"
     if not _is_checkpoint_dtype(name):
         known = ", ".join(get_args(CheckpointDtype))
-        raise UnsupportedModel(f"the weights are {name}; the torch backend reads {known}")
+        raise UnsupportedModel(f"the weights are {quoted(name)}; the torch backend reads {known}")
     return name
 
 

@@ -49,9 +49,12 @@ def saved_bytes(config: ModelConfig, layer: int, weights: WeightsName, item_byte
     if weights == "auto":
         return 0
     return sum(
-        item_bytes * each.outputs * each.inputs
-        - packed_bytes(BITS[weights], each.outputs, each.inputs, gates=each.gates)
-        for each in _linears(config, layer)
+        count
+        * (
+            item_bytes * each.outputs * each.inputs
+            - packed_bytes(BITS[weights], each.outputs, each.inputs, gates=each.gates)
+        )
+        for each, count in _linears(config, layer)
     )
 
 
@@ -63,8 +66,8 @@ def keeps_halves(spec: ModelSpec, dtype: str, stored: str) -> bool:
 
 def halved_bytes(config: ModelConfig, layer: int) -> int:
     """By how much less a layer takes then than in float32."""
-    sizes = (each.outputs * each.inputs for each in _linears(config, layer))
-    return sum(HALF_BYTES * elements for elements in sizes if elements >= PACK_FLOAT32_MIN_ELEMENTS)
+    sizes = ((each.outputs * each.inputs, count) for each, count in _linears(config, layer))
+    return sum(HALF_BYTES * elements * count for elements, count in sizes if elements >= PACK_FLOAT32_MIN_ELEMENTS)
 
 
 def halved_head_bytes(config: ModelConfig) -> int:
@@ -78,14 +81,15 @@ def head_bytes(config: ModelConfig) -> int:
     return packed_bytes(HEAD_BITS, config.vocab_size, config.hidden_size)
 
 
-def _linears(config: ModelConfig, layer: int) -> Iterator[_Linear]:
+def _linears(config: ModelConfig, layer: int) -> Iterator[tuple[_Linear, int]]:
+    """The linear layers of a block, and how many there are of each."""
     hidden, queries = config.hidden_size, config.heads * config.head_dim
-    yield _Linear(queries + 2 * config.kv_heads * config.head_dim, hidden)
-    yield _Linear(hidden, queries)
+    yield _Linear(queries + 2 * config.kv_heads * config.head_dim, hidden), 1
+    yield _Linear(hidden, queries), 1
     experts = config.traits.experts_of(layer)
-    inners = [config.intermediate_size] if experts is None else [experts.inner] * experts.count
+    inners = [(config.intermediate_size, 1)] if experts is None else [(experts.inner, experts.count)]
     if experts is not None and experts.shared_inner:
-        inners.append(experts.shared_inner)
-    for inner in inners:
-        yield _Linear(2 * inner, hidden, gates=True)
-        yield _Linear(hidden, inner)
+        inners.append((experts.shared_inner, 1))
+    for inner, count in inners:
+        yield _Linear(2 * inner, hidden, gates=True), count
+        yield _Linear(hidden, inner), count

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Literal, TypeGuard, get_args
 
 from engine.backends.torch.archs.base import RawConfig
-from engine.backends.torch.archs.reading import number, numbers, optional_number, positive
+from engine.backends.torch.archs.reading import (
+    MAX_TOKENS,
+    number,
+    numbers,
+    optional_number,
+    positive,
+    positive_number,
+)
+from engine.config import quoted
 from engine.errors import UnsupportedModel
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -73,13 +81,14 @@ def _read_rope(raw: RawConfig, found: RawConfig, max_positions: int, head_dim: i
         kind = "longrope"
     if not _is_rope_kind(kind):
         raise UnsupportedModel(
-            f"the torch backend does not know RoPE scaling of type {kind}; it knows {', '.join(get_args(RopeKind))}"
+            f"the torch backend does not know RoPE scaling of type {quoted(kind)}; it knows "
+            f"{', '.join(get_args(RopeKind))}"
         )
     original = _original_length(raw, rope, kind, max_positions)
     read = RopeConfig(
-        theta=number(rope, "rope_theta", number(raw, "rope_theta", 10_000.0)),
+        theta=positive_number(rope, "rope_theta", positive_number(raw, "rope_theta", 10_000.0)),
         kind=kind,
-        factor=number(rope, "factor", max_positions / original if kind in ("yarn", "longrope") else 1.0),
+        factor=positive_number(rope, "factor", max_positions / original if kind in ("yarn", "longrope") else 1.0),
         original_max_positions=original,
         max_positions=max_positions,
         low_freq_factor=number(rope, "low_freq_factor", 1.0),
@@ -103,8 +112,8 @@ def _original_length(raw: RawConfig, rope: RawConfig, kind: RopeKind, max_positi
     if kind == "dynamic":
         return max_positions
     key = "original_max_position_embeddings"
-    outside = positive(raw, key, 0) if kind == "longrope" and raw.get(key) is not None else None
-    return outside or positive(rope, key, max_positions)
+    outside = positive(raw, key, 0, most=MAX_TOKENS) if kind == "longrope" and raw.get(key) is not None else None
+    return outside or positive(rope, key, max_positions, most=MAX_TOKENS)
 
 
 def _refuse_misfit(rope: RopeConfig, head_dim: int) -> None:

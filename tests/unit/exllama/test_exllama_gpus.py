@@ -158,7 +158,7 @@ def test_pages_follow_prompts_then_memory_then_are_refused() -> None:
 
 def test_bytes_of_modules_add_up_whatever_the_names() -> None:
     tensors = {
-        name: TensorHeader("F16", (size // 2,), (0, size))
+        name: TensorHeader("U8", (size,))
         for name, size in (("emb.weight", 10), ("layer.attn.q.weight", 6), ("layer.qkv.weight", 4), ("odd.w", 7))
     }
     assert module_bytes(tensors, [["emb"], ["layer.attn.q", "layer"], ["layer.mlp", "layer"]]) == [12, 12, 3]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.backends.torch.archs.experts import ExpertNames, Experts
+from engine.backends.torch.archs.reading import window
 
 RawConfig = Mapping[str, object]
 """config.json as read."""
@@ -112,21 +113,21 @@ def full_attention(layers: int) -> tuple[int | None, ...]:
 
 def qwen_windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """Qwen's rule: windows only where `use_sliding_window`; then by `layer_types`, or from `max_window_layers` up."""
-    window = raw.get("sliding_window", 4096)
-    if not raw.get("use_sliding_window", False) or not isinstance(window, int):
+    tokens = window(raw, 4096) if raw.get("use_sliding_window", False) else None
+    if tokens is None:
         return full_attention(layers)
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and len(kinds) == layers:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        return tuple(tokens if kind == "sliding_attention" else None for kind in kinds)
     first = raw.get("max_window_layers", 28)
-    return tuple(window if isinstance(first, int) and layer >= first else None for layer in range(layers))
+    return tuple(tokens if isinstance(first, int) and layer >= first else None for layer in range(layers))
 
 
 def typed_windows(raw: RawConfig, layers: int, every: int) -> tuple[int | None, ...]:
     """A window in the layers that `layer_types` calls sliding; without it, in all but each `every`th."""
-    window, kinds = raw.get("sliding_window"), raw.get("layer_types")
-    if not isinstance(window, int):
+    tokens, kinds = window(raw), raw.get("layer_types")
+    if tokens is None:
         return full_attention(layers)
     if not (isinstance(kinds, list) and len(kinds) == layers):
         kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(tokens if kind == "sliding_attention" else None for kind in kinds)

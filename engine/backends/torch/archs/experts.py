@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.backends.torch.archs.reading import MAX_LAYERS, positive
 from engine.errors import UnsupportedModel
 
 
@@ -57,6 +58,12 @@ def expert_shapes(names: ExpertNames, experts: Experts, hidden: int) -> dict[str
     return shapes
 
 
+def mixture_elements(experts: Experts, hidden: int) -> int:
+    """Weights of a layer's mixture: the sum over `expert_shapes`."""
+    shared = hidden + 3 * hidden * experts.shared_inner if experts.shared_inner else 0
+    return experts.count * (hidden + 3 * hidden * experts.inner) + shared
+
+
 def idle_elements(experts: Experts, hidden: int) -> int:
     """Weights of a layer's experts that a token does not go through."""
     return (experts.count - experts.per_token) * 3 * hidden * experts.inner
@@ -64,17 +71,17 @@ def idle_elements(experts: Experts, hidden: int) -> int:
 
 def qwen_experts(raw: Mapping[str, object], layers: int, *, shared_inner: int = 0) -> Experts | None:
     """Qwen's rule: experts in every `decoder_sparse_step`th layer but those in `mlp_only_layers`."""
-    step = whole({"decoder_sparse_step": 1, **raw}, "decoder_sparse_step")
+    step = positive(raw, "decoder_sparse_step", 1)
     dense = raw.get("mlp_only_layers")
-    kept = dense if isinstance(dense, list) else []
+    kept = {layer for layer in dense if isinstance(layer, int)} if isinstance(dense, list) else set()
     sparse = tuple((layer + 1) % step == 0 and layer not in kept for layer in range(layers))
     if not any(sparse):
         return None
     return Experts(
         layers=sparse,
         count=expert_count(raw),
-        per_token=whole(raw, "num_experts_per_tok"),
-        inner=whole(raw, "moe_intermediate_size"),
+        per_token=positive(raw, "num_experts_per_tok"),
+        inner=positive(raw, "moe_intermediate_size"),
         normalised=bool(raw.get("norm_topk_prob", False)),
         shared_inner=shared_inner,
     )
@@ -83,12 +90,4 @@ def qwen_experts(raw: Mapping[str, object], layers: int, *, shared_inner: int = 
 def expert_count(raw: Mapping[str, object]) -> int:
     """How many experts a layer has. transformers 5 writes `num_local_experts` for every family, older folders of Qwen's
     have `num_experts`."""
-    return whole(raw, "num_experts" if "num_experts" in raw else "num_local_experts")
-
-
-def whole(raw: Mapping[str, object], key: str) -> int:
-    """A whole number of config.json. Raises UnsupportedModel where it lacks it or has less than 1."""
-    value = raw.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModel(f"config.json has {key} = {value!r}; it must be a whole number of at least 1")
-    return value
+    return positive(raw, "num_experts" if "num_experts" in raw else "num_local_experts", most=MAX_LAYERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.backends.torch.archs.base import Architecture, RawConfig, TensorNames, Traits, typed_windows
-from engine.backends.torch.archs.reading import number, positive
+from engine.backends.torch.archs.reading import number, positive, positive_number
 from engine.errors import UnsupportedModel
 
 NAMES = TensorNames(
@@ -33,7 +33,7 @@ def gemma_traits(raw: RawConfig, layers: int, every: int) -> Traits:
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         norm="rms_plus_one",
-        score_scale=number(raw, "query_pre_attn_scalar", 256.0) ** -0.5,
+        score_scale=positive_number(raw, "query_pre_attn_scalar", 256.0) ** -0.5,
         score_cap=number(raw, "attn_logit_softcapping", 0.0),
         logit_cap=number(raw, "final_logit_softcapping", 0.0),
         embedding_scale=positive(raw, "hidden_size") ** 0.5,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.backends.torch.archs.base import Architecture, RawConfig, Traits, full_attention
-from engine.backends.torch.archs.reading import number
+from engine.backends.torch.archs.reading import number, positive_number
 
 
 def _traits(raw: RawConfig, layers: int) -> Traits:
@@ -16,7 +16,7 @@ def _traits(raw: RawConfig, layers: int) -> Traits:
         score_scale=number(raw, "attention_multiplier", 1.0),
         embedding_scale=number(raw, "embedding_multiplier", 1.0),
         residual_scale=number(raw, "residual_multiplier", 1.0),
-        logit_scale=1.0 / number(raw, "logits_scaling", 1.0),
+        logit_scale=1.0 / positive_number(raw, "logits_scaling", 1.0),
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from engine.backends.torch.archs.base import Architecture, RawConfig, Traits
+from engine.backends.torch.archs.reading import window
 
 
 def _traits(raw: RawConfig, layers: int) -> Traits:
-    window = raw.get("sliding_window", 4096)
-    return Traits(windows=(window if isinstance(window, int) else None,) * layers)
+    return Traits(windows=(window(raw, 4096),) * layers)
 
 
 ARCHITECTURE = Architecture("MistralForCausalLM", _traits)

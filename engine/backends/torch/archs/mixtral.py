@@ -6,15 +6,16 @@ from dataclasses import replace
 
 from engine.backends.torch.archs import mistral
 from engine.backends.torch.archs.base import Architecture, RawConfig, TensorNames, Traits
-from engine.backends.torch.archs.experts import ExpertNames, Experts, expert_count, whole
+from engine.backends.torch.archs.experts import ExpertNames, Experts, expert_count
+from engine.backends.torch.archs.reading import positive
 
 
 def _traits(raw: RawConfig, layers: int) -> Traits:
     experts = Experts(
         layers=(True,) * layers,
         count=expert_count(raw),
-        per_token=whole(raw, "num_experts_per_tok"),
-        inner=whole(raw, "intermediate_size"),
+        per_token=positive(raw, "num_experts_per_tok"),
+        inner=positive(raw, "intermediate_size"),
     )
     return replace(mistral.ARCHITECTURE.traits({"sliding_window": None, **raw}, layers), experts=experts)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from engine.backends.torch.archs.base import Architecture, RawConfig, TensorNames, Traits
+from engine.backends.torch.archs.reading import window
 
 
 def _traits(raw: RawConfig, layers: int) -> Traits:
-    window = raw.get("sliding_window")
-    return Traits(windows=(window if isinstance(window, int) else None,) * layers)
+    return Traits(windows=(window(raw),) * layers)
 
 
 _NAMES = TensorNames(q="self_attn.qkv_proj", k="", v="", gate="mlp.gate_up_proj", up="")

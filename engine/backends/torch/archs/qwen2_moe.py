@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from engine.backends.torch.archs import qwen2
 from engine.backends.torch.archs.base import Architecture, RawConfig, Traits, full_attention
-from engine.backends.torch.archs.experts import qwen_experts, whole
+from engine.backends.torch.archs.experts import qwen_experts
+from engine.backends.torch.archs.reading import positive, window
 
 
 def _traits(raw: RawConfig, layers: int) -> Traits:
@@ -14,20 +15,20 @@ def _traits(raw: RawConfig, layers: int) -> Traits:
         qwen2.ARCHITECTURE.traits(raw, layers),
         windows=_windows(raw, layers),
         qkv_bias=bool(raw.get("qkv_bias", True)),
-        experts=qwen_experts(raw, layers, shared_inner=whole(raw, "shared_expert_intermediate_size")),
+        experts=qwen_experts(raw, layers, shared_inner=positive(raw, "shared_expert_intermediate_size")),
     )
 
 
 def _windows(raw: RawConfig, layers: int) -> tuple[int | None, ...]:
     """Windows only where `use_sliding_window`; then by `layer_types`, or in every other layer below
     `max_window_layers`."""
-    window = raw.get("sliding_window", 4096)
-    if not raw.get("use_sliding_window", False) or not isinstance(window, int):
+    tokens = window(raw, 4096) if raw.get("use_sliding_window", False) else None
+    if tokens is None:
         return full_attention(layers)
     kinds, end = raw.get("layer_types"), raw.get("max_window_layers", 28)
     if isinstance(kinds, list) and len(kinds) == layers:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return tuple(window if isinstance(end, int) and layer < end and layer % 2 == 0 else None for layer in range(layers))
+        return tuple(tokens if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(tokens if isinstance(end, int) and layer < end and layer % 2 == 0 else None for layer in range(layers))
 
 
 ARCHITECTURE = Architecture("Qwen2MoeForCausalLM", _traits)

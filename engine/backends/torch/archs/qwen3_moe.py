@@ -7,13 +7,14 @@ from dataclasses import replace
 from engine.backends.torch.archs import qwen3
 from engine.backends.torch.archs.base import Architecture, RawConfig, Traits
 from engine.backends.torch.archs.experts import qwen_experts
+from engine.backends.torch.archs.reading import window
 
 
 def _traits(raw: RawConfig, layers: int) -> Traits:
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+    tokens = window(raw, 4096) if raw.get("use_sliding_window", False) else None
     return replace(
         qwen3.ARCHITECTURE.traits(raw, layers),
-        windows=(window if isinstance(window, int) else None,) * layers,
+        windows=(tokens,) * layers,
         experts=qwen_experts(raw, layers),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.backends.torch.archs.base import Architecture, RawConfig, Traits, full_attention, typed_windows
 from engine.backends.torch.archs.reading import positive
+from engine.config import quoted
 from engine.errors import UnsupportedModel
 
 
@@ -26,7 +27,9 @@ def _unturned(raw: RawConfig, layers: int) -> frozenset[int]:
         every = positive(raw, "no_rope_layer_interval", 4)
         return frozenset(range(every - 1, layers, every))
     if not isinstance(turned, list) or len(turned) < layers:
-        raise UnsupportedModel(f"config.json has no_rope_layers = {turned!r}; it must be a list of {layers} numbers")
+        raise UnsupportedModel(
+            f"config.json has no_rope_layers = {quoted(turned)}; it must be a list of {layers} numbers"
+        )
     return frozenset(layer for layer in range(layers) if not turned[layer])
 
 

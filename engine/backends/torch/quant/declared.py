@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.config import quoted
 from engine.errors import UnsupportedModel
 
 Method = Literal["exl2", "gptq", "awq", "fp8"]
@@ -17,6 +18,9 @@ FP8_SCALES = ("weight_scale_inv", "weight_scale")
 """Tensors beside such a weight, one of which has its scales."""
 
 GPTQ_BITS = 4
+
+_MAX_GROUP = 2**24
+"""Rows or columns that share a scale: as many as a weight can have."""
 
 _AWQ_VERSION = "gemm"
 _AWQ_BITS = 4
@@ -61,9 +65,9 @@ def read_quantisation(raw: Mapping[str, object]) -> Quantisation | None:
             return _read_compressed(settings)
         case method:
             raise UnsupportedModel(
-                f"the weights are quantised by a method ({method or 'unknown'}) that the torch backend does not read; "
-                f"it reads {_READ}",
-                quant_method=str(method),
+                f"the weights are quantised by a method ({quoted(method or 'unknown')}) that the torch backend does "
+                f"not read; it reads {_READ}",
+                quant_method=quoted(method),
             )
 
 
@@ -78,22 +82,22 @@ def _read_gptq(declared: Mapping[str, object]) -> Quantisation:
     _require_bits("gptq", bits, GPTQ_BITS)
     if declared.get("is_marlin_format"):
         layout = "marlin"
-    if layout not in _GPTQ_ZERO_OFFSETS:
+    if not isinstance(layout, str) or layout not in _GPTQ_ZERO_OFFSETS:
         raise UnsupportedModel(
-            f"the weights are gptq in the checkpoint format {layout}; the torch backend reads "
+            f"the weights are gptq in the checkpoint format {quoted(layout)}; the torch backend reads "
             f"{' and '.join(_GPTQ_ZERO_OFFSETS)}",
-            checkpoint_format=str(layout),
+            checkpoint_format=quoted(layout),
         )
     size = _group_size("gptq", declared.get("group_size"))
     if size is not None and size & (size - 1):
         raise UnsupportedModel(f"the weights are gptq with a group_size of {size}; it must be a power of two, or -1")
-    return Quantisation("gptq", group_size=size, gptq_zero_offset=_GPTQ_ZERO_OFFSETS[str(layout)])
+    return Quantisation("gptq", group_size=size, gptq_zero_offset=_GPTQ_ZERO_OFFSETS[layout])
 
 
 def _read_awq(declared: Mapping[str, object]) -> Quantisation:
     """AutoAWQ calls the layout `version`, transformers 5 `format` as well; both mean gemm where they say nothing."""
     _require_bits("awq", declared.get("bits", _AWQ_BITS), _AWQ_BITS)
-    version = str(declared.get("version") or declared.get("format") or _AWQ_VERSION).lower()
+    version = quoted(declared.get("version") or declared.get("format") or _AWQ_VERSION).lower()
     if declared.get("backend") == "llm-awq":
         version = "llm-awq"
     if version != _AWQ_VERSION:
@@ -113,9 +117,9 @@ def _read_compressed(declared: Mapping[str, object]) -> Quantisation:
     schemes = [group["weights"] for group in found if isinstance(group, dict) and _is_fp8(group.get("weights"))]
     if not schemes or len(schemes) < len(found):
         raise UnsupportedModel(
-            f"the weights are compressed-tensors in the format {declared.get('format') or 'unknown'}; of those the "
-            f"torch backend reads floats of 8 bits with a scale for each {', '.join(_FP8_STRATEGIES)}",
-            format=str(declared.get("format")),
+            f"the weights are compressed-tensors in the format {quoted(declared.get('format') or 'unknown')}; of "
+            f"those the torch backend reads floats of 8 bits with a scale for each {', '.join(_FP8_STRATEGIES)}",
+            format=quoted(declared.get("format")),
         )
     blocks = {_block(scheme.get("block_structure")) for scheme in schemes}
     return Quantisation("fp8", fp8_block=blocks.pop() if len(blocks) == 1 else None)
@@ -134,7 +138,8 @@ def _is_fp8(scheme: object) -> bool:
 def _require_bits(method: Method, bits: object, read: int) -> None:
     if bits != read:
         raise UnsupportedModel(
-            f"the weights are {method} of {bits} bits; the torch backend reads {method} of {read} bits", bits=str(bits)
+            f"the weights are {method} of {quoted(bits)} bits; the torch backend reads {method} of {read} bits",
+            bits=quoted(bits),
         )
 
 
@@ -142,8 +147,10 @@ def _group_size(method: Method, value: object) -> int | None:
     """-1 means that all rows share a scale, which the tensors show as well."""
     if value is None or value == -1:
         return None
-    if not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"the weights are {method} with a group_size of {value}; it must be at least 1, or -1")
+    if not isinstance(value, int) or not 1 <= value <= _MAX_GROUP:
+        raise UnsupportedModel(
+            f"the weights are {method} with a group_size of {quoted(value)}; it must be from 1 to {_MAX_GROUP}, or -1"
+        )
     return value
 
 
@@ -151,6 +158,12 @@ def _block(value: object) -> tuple[int, int] | None:
     """Two numbers; none where scales are of whole rows or matrices."""
     if value is None:
         return None
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(size, int) and size >= 1 for size in value):
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(size, int) and 1 <= size <= _MAX_GROUP for size in value)
+    ):
         return value[0], value[1]
-    raise UnsupportedModel(f"the weights are fp8 in blocks of {value}; it must be two whole numbers of at least 1")
+    raise UnsupportedModel(
+        f"the weights are fp8 in blocks of {quoted(value)}; it must be two whole numbers from 1 to {_MAX_GROUP}"
+    )

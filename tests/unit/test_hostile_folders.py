@@ -1,0 +1,429 @@
+"""A model folder that somebody else made is one row with its reason, at little cost; nothing outside of it is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import ModelSpec
+from engine.costs import Workload, costs_of
+from engine.errors import EngineError, ModelLoadFailed, UnsupportedModel
+from engine.facts import read_facts
+from engine.models import inspect as inspecting
+from engine.models.discover import discover
+from engine.models.files import MAX_FILES, MAX_JSON_BYTES, open_file, read_file, read_json_object
+from engine.models.headers import MAX_TENSORS, read_header, read_headers
+from engine.models.inspect import inspect
+from engine.text.folder import TokenizerFolder
+from tests.fakes.bounds import outcome, within_bounds
+from tests.fakes.model_folders import LLAMA, write_model
+
+Entry = Mapping[str, Any]
+
+HUGE = 2**63 - 1
+SECRET = "sk-of-the-operator"
+
+
+def header(entries: Mapping[str, Entry] | bytes, data: bytes = b"") -> bytes:
+    """A safetensors file of just this header."""
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def tensor(dtype: str = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> Entry:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def many(count: int, shape: Any = (0, 300)) -> bytes:
+    """Tensors that take no bytes."""
+    each = json.dumps(tensor(shape=shape, offsets=(0, 0)))
+    return header(
+        ("{" + ",".join(f'"model.layers.{i}.mlp.up_proj.{i:06}":{each}' for i in range(count)) + "}").encode()
+    )
+
+
+HEADERS: dict[str, tuple[bytes, str]] = {
+    "400 dimensions": (header({"w": tensor(shape=[HUGE] * 400)}), "<= 281474976710656"),
+    "a dimension beyond any disk": (header({"w": tensor(shape=[0, HUGE], offsets=(0, 0))}), "<= 281474976710656"),
+    "60,000 dimensions": (header({"w": tensor(shape=[2**40] * 60_000)}), "length <= 8"),
+    "a dimension of 5,000 digits": (header(b'{"w":{"shape":[' + b"9" * 5000 + b"]}}"), "out of range"),
+    "a shape below nothing": (header({"w": tensor(shape=[-4])}, bytes(4)), "int` >= 0"),
+    "a shape that is not its size": (header({"w": tensor(shape=[5])}, bytes(4)), "[5] is said to take 4 bytes"),
+    "offsets turned around": (header({"w": tensor(offsets=(4, 0))}), "overlap or leave a gap"),
+    "offsets below nothing": (header({"w": tensor(offsets=(-4, 0))}), "int` >= 0"),
+    "an overlap": (header({"a": tensor(), "b": tensor(offsets=(2, 6))}, bytes(6)), "overlap or leave a gap at byte 2"),
+    "a gap": (header({"a": tensor(), "b": tensor(offsets=(6, 10))}, bytes(10)), "overlap or leave a gap at byte 4"),
+    "more than the file": (header({"w": tensor(shape=[99], offsets=(0, 99))}, bytes(4)), "cut short or damaged"),
+    "less than the file": (header({"w": tensor()}, bytes(9)), "cut short or damaged"),
+    "a dtype that there is not": (
+        header({"w": tensor(dtype="\x1b[31mX" * 999)}, bytes(4)),
+        "a dtype that there is not",
+    ),
+    "one name twice": (header(b'{"w":%b,"w":%b}' % ((json.dumps(tensor()).encode(),) * 2), bytes(8)), "cut short"),
+    "wrong types": (header(b'{"w":{"dtype":5}}'), "its header is not valid"),
+    "no UTF-8": (header(b'{"\xff":1}'), "its header is not valid"),
+    "NaN": (header(b'{"w":{"shape":[NaN]}}'), "its header is not valid"),
+    "deep nesting": (header(b'{"w":{"x":' + b"[" * 10**6 + b"]" * 10**6 + b"}}"), "its header is not valid"),
+    "more tensors than a file may have": (many(100_001), "holds more than 100,000 tensors"),
+    "a shape of two million numbers": (header({"w": tensor(shape=[999] * 2_000_000)}), "holds more than 100,000"),
+    "a header that the file has not": (
+        (10**8).to_bytes(8, "little") + b"{}",
+        "does not begin with a safetensors header",
+    ),
+    "wide characters": (header(b'{"' + b"a" * 2**23 + "😀".encode() + b'":{}}'), "not in ASCII alone"),
+}
+
+
+Spoil = Callable[[Path], object]
+
+
+def as_weights(content: bytes) -> Spoil:
+    return as_file("model.safetensors", content)
+
+
+def as_config(**changes: Any) -> Spoil:
+    return as_file("config.json", json.dumps(LLAMA | changes).encode())
+
+
+def as_file(name: str, content: bytes) -> Spoil:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def header_of_100_mb(folder: Path) -> None:
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write((10**8).to_bytes(8, "little") + b"{}")
+        file.truncate(10**8 + 8)
+
+
+def two_files_of_too_many(folder: Path) -> None:
+    for name in ("a", "b", "c"):
+        (folder / f"{name}.safetensors").write_bytes(many(99_999, (0, ord(name))).replace(b"layers", name.encode() * 6))
+
+
+FOLDERS: dict[str, tuple[Spoil, str]] = {
+    **{name: (as_weights(content), problem) for name, (content, problem) in HEADERS.items()},
+    "a header of 100 MB": (header_of_100_mb, "has a header of 100000000 bytes"),
+    "more tensors than a model may have": (two_files_of_too_many, f"hold more than {MAX_TENSORS:,} tensors"),
+    "ten million layers": (as_config(num_hidden_layers=10**7), "more than 10000 are not supported"),
+    "layers of 300 digits": (as_config(num_hidden_layers=10**300), "more than 10000 are not supported"),
+    "a width of 40 digits": (as_config(hidden_size=10**40), "hidden_size"),
+    "a vocabulary of 40 digits": (as_config(vocab_size=10**40), "vocab_size"),
+    "a context of 40 digits": (as_config(max_position_embeddings=10**40), "max_position_embeddings"),
+    "a window of 40 digits": (as_config(architectures=["MistralForCausalLM"], sliding_window=10**40), "sliding_window"),
+    "a window below nothing": (as_config(architectures=["Phi3ForCausalLM"], sliding_window=-1), "sliding_window"),
+    "a base of 300 digits": (as_config(rope_theta=10**300), "rope_theta"),
+    "a scaling beyond any context": (as_config(rope_scaling={"type": "linear", "factor": 1e12}), "rope_scaling"),
+    "a scaling of nothing": (as_config(rope_scaling={"type": "linear", "factor": 0}), "factor"),
+    "part of a head that is no number": (as_config(partial_rotary_factor=1e300), "partial_rotary_factor"),
+    "logits divided by nothing": (as_config(architectures=["GraniteForCausalLM"], logits_scaling=0), "logits_scaling"),
+    "a root of nothing": (
+        as_config(architectures=["Gemma2ForCausalLM"], query_pre_attn_scalar=0),
+        "query_pre_attn_scalar",
+    ),
+    "an activation that is a list": (as_config(hidden_act=[]), "the activation []"),
+    "a checkpoint format that is an object": (
+        as_config(quantization_config={"quant_method": "gptq", "checkpoint_format": {"a": 1}}),
+        "the checkpoint format {",
+    ),
+    "a group of 40 digits": (
+        as_config(quantization_config={"quant_method": "awq", "group_size": 10**40}),
+        "a group_size of 1000",
+    ),
+    "ten thousand architectures": (as_config(architectures=["X" * 99] * 9999), "does not know the architecture XXX"),
+    "an architecture that is a novel": (as_config(architectures=[["X"] * 99_999]), "does not know the architecture"),
+    "experts times layers": (
+        as_config(
+            architectures=["Qwen3MoeForCausalLM"],
+            num_hidden_layers=10_000,
+            num_experts=10_001,
+            num_experts_per_tok=1,
+            moe_intermediate_size=9,
+        ),
+        "num_experts = 10001; more than 10000",
+    ),
+    "a config of 5 MiB": (as_file("config.json", b'{"a":"' + b" " * 5 * 2**20 + b'"}'), "is larger than 4 MiB"),
+    "a config of many values": (
+        as_file("config.json", b'{"a":[' + b"{}," * 10**6 + b"{}]}"),
+        "more than 400,000 values",
+    ),
+    "a config in a thousand layers": (as_file("config.json", b'{"a":' * 10**5), "nested too deeply"),
+    "a config of no text": (as_file("config.json", b'{"a":"\xff"}'), "is not valid JSON"),
+    "a config of no number": (as_file("config.json", b'{"a":NaN}'), "is not valid JSON"),
+    "an index of everything": (
+        as_file("model.safetensors.index.json", b'{"weight_map":{' + b",".join(b'"%d":"a"' % i for i in range(10**6))),
+        "more than 400,000 values",
+    ),
+    "an index that leaves the folder": (
+        as_file("model.safetensors.index.json", b'{"weight_map":{"a":"../../x.safetensors"}}'),
+        "names ../../x.safetensors, which is no safetensors file beside it",
+    ),
+    "an index with escapes": (
+        as_file("model.safetensors.index.json", b'{"weight_map":{"a":"\\u001b]52;c;QQ==\\u0007.safetensors"}}'),
+        r"\x1b]52",
+    ),
+    "a template of 2 MiB": (as_file("chat_template.jinja", b"x" * 2**21), "is larger than 1 MiB"),
+    "a tokenizer's template of 9 MiB": (
+        as_file("tokenizer_config.json", json.dumps({"chat_template": "é" * 2**21}).encode()),
+        "not in ASCII alone",
+    ),
+    "a tokenizer's settings in layers": (
+        as_file("tokenizer_config.json", b'{"x":' + b"[" * 10**6 + b"]" * 10**6 + b"}"),
+        "nested too deeply",
+    ),
+}
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize(("spoil", "problem"), FOLDERS.values(), ids=FOLDERS)
+def test_a_hostile_folder_is_one_row_with_its_reason_at_little_cost(
+    tmp_path: Path, spoil: Spoil, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    folder = write_model(tmp_path / "models" / "hostile")
+    write_model(tmp_path / "models" / "mild")
+    spoil(folder)
+    with within_bounds(bytes_of(folder)):
+        entry = inspect(folder)
+    assert problem in entry.problem
+    assert entry.problem.isprintable()
+    assert len(entry.problem) < 1000
+    rows = {row.name: row for row in discover([tmp_path / "models"])}
+    assert rows["hostile"].problem == entry.problem
+    assert rows["mild"].problem == ""
+
+
+@pytest.mark.parametrize(("spoil", "problem"), FOLDERS.values(), ids=FOLDERS)
+def test_what_a_hostile_folder_would_take_is_a_sentence_at_little_cost(
+    tmp_path: Path, spoil: Spoil, problem: str
+) -> None:
+    folder = write_model(tmp_path / "hostile")
+    spoil(folder)
+    spec = ModelSpec(path=folder, name="hostile", weights="int8")
+
+    def plan() -> str:
+        return costs_of(read_facts(spec), spec, "cpu", Workload(), bfloat16=True).name
+
+    assert outcome(plan, bytes_of(folder), EngineError)
+
+
+@pytest.mark.parametrize(("content", "problem"), HEADERS.values(), ids=HEADERS)
+def test_a_hostile_header_is_refused_in_one_sentence(tmp_path: Path, content: bytes, problem: str) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    assert problem in outcome(lambda: str(read_header(file)), len(content), ModelLoadFailed)
+
+
+def test_as_many_tensors_as_a_model_may_have_are_read_within_bounds(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").write_bytes(many(100_000 - 1))
+    (folder / "model-2.safetensors").write_bytes(many(100_000 - 1).replace(b"model", b"other"))
+    with within_bounds(bytes_of(folder)):
+        assert len(read_headers([folder / "model.safetensors", folder / "model-2.safetensors"])) == 2 * 99_999
+    with within_bounds(bytes_of(folder)):
+        assert inspect(folder).problem.startswith("the weights are no floats")
+    with within_bounds(bytes_of(folder)):
+        assert len(read_facts(ModelSpec(path=folder, name="m")).parts.layers) == 2
+
+
+def test_layers_and_experts_without_weights_are_counted_and_not_gone_through(tmp_path: Path) -> None:
+    mixture: Any = {"num_experts": 10_000, "num_experts_per_tok": 2, "moe_intermediate_size": 2**20}
+    folder = write_model(tmp_path, architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=10_000, **mixture)
+    (folder / "model.safetensors").unlink()
+    spec = ModelSpec(path=folder, name="m", weights="int8")
+    with within_bounds():
+        found = costs_of(read_facts(spec), spec, "cpu", Workload(), bfloat16=True)
+    assert len(found.layer_bytes) == 10_000
+    assert min(found.layer_bytes) > 10_000 * 3 * 64 * 2**20
+
+
+def test_a_layer_number_of_thousands_of_digits_comes_after_the_layers(tmp_path: Path) -> None:
+    folder = write_model(
+        tmp_path, {f"model.layers.{'9' * 5000}.w.weight": ("F16", (3,)), "lm_head.weight": ("F16", (2,))}
+    )
+    with within_bounds():
+        parts = read_facts(ModelSpec(path=folder, name="m")).parts
+    assert (parts.norm.elements, parts.head.elements) == (3, 2)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RecursionError("too deep"), ValueError("\x1b[31m"), KeyError("x")])
+def test_whatever_reading_a_folder_brings_about_is_that_folders_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    folder = write_model(tmp_path / "model")
+    for name in ("read_model_config", "read_headers", "chat_template_form", "read_json_object", "_quantisation"):
+        with monkeypatch.context() as patch:
+            patch.setattr(inspecting, name, fail)
+            problem = inspect(folder).problem
+        assert problem.startswith(f"{folder} cannot be read: {type(error).__name__}")
+        assert problem.isprintable()
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def secret(tmp_path: Path) -> Path:
+    file = tmp_path / "key"
+    file.write_text(json.dumps({"chat_template": SECRET, "key": SECRET}))
+    return file
+
+
+FOREIGN = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+
+
+@pytest.mark.parametrize("name", [*FOREIGN, "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_link_that_leaves_the_folder_is_not_followed(tmp_path: Path, name: str, absolute: bool) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret(tmp_path) if absolute else Path("..") / secret(tmp_path).name)
+    entry = inspect(folder)
+    assert f"{name} in {folder} is a link that leads out of the folder" in entry.problem
+    assert SECRET not in str(entry)
+    with pytest.raises(UnsupportedModel, match="leads out of the folder"):
+        open_file(folder / name)
+
+
+def test_templates_behind_a_folder_that_is_a_link_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "notes.jinja").write_text(SECRET)
+    folder = write_model(tmp_path / "model")
+    (folder / "additional_chat_templates").symlink_to("../private")
+    with pytest.raises(UnsupportedModel, match="leads out of the folder"):
+        TokenizerFolder.read(folder)
+
+
+def test_links_within_the_folder_and_a_folder_that_is_a_link_are_followed(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "weights")
+    (folder / "model.safetensors").symlink_to("weights")
+    (tmp_path / "alias").symlink_to(folder)
+    assert inspect(tmp_path / "alias").problem == ""
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_links_to_blobs_of_a_hub_cache_are_followed_and_to_nothing_else_beside_them(tmp_path: Path, own: bool) -> None:
+    repo = tmp_path / "hub" / "models--org--name"
+    folder = repo / "snapshots" / ("c" * 40) if own else tmp_path / "local"
+    write_model(folder)
+    for name, blob in (("config.json", "a" * 40), ("model.safetensors", "b" * 64)):
+        (repo / "blobs").mkdir(parents=True, exist_ok=True)
+        (folder / name).rename(repo / "blobs" / blob)
+        (folder / name).symlink_to(repo / "blobs" / blob)
+    assert inspect(folder).problem == ""
+    (repo / "blobs" / "private.json").write_text("{}")
+    (folder / "generation_config.json").symlink_to(repo / "blobs" / "private.json")
+    with pytest.raises(UnsupportedModel, match="leads out of the folder"):
+        read_json_object(folder / "generation_config.json")
+
+
+def test_a_file_that_is_swapped_for_a_link_after_it_was_looked_at_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "model")
+    file, really = folder / "config.json", os.open
+
+    def swapped(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if Path(path) == file and not file.is_symlink():
+            file.unlink()
+            file.symlink_to(secret(tmp_path))
+        return really(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", swapped)
+    with pytest.raises(UnsupportedModel, match="leads out of the folder"):
+        read_json_object(file)
+    assert file.is_symlink()
+
+
+@pytest.mark.parametrize("name", FOREIGN[:-1])
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "folder"])
+def test_what_is_no_plain_file_is_neither_waited_for_nor_read(tmp_path: Path, name: str, kind: str) -> None:
+    folder = write_model(tmp_path / "m")
+    file = folder / name
+    file.unlink(missing_ok=True)
+    match kind:
+        case "fifo":
+            os.mkfifo(file)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(file))
+        case "device":
+            file.symlink_to("/dev/zero")
+        case "folder":
+            file.mkdir()
+    with within_bounds():
+        assert inspect(folder).problem == f"{name} in {folder} is no plain file"
+
+
+def test_a_fifo_that_takes_a_files_place_while_it_is_opened_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, really = write_model(tmp_path) / "config.json", os.open
+
+    def swapped(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        file.unlink()
+        os.mkfifo(file)
+        return really(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", swapped)
+    with pytest.raises(UnsupportedModel, match="is no plain file"):
+        read_json_object(file)
+
+
+def test_no_more_of_a_file_is_read_than_its_reader_can_afford(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    with file.open("wb") as stream:
+        stream.truncate(2**40)  # a hole
+    with within_bounds(), pytest.raises(UnsupportedModel, match="is larger than 4 MiB"):
+        read_json_object(file)
+    file.write_bytes(b"{}".ljust(MAX_JSON_BYTES))
+    assert read_json_object(file) == {}
+    assert read_file(file, MAX_JSON_BYTES) == b"{}".ljust(MAX_JSON_BYTES)
+
+
+def test_a_folder_of_more_files_than_any_model_has_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    for number in range(MAX_FILES):
+        (folder / f"{number}.safetensors").touch()
+    with within_bounds():
+        assert f"holds more than {MAX_FILES:,} files" in inspect(folder).problem
+
+
+def test_a_link_to_itself_or_a_name_that_is_no_text_hides_no_other_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    models = tmp_path / "models"
+    write_model(models / "good")
+    (models / "loop").symlink_to("loop")
+    write_model(Path(os.fsdecode(os.fsencode(models) + b"/bad\xff")))
+    assert [entry.name for entry in discover([models]) if entry.origin != "demo"] == ["good"]
+
+
+def test_a_folder_whose_config_and_weights_are_both_broken_is_still_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    folder = write_model(tmp_path / "models" / "broken")
+    (folder / "config.json").write_text("{")
+    (folder / "model.safetensors").write_bytes(b"nothing of use")
+    (entry,) = [entry for entry in discover([tmp_path / "models"]) if entry.origin != "demo"]
+    assert (entry.name, entry.weights_bytes) == ("broken", 14)
+    assert "config.json" in entry.problem
