@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
 
 from console.api.scopes import SCOPES
+from console.clock import local_time
 from console.links.api import ClientReading, DialectReading, Failure, FailureCount, KeyReading
 from console.widgets import text
 from console.widgets.glyphs import is_ascii, to_ascii
@@ -120,7 +120,7 @@ def failure_row(failure: Failure, key: str) -> Row:
     return Row(
         key,
         (
-            cell(time.strftime("%H:%M:%S", time.localtime(failure.at)), "$muted"),
+            cell(local_time(failure.at), "$muted"),
             cell(str(failure.status), style),
             cell(failure.code, style),
             cell(failure.message),
@@ -153,4 +153,4 @@ def ago(seconds: float) -> str:
 
 def day(at: float) -> str:
     """The date of a unix time."""
-    return time.strftime("%Y-%m-%d", time.localtime(at))
+    return local_time(at, "%Y-%m-%d")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 from textual.content import Content
 
+from console.clock import local_time
 from console.effects import Change, Delta, Effect
 from console.knobs import knob_words
 from console.widgets import text
@@ -146,4 +145,4 @@ def told(effect: Effect, *, named: bool) -> Content:
 
 
 def _clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at))
+    return local_time(at)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from console.clock import local_time
 
 _SCALES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 _JOULES_PER_KWH = 3.6e6
@@ -57,7 +57,7 @@ def duration(seconds: float) -> str:
 
 def clock(at: float) -> str:
     """Time of the day at unix time `at`, where this machine is."""
-    return time.strftime("%H:%M:%S", time.localtime(at))
+    return local_time(at)
 
 
 def tokens(number: float) -> str:

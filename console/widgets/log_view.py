@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
@@ -17,6 +16,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.visual import Visual
 
+from console.clock import local_time
 from console.log_lines import LEVEL_NAMES, Line, LogLines, level_of
 from console.widgets import text
 from console.widgets.glyphs import fitted
@@ -241,7 +241,7 @@ def row_content(line: Line, part: int) -> Content:
     if part:
         return Content.assemble(" " * _BEFORE, (message, style))
     return Content.assemble(
-        (time.strftime("%H:%M:%S", time.localtime(line.entry.at)), "$muted"),
+        (local_time(line.entry.at), "$muted"),
         "  ",
         (f"{word:<5}", style),
         "  ",

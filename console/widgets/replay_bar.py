@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from textual import events
 from textual.content import Content
 
+from console.clock import local_time
 from console.screens.base import ConsoleRow
 from console.widgets.glyphs import fitted
 
@@ -97,7 +97,7 @@ def _parts(reading: PlayReading, width: int) -> tuple[int, int, tuple[str, str, 
     word = "ended" if ended else "paused" if reading.paused else "playing"
     glyph = "■" if ended else "◇" if reading.paused else "▸"
     state = f"{glyph} {word} ×{reading.speed:g} ".ljust(15)
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reading.position))
+    clock = local_time(reading.position, "%Y-%m-%d %H:%M:%S")
     lasts = f" {_span(reading.position - reading.begins)} of {_span(reading.ends - reading.begins)}"
     for shown_clock, shown_lasts in ((clock, lasts), (clock[11:], lasts), (clock[11:], "")):
         left = len(state) + len(shown_clock) + 1

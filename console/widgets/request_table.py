@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import overload
 
 from textual.content import Content
 
+from console.clock import local_time
 from console.request_list import RequestList, key_of
 from console.widgets import text
 from console.widgets.requests import prompt_shown
@@ -113,7 +113,7 @@ def table_row(row: RequestRow) -> Row:
 
 def clock(at: float) -> str:
     """Hours, minutes and seconds here; "–" where it is not known when."""
-    return time.strftime("%H:%M:%S", time.localtime(at)) if at else "–"
+    return local_time(at) if at else "–"
 
 
 def counted(requests: RequestList, running: int, queued: int) -> Content:

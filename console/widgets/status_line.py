@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 from textual.content import Content
 from textual.style import Style
 from textual.widget import Widget
 
+from console.clock import local_time
 from console.link import ApiStatus
 from console.standing import Standing
 from console.widgets import text
@@ -62,7 +62,7 @@ class StatusLine(Widget):
 
 def status_line(snapshot: Snapshot, api: ApiStatus, width: int, standing: Standing = HERE) -> Content:
     """The whole line in `width` cells."""
-    clock = Content.styled(time.strftime("%H:%M:%S", time.localtime(snapshot.at)), _MUTED)
+    clock = Content.styled(local_time(snapshot.at), _MUTED)
     room = width - clock.cell_length - 2
     forms = (_left(snapshot, api, standing, brevity, room) for brevity in range(_BREVITIES))
     left = next((form for form in forms if form.cell_length <= room), None)

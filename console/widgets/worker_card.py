@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
 
 from textual.content import Content
 
+from console.clock import local_time
 from console.load_pace import Pace
 from console.widgets import text
 from console.widgets.load_phases import phase_lines
@@ -132,7 +132,7 @@ def _log(log: Sequence[LogEntry], width: int) -> list[Content]:
     return [
         _title("Log"),
         *(
-            Content.assemble((f"{time.strftime('%H:%M:%S', time.localtime(line.at))} ", "$muted"), said)
+            Content.assemble((f"{local_time(line.at)} ", "$muted"), said)
             for line in log
             if (said := text.clip(line.message, max(10, width - _CLOCK)))
         ),
