@@ -11,7 +11,6 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -47,6 +46,9 @@ from engine.tasks import detached
 from engine.text.tokenizer import Tokenizer
 
 _RETRY_AFTER_S = 5
+_WARM_UP_S = 1.0
+"""After a load, which has had all processors."""
+
 _log = logging.getLogger("engine")
 
 Desired = Literal["serving", "asleep", "gone"]
@@ -344,6 +346,8 @@ class Deployment:
         if error is None:
             self._load_error = None
             self._go("ready", work.result())
+            if self.tokenizer is not None:
+                asyncio.get_running_loop().call_later(_WARM_UP_S, self.tokenizer.warm_up)
             if self.handover is not None:
                 self.handover.complete()
             return
@@ -576,7 +580,7 @@ class Deployment:
         try:
             await self._fitting.read()
             if self.tokenizer is None:
-                self.tokenizer = await asyncio.to_thread(_tokenizer_of, self.spec.path)
+                self.tokenizer = await asyncio.to_thread(Tokenizer.from_folder, self.spec.path)
         except OSError as error:
             raise ModelLoadFailed(f"{self.spec.name} cannot be read: {error}") from error
 
@@ -687,12 +691,6 @@ class Deployment:
         self.adapters.changed()
         self._signal.set()
         self._context.changed()
-
-
-def _tokenizer_of(folder: Path) -> Tokenizer:
-    tokenizer = Tokenizer.from_folder(folder)
-    tokenizer.warm_up()
-    return tokenizer
 
 
 def _as_load_error(name: str, error: BaseException) -> EngineError:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import marshal
 import os
+import re
 import select
 import signal
 import subprocess
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from engine.errors import InvalidRequest
 from engine.text.printable import printable
 from engine.text.template_protocol import LENGTH, OUT_OF_MEMORY, Answer
 
-MAX_SOURCE = 2**20
+MAX_SOURCE = 2**18
 """Characters of a template."""
 
 _MAX_SENTENCE = 500
@@ -61,19 +61,24 @@ class ChatTemplate:
         self._limits = limits
         self._thread = ThreadPoolExecutor(1, "chat-template")
         self._process: _Process | None = None
-        self._used: frozenset[str] | None = None
         self._broken = ""
 
-    def warm_up(self) -> None:
-        """Start the process and compile the template, so that the first rendering waits for neither. Blocking."""
-        self.uses("messages")
+    def warm_up(self) -> Future[object]:
+        """Start the process and compile the template, so that the first rendering waits for neither."""
+        return self._thread.submit(self._compiled)
 
     def uses(self, variable: str) -> bool:
-        """Return whether it looks at a variable that it is given; not so for a source that is no template. Blocking
-        until the template is compiled."""
-        if self._used is None and not self._broken:
-            self._thread.submit(self._compiled).exception()
-        return self._used is not None and variable in self._used
+        """Return whether an expression or a statement of the template has that name in it."""
+        if len(self.source) > MAX_SOURCE:
+            return False
+        is_inside = False
+        for found in re.finditer(rf"\{{[%{{]|[%}}]\}}|\b{re.escape(variable)}\b", self.source):
+            if found[0] == variable:
+                if is_inside:
+                    return True
+            else:
+                is_inside = found[0][0] == "{"
+        return False
 
     async def render(
         self,
@@ -102,7 +107,7 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]) -> str:
         turns = [dict(message) for message in messages]
-        return self._compiled().ask(("render", {**self._variables, "messages": turns, **variables}), Answer.RENDERED)
+        return self._compiled().ask(("render", {**self._variables, "messages": turns, **variables}))
 
     def _compiled(self) -> _Process:
         """The process, with the template in it. A template that cannot be compiled is not tried again."""
@@ -114,7 +119,7 @@ class ChatTemplate:
                 raise _Failed(self._broken)
             process = _Process(self._limits)
             try:
-                self._used = frozenset(json.loads(process.ask(("compile", self.source), Answer.VARIABLES)))
+                process.ask(("compile", self.source))
             except _Failed as error:
                 self._broken = "" if isinstance(error, _Lost) else str(error)
                 raise
@@ -163,8 +168,8 @@ class _Process:
         """It takes no further job."""
         return self._child.poll() is not None
 
-    def ask(self, job: tuple[str, Any], kind: Answer) -> str:
-        """Return the answer to a job, which should be of that kind.
+    def ask(self, job: tuple[str, Any]) -> str:
+        """Return the text of the answer to a job.
 
         Raises _Refused or _Failed; unless the template itself or the sandbox complained, the process has ended.
         """
@@ -185,7 +190,7 @@ class _Process:
             if isinstance(error, OSError | EOFError | UnicodeDecodeError):
                 raise self._failure(error) from None
             raise
-        if answer[0] == kind:
+        if answer[0] == Answer.DONE:
             return text
         complaint = printable(text)[:_MAX_SENTENCE]
         raise _Refused(complaint) if answer[0] == Answer.REFUSED else _Failed(complaint)

@@ -16,10 +16,9 @@ OUT_OF_MEMORY = 3
 
 
 class Answer(IntEnum):
-    """What the text of an answer is: the prompt; names that the template uses, as JSON; its own complaint about the
-    messages; why there is no prompt."""
+    """What the text of an answer is: the prompt, or nothing where a template was compiled; the template's own complaint
+    about the messages; why there is no prompt."""
 
-    RENDERED = 0
-    VARIABLES = 1
-    REFUSED = 2
-    FAILED = 3
+    DONE = 0
+    REFUSED = 1
+    FAILED = 2

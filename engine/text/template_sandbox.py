@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, LoopControlExtension
-from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -107,10 +106,11 @@ class Renderer:
         try:
             match job:
                 case "compile", str(source):
-                    return Answer.VARIABLES, json.dumps(sorted(self._compile(source)))
+                    self._template = TemplateEnvironment().from_string(source)
+                    return Answer.DONE, ""
                 case "render", dict(variables) if self._template is not None:
                     _wrap_arguments(variables["messages"])
-                    return Answer.RENDERED, self._template.render(variables)
+                    return Answer.DONE, self._template.render(variables)
             raise ValueError("no such job")
         except TemplateRefusal as refusal:
             return Answer.REFUSED, str(refusal)[:_MAX_SENTENCE]
@@ -127,12 +127,6 @@ class Renderer:
                 case _:
                     reason = f"{type(error).__name__}: {error}"
             return Answer.FAILED, reason[:_MAX_SENTENCE]
-
-    def _compile(self, source: str) -> set[str]:
-        environment = TemplateEnvironment()
-        parsed = environment.parse(source)
-        self._template = environment.from_string(source)
-        return find_undeclared_variables(parsed)
 
 
 def _wrap_arguments(messages: Sequence[dict[str, Any]]) -> None:

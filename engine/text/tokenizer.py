@@ -142,7 +142,7 @@ class Tokenizer:
         return await template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
 
     def warm_up(self) -> None:
-        """Have the chat templates ready to render. Blocking."""
+        """Have the chat templates ready to render soon."""
         for template in self._templates.values():
             template.warm_up()
 

@@ -172,13 +172,12 @@ async def test_a_template_that_cannot_be_compiled_is_tried_once(monkeypatch: pyt
     for _ in range(3):
         with pytest.raises(InvalidRequest, match=r"Encountered unknown tag 'broken'. \(line 1\)$"):
             await template.render(HELLO)
-    assert not template.uses("messages")
     assert len(started) == 1
 
 
 async def test_a_template_that_takes_too_long_to_compile_is_refused_and_tried_once() -> None:
     template = ChatTemplate(
-        "{{ " + "(" * 60 + "1" + ")" * 60 + " }}" + "{% if a %}{{ b ~ c }}{% endif %}" * 20_000, {}, LIMITS
+        "{{ " + "(" * 60 + "1" + ")" * 60 + " }}" + "{% if a %}{{ b ~ c }}{% endif %}" * 7_000, {}, LIMITS
     )
     for _ in range(2):
         with within_bounds(), pytest.raises(InvalidRequest, match=r"processor time|nested too deeply|memory"):
@@ -194,7 +193,7 @@ async def test_what_a_killed_renderer_left_is_nothing() -> None:
 
 async def test_a_renderer_ends_with_its_template() -> None:
     before, template = renderers(), ChatTemplate("{{ messages[0].content }}", {})
-    template.warm_up()
+    template.warm_up().result()
     [process] = renderers() - before
     assert await template.render(HELLO) == "hello"
     del template
@@ -204,7 +203,7 @@ async def test_a_renderer_ends_with_its_template() -> None:
 
 async def test_a_renderer_whose_machine_stands_still_is_given_up() -> None:
     before, template = renderers(), ChatTemplate("{{ messages[0].content }}", {})
-    template.warm_up()
+    template.warm_up().result()
     [process] = renderers() - before
     os.kill(process, signal.SIGSTOP)
     assert template._process is not None
@@ -223,7 +222,7 @@ def test_a_text_far_longer_than_its_messages_explain_is_refused() -> None:
 
 def test_a_template_can_open_nothing_whatever_it_gets_hold_of() -> None:
     before, template = renderers(), ChatTemplate("{{ messages[0].content }}", {})
-    template.warm_up()
+    template.warm_up().result()
     [process] = renderers() - before
     limits = Path(f"/proc/{process}/limits").read_text().splitlines()
     assert [line.split()[3:5] for line in limits if line.startswith(("Max open files", "Max file size"))] == [
