@@ -22,9 +22,6 @@ _PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "h
 HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT"}) | _PROXIES
 """Variables for a process that fetches from the hub."""
 
-RAY_SECRETS = frozenset({"RAY_AUTH_TOKEN", "RAY_REDIS_PASSWORD", "RAY_ADDRESS"})
-"""Variables for a process that joins a Ray cluster."""
-
 _SECRET_NAME = re.compile(
     r"(?:PASSWORD|PASSWD|PASSPHRASE|API_?KEY|_PWD|(?:^|_)(?:KEY|TOKEN|SECRET|CREDENTIALS?))$"
     r"|^OTEL_EXPORTER_OTLP_.*HEADERS$",

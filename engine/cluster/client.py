@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from typing import IO
 
 import msgspec
 
-from engine.child_process import HUB_SECRETS, RAY_SECRETS, python_command
+from engine.child_process import HUB_SECRETS, python_command
 from engine.cluster import messages
 from engine.errors import ClusterUnavailable, from_info
 from engine.worker.channel import socket_pair
@@ -164,6 +165,8 @@ class DriverClient:
 
 
 def _spawn(sock: socket.socket) -> subprocess.Popen[bytes]:
+    """Start it with the keys that Ray itself takes, and the hub's: a node that lacks the model fetches it."""
+    own = {name for name in os.environ if name.startswith("RAY_")}
     return subprocess.Popen(
         python_command("-m", "engine.cluster", "--fd", str(sock.fileno())),
         stdin=subprocess.DEVNULL,
@@ -171,5 +174,5 @@ def _spawn(sock: socket.socket) -> subprocess.Popen[bytes]:
         stderr=subprocess.STDOUT,
         pass_fds=(sock.fileno(),),
         start_new_session=True,
-        env=worker_environment(HUB_SECRETS | RAY_SECRETS),  # a node that lacks the model fetches it
+        env=worker_environment(HUB_SECRETS | own),
     )

@@ -125,11 +125,12 @@ def test_the_process_that_joins_a_cluster_has_the_hubs_token_and_no_other_key(
 ) -> None:
     monkeypatch.setenv("ERICLLM_API_KEY", SECRET)
     monkeypatch.setenv("HF_TOKEN", "hf_token-of-the-node")
+    monkeypatch.setenv("RAY_TLS_SERVER_KEY", "/tls/key.pem")
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = client._spawn(theirs)
         environ = environ_of(process)
     process.kill()
     process.communicate()
-    assert b"HF_TOKEN=hf_token-of-the-node\0" in environ
+    assert b"HF_TOKEN=hf_token-of-the-node\0" in environ and b"RAY_TLS_SERVER_KEY=/tls/key.pem\0" in environ
     assert SECRET.encode() not in environ
