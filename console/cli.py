@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from console.config_file import sample
+from console.output import say, write
 from console.setting_arguments import add_settings, flag_name, no_such_flag
 from console.settings import APP_NAME, TUNED_FILE, Settings, config_path, data_dir, log_dir, state_dir
 from console.sources import Sources, load_settings
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[name](_dashed(argv[1:] if name else argv), Parser(name))
     except EngineError as error:
-        print(f"{APP_NAME}: {error.message}", file=sys.stderr)
+        say(error.message)
         return USAGE_ERROR if error.http_status < 500 else FAILURE
     except KeyboardInterrupt:
         return 130
@@ -69,7 +70,7 @@ def _config(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.description = "Print a commented config.toml, or where it belongs."
     parser.add_argument("what", choices=("sample", "path"), help="which of them")
     what = parser.parse_args(argv).what
-    print(sample() if what == "sample" else config_path(), end="" if what == "sample" else "\n")
+    write(sample().rstrip("\n") if what == "sample" else str(config_path()))
     return 0
 
 
@@ -80,7 +81,7 @@ def _keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     from console.bound import all_bound
     from console.keys_file import keys_path, sample
 
-    print(sample(all_bound()) if what == "sample" else keys_path(), end="" if what == "sample" else "\n")
+    write(sample(all_bound()).rstrip("\n") if what == "sample" else str(keys_path()))
     return 0
 
 
@@ -94,7 +95,7 @@ def _doctor(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     from console.doctor import as_json, as_text, diagnose
 
     report = diagnose(sources.settings(), sources)
-    print(as_json(report) if wanted_json else as_text(report))
+    write(as_json(report) if wanted_json else as_text(report), as_json=wanted_json)
     return 0 if report.can_run else FAILURE
 
 
@@ -110,7 +111,7 @@ def _estimate(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     from console.estimate import as_json, as_text, estimate_for
 
     found = estimate_for(settings)
-    print(as_json(found) if wanted_json else as_text(found))
+    write(as_json(found) if wanted_json else as_text(found), as_json=wanted_json)
     return 0 if found.can_load else FAILURE
 
 
@@ -143,7 +144,7 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
     choice = choose_model(settings)
     if not settings.headless and not sys.stdout.isatty():
-        print(f"{APP_NAME}: stdout is no terminal; running headless", file=sys.stderr)
+        say("stdout is no terminal; running headless")
         settings = settings.model_copy(update={"headless": True})
     if settings.headless:
         if settings.read_only:
@@ -211,7 +212,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**(named | options))
 
     def error(self, message: str) -> Any:
-        print(f"{APP_NAME}: {message} (see {self.prog} --help)", file=sys.stderr)
+        say(f"{message} (see {self.prog} --help)")
         raise SystemExit(USAGE_ERROR)
 
 

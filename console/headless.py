@@ -15,6 +15,7 @@ from console.settings import APP_NAME, Settings, log_dir, state_dir
 from console.sources import Sources
 from engine.errors import EngineError
 from engine.pauses import collect_rarely
+from engine.text.printable import printable
 
 _RED, _PLAIN = "\x1b[1;31m", "\x1b[0m"
 
@@ -105,7 +106,7 @@ class _Stop:
 def _say(line: str, *, alarming: bool = False) -> None:
     """A line on stderr, in the terminal's red where it is alarming; dropped where its reader is gone (a closed
     terminal, a pipe). Written at once with its end: the log writes there from another thread."""
-    said = f"{APP_NAME}: {line}"
+    said = f"{APP_NAME}: {printable(line)}"
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{_RED}{said}{_PLAIN}\n" if alarming and sys.stderr.isatty() else f"{said}\n")
         sys.stderr.flush()

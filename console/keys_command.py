@@ -4,7 +4,6 @@ machine knows of it within a second."""
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 
@@ -13,7 +12,8 @@ import msgspec
 from console.api.keys import Keys
 from console.api.scopes import SCOPES, in_words
 from console.links.api import MAX_LIMIT, KeyLimits, KeyReading
-from console.settings import APP_NAME, state_dir
+from console.output import say, write
+from console.settings import state_dir
 
 
 def api_keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
@@ -25,21 +25,16 @@ def api_keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         case "make":
             limits = KeyLimits(requests_per_min=given.rate, tokens_per_min=given.tokens, concurrent=given.concurrent)
             made = keys.make(given.name, tuple(given.scope or ["use"]), limits)
-            _say(f"the key {made.name} may {in_words(made.scopes)}; it is shown this once")
-            sys.stdout.write(f"{made.key}\n")
+            say(f"the key {made.name} may {in_words(made.scopes)}; it is shown this once")
+            write(made.key)
         case "revoke":
             keys.revoke(given.name)
-            _say(f"the key {given.name} is refused from now on")
+            say(f"the key {given.name} is refused from now on")
         case _ if given.as_json:
-            sys.stdout.write(f"{msgspec.json.encode(keys.readings()).decode()}\n")
+            write(msgspec.json.encode(keys.readings()).decode(), as_json=True)
         case _:
-            sys.stdout.write("".join(f"{_line(key)}\n" for key in keys.readings()) or "There are no keys.\n")
+            write("\n".join(map(_line, keys.readings())) or "There are no keys.")
     return 0
-
-
-def _say(sentence: str) -> None:
-    """Beside what a program reads."""
-    sys.stderr.write(f"{APP_NAME}: {sentence}\n")
 
 
 def _line(key: KeyReading) -> str:

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engine.snapshot import LogEntry
+from engine.text.printable import printable, printable_lines
 
 MAX_LINES = 5000
 LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
+_TAB_CELLS = 4
 LEVEL_NAMES = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warn", logging.ERROR: "error"}
-_CONTROLS = dict.fromkeys((*range(0x0A), *range(0x0B, 0x20), *range(0x7F, 0xA0)), " ")
-"""What must not reach a terminal: native output goes through the log. Line ends stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +150,11 @@ def level_of(entry: LogEntry) -> int:
 def line_text(line: Line) -> str:
     """One line with its date, as the log file has it."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line.entry.at))
-    return f"{stamp} {logging.getLevelName(level_of(line.entry)):<7} {line.entry.source}: {line.message}"
+    return f"{stamp} {logging.getLevelName(level_of(line.entry)):<7} {printable(line.entry.source)}: {line.message}"
 
 
 def _line(entry: LogEntry) -> Line:
-    message = entry.message.translate(_CONTROLS).strip()
+    message = printable_lines(entry.message.expandtabs(_TAB_CELLS)).strip()
     return Line(
         entry=entry,
         source=source_of(entry.source),

@@ -13,7 +13,8 @@ from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
 
 from engine.files import make_private_folder, private_opener
-from engine.log import LogRing, RingHandler
+from engine.log import LogRing, PrintableFormatter, RingHandler
+from engine.text.printable import printable
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _WAITING_LINES = 10_000
@@ -54,12 +55,16 @@ def logging_to(ring: LogRing, folder: Path | None, *, verbose: bool, stderr: boo
 class _DroppingHandler(QueueHandler):
     """Hands lines to the thread that writes them; drops them while that thread is stuck (a pipe nobody reads)."""
 
+    def __init__(self, lines: queue.Queue[logging.LogRecord]) -> None:
+        super().__init__(lines)
+        self.setFormatter(PrintableFormatter())
+
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """What the other thread may have: the sentence as it is now. Every request has a line, so plain ones are not
-        copied: handlers that come later read the same in them."""
+        """What the other thread may have: the sentence as it is now, fit for a terminal. Every request has a line, so
+        plain ones are not copied: handlers that come later read the same in them."""
         if record.exc_info or record.exc_text or record.stack_info:
             return super().prepare(record)  # type: ignore[no-any-return]
-        record.msg, record.args = record.getMessage(), None
+        record.msg, record.args = printable(record.getMessage()), None
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:

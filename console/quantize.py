@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from console.output import write
 from console.settings import APP_NAME
 from console.sources import load_settings
 from engine.errors import ModelNotFound
@@ -53,7 +54,7 @@ def quantize(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             )
         finally:
             progress.end()
-    sys.stdout.write(summary_text(target, given.head_bits, summary))
+    write(summary_text(target, given.head_bits, summary).rstrip("\n"))
     return 0
 
 

@@ -15,9 +15,12 @@ from textual.events import ScreenSuspend
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 
+from console.printable_filter import PrintableFilter
+
 _SOURCES = 1024
 """Pieces of CSS that are kept parsed: more than there are widgets, of Textual's and of ours."""
 _COLOURLESS = NoColor()
+_PRINTABLE = PrintableFilter()
 _TRANSITION_S = 0.01
 """How long nothing is drawn once another screen was asked for. Textual takes five times as long, for screens that it
 makes meanwhile; ours are there."""
@@ -96,5 +99,6 @@ class StyledApp(App[None]):
         super().delay_update(delay)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """With NO_COLOR no colour at all, where Textual would paint in shades of grey."""
-        return [_COLOURLESS if isinstance(each, Monochrome) else each for each in super().get_line_filters()]
+        """Nothing that a terminal obeys; with NO_COLOR no colour at all, where Textual paints in shades of grey."""
+        filters = super().get_line_filters()
+        return [*(_COLOURLESS if isinstance(each, Monochrome) else each for each in filters), _PRINTABLE]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 from console.link import ApiStatus, EngineLink
 from console.modes import import_screens
 from console.opening import OpeningLink
-from console.settings import APP_NAME, Settings, data_dir, log_dir, state_dir
+from console.output import say
+from console.settings import Settings, data_dir, log_dir, state_dir
 from console.sources import Sources
 from engine.errors import EngineError
 from engine.pauses import collect_rarely
@@ -39,7 +39,7 @@ def run_console(
 
     with _Engine(settings, choice, sources) as engine:
         if settings.cluster != "local":  # which takes too long to have a screen wait for it
-            print(f"{APP_NAME}: joining the cluster {settings.cluster}", file=sys.stderr)
+            say(f"joining the cluster {settings.cluster}")
             engine.open()
             engine.opened.result()
         link: Any = OpeningLink(engine.opened, ApiStatus(host=settings.host, port=settings.port))
@@ -107,7 +107,7 @@ class _Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        print(f"{APP_NAME}: stopping", file=sys.stderr)
+        say("stopping")
         if self._thread.ident is not None:
             self._thread.join()
         self.begin_to_close()

@@ -12,10 +12,10 @@ import msgspec
 
 from console.deltas import shaped
 from console.elsewhere import add_key, add_url, key_of, number, tls_of
+from console.output import say, write
 from console.remote.address import Address, address_of
 from console.remote.errors import OutOfReach
 from console.remote.http import Instance
-from console.settings import APP_NAME
 from console.widgets import text
 from engine.errors import EngineError
 from engine.snapshot import ModelState, Snapshot
@@ -63,7 +63,7 @@ def top(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     try:
         asyncio.run(_watch(address, given))
     except EngineError as error:
-        sys.stderr.write(f"{APP_NAME}: {error.message}\n")
+        say(error.message)
         return FAILURE
     return 0
 
@@ -131,8 +131,7 @@ async def _watch(address: Address, given: argparse.Namespace) -> None:
         left = given.count
         while True:
             line = line_of(await _snapshot(instance), address.name)
-            said = msgspec.json.encode(line).decode() if given.as_json else as_text(line)
-            sys.stdout.write(f"{said}\n")
+            write(msgspec.json.encode(line).decode() if given.as_json else as_text(line), as_json=given.as_json)
             sys.stdout.flush()
             left = None if left is None else left - 1
             if left is not None and left < 1:

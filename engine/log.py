@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from engine.snapshot import LogEntry
+from engine.text.printable import printable, printable_lines
 
 RING_LINES = 5000
 
@@ -47,6 +48,18 @@ class LogRing:
             return self._total, tuple(islice(self._entries, len(self._entries) - new, None))
 
 
+class PrintableFormatter(logging.Formatter):
+    """Writes a record as one line, a traceback's lines after it; what a terminal would obey is a visible escape."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """Return the line: a newline in what it quotes begins no other."""
+        return printable(super().formatMessage(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line and those of the traceback."""
+        return printable_lines(super().format(record))
+
+
 class RingHandler(logging.Handler):
     """Feeds a LogRing from `logging`. The source is the record's `source` (given as `extra`) or its logger's name."""
 
@@ -60,6 +73,6 @@ class RingHandler(logging.Handler):
             message = record.getMessage()
             if record.exc_info and record.exc_info[1] is not None:
                 message = f"{message}: {record.exc_info[1]!r}"
-            self._ring.append(record.levelno, getattr(record, "source", record.name), message)
+            self._ring.append(record.levelno, getattr(record, "source", record.name), printable(message))
         except Exception:  # as logging asks: a broken record must not break its caller
             self.handleError(record)

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from console.api.insight_metrics import insight_families
 from console.api.vllm_metrics import ModelNow, models_of, vllm_families
 from engine.snapshot import ModelState, Snapshot, WorkerReading
+from engine.text.printable import printable
 from engine.usage import ModelUsage
 
 _MODEL_STATES: tuple[ModelState, ...] = get_args(ModelState)
@@ -53,7 +54,15 @@ class SnapshotCollector(Collector):
         self._usage = usage
 
     def collect(self) -> Iterator[Metric]:
-        """All metric families of the engine now."""
+        """All metric families of the engine now, their labels as text that a terminal shows and does not obey."""
+        for family in self._families():
+            for at, sample in enumerate(family.samples):
+                if not all(map(str.isprintable, sample.labels.values())):
+                    labels = {name: printable(value) for name, value in sample.labels.items()}
+                    family.samples[at] = sample._replace(labels=labels)
+            yield family
+
+    def _families(self) -> Iterator[Metric]:
         snapshot = self._snapshot()
         models = models_of(snapshot)
         yield from vllm_families(models, self._usage())

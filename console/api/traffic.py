@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from console.api.errors import Tells, envelope
 from console.links.api import ClientReading, Failure, FailureCount
+from engine.text.printable import printable
 
 LAST_FAILURES = 50
 MAX_CLIENTS = 500
@@ -242,5 +243,5 @@ class Traffic:
 
 
 def readable(said: str, most: int = _LONGEST) -> str:
-    """What a client says, not too long, and without the halves of characters that stand for bytes that are no text."""
-    return said[:most].encode(errors="replace").decode()
+    """What a client says, not too long; what a terminal would obey is a visible escape: it is shown to a person."""
+    return printable(said[:most])

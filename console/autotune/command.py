@@ -21,6 +21,7 @@ from console.autotune.tuning import traced_mix
 from console.bench.trace import Exchange, read_trace
 from console.links.tuning import MAX_MINUTES, TuneOrder, TuningReport
 from console.logs import logging_to
+from console.output import say, write
 from console.runtime import Runtime
 from console.settings import Settings, log_dir, state_dir
 from console.sources import changed
@@ -97,10 +98,11 @@ def autotune(settings: Settings, given: argparse.Namespace) -> int:
         asyncio.run(tune(settings, order, mix or trace, Live(sys.stderr), reports))
     finally:
         if reports and reports[-1].tried:
-            sys.stdout.write(f"{as_json(reports[-1]) if given.as_json else as_text(reports[-1], _columns())}\n")
+            said = as_json(reports[-1]) if given.as_json else as_text(reports[-1], _columns())
+            write(said, as_json=given.as_json)
     last = reports[-1]
     if not last.tried:
-        sys.stderr.write(f"{last.said}\n")
+        say(last.said)
     return 0 if last.state == "done" and last.best is not None and last.best.keeps and not _missed(last, order) else 1
 
 

@@ -9,6 +9,7 @@ from typing import TextIO
 
 from console.autotune.table import heading_of, progress_of, remarks_of, table_of
 from console.links.tuning import TuningReport
+from engine.text.printable import printable
 
 _BESIDE = 10
 """Lines that are no rows of the table."""
@@ -47,6 +48,7 @@ class Live:
         self._draw([])
 
     def _draw(self, lines: list[str]) -> None:
+        lines = [printable(line) for line in lines]
         if not self._redraws:
             self._stream.write("".join(f"{line}\n" for line in lines))
         else:

@@ -18,6 +18,7 @@ from console.bench.progress import Progress
 from console.bench.screen import measure_screen
 from console.bench.screen_report import ScreenReport, screen_text
 from console.bench.workers import WorkersReport, measure_workers, workers_text
+from console.output import write
 
 _OWN = ("overhead", "workers", "screen", "http")
 _DESCRIPTION = (
@@ -61,7 +62,7 @@ def bench(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         progress.end()
     if given.as_json:
         text = msgspec.json.format(msgspec.json.encode(report)).decode()
-    sys.stdout.write(f"{text}\n")
+    write(text, as_json=given.as_json)
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from console.bench.result import BenchResult, encoded, read_result
 from console.bench.svg import plot
 from console.bench.table import table
 from console.bench.text import around, result_text, titled
+from console.output import write
 from console.settings import state_dir
 from engine.errors import InvalidRequest
 from engine.files import replace_file
@@ -55,7 +55,7 @@ def look(argv: Sequence[str], parser: argparse.ArgumentParser, folder: Path | No
         case _:
             drawn = plot(referred(given.result, history), given.column)
             said = _written(given.out, drawn) if given.out else drawn
-    sys.stdout.write(f"{said.rstrip()}\n")
+    write(said.rstrip(), as_json=getattr(given, "as_json", False))
     return 0
 
 

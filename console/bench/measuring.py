@@ -29,12 +29,14 @@ from console.bench.target import Target
 from console.bench.text import progress_text, result_text, row_text
 from console.bench.trace import read_trace
 from console.finding import Finding
-from console.settings import APP_NAME, Settings, state_dir
+from console.output import say, write
+from console.settings import Settings, state_dir
 from console.sources import Sources
 from console.tuned import with_tuned
 from engine.models.files import home_expanded
 from engine.models.resolve import resolve
 from engine.pauses import collect_rarely
+from engine.text.printable import printable
 from engine.text.tokenizer import Tokenizer
 
 _SHOWN_EVERY_S = 0.2
@@ -55,14 +57,15 @@ def measure(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         result = asyncio.run(_measured(asked, settings, sources.tuned, progress))
     except asyncio.CancelledError:
         progress.end()
-        sys.stderr.write(f"{APP_NAME}: ended before anything was measured\n")
+        say("ended before anything was measured")
         return INTERRUPTED
     finally:
         progress.end()
     said = [remember(result)] if asked.history and result.rows else []  # first: whatever fails after it, it is kept
     failed = write_files(result, asked.files)
-    sys.stderr.write("".join(f"{line}\n" for line in (*said, *(f"{APP_NAME}: {why}" for why in failed))))
-    sys.stdout.write(f"{result_text(result, everything=asked.everything)}\n")
+    for line in (*said, *failed):
+        say(line)
+    write(result_text(result, everything=asked.everything))
     if failed:
         return FAILED
     return 0 if result.complete else INTERRUPTED
@@ -172,7 +175,7 @@ class _Shown:
         if done > self._rows:
             self._rows = done
             self._progress.end()
-            self._stream.write(f"{row_text(news)}\n")
+            self._stream.write(f"{printable(row_text(news))}\n")
         now_s, doing = time.monotonic(), f"{news.repeat} {news.doing}"
         if doing != self._said or (self._stream.isatty() and now_s - self._at_s >= _SHOWN_EVERY_S):
             self._at_s, self._said = now_s, doing

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TextIO
 
+from engine.text.printable import printable
+
 Show = Callable[[str], None]
 """Says what is being measured now."""
 
@@ -27,10 +29,10 @@ class Progress:
     def show(self, text: str, detail: str = "") -> None:
         """Say this in place of what was said before; where lines stay, only what is new, and without the detail."""
         if self._redraws:
-            text = f"{text}, {detail}" if detail else text
+            text = printable(f"{text}, {detail}" if detail else text)
             self._stream.write(f"\r{text:{self._width}}")
         elif text != self._said:
-            self._stream.write(f"{text}\n")
+            self._stream.write(f"{printable(text)}\n")
         self._stream.flush()
         self._width, self._said = len(text), text
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from console.bench.progress import Progress, Show
+from console.output import write
 from console.planning.asking import Asking, asking_of
 from console.planning.flags import LOADING, parse
 from console.planning.report import PlanReport, plan_text
@@ -38,7 +39,7 @@ def plan(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             text = _json(report) if given.as_json else plan_text(report)
     finally:
         progress.end()
-    sys.stdout.write(f"{text}\n")
+    write(text, as_json=given.as_json)
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ from pathlib import Path
 
 from console.called import as_link
 from console.elsewhere import add_key, add_url, connected, key_of, number, tls_of
+from console.output import say
 from console.recording.recorder import INTERVAL_S, Recorder
 from console.remote.errors import OutOfReach
 from console.remote.link import RemoteLink
-from console.settings import APP_NAME
 from console.widgets import text
 from engine.errors import EngineError
 
@@ -42,7 +41,7 @@ def record(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     try:
         _record(given, asked)
     except EngineError as error:
-        sys.stderr.write(f"{APP_NAME}: {error.message}\n")
+        say(error.message)
         return FAILURE
     finally:
         for ending, handler in zip(endings, before, strict=True):
@@ -53,14 +52,14 @@ def record(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 def _record(given: argparse.Namespace, asked: threading.Event) -> None:
     with connected([given.url], key_of(given), max(0.1, min(10.0, 1 / given.interval)), tls_of(given)) as (link,):
         _await_first(link, asked)
-        _say(f"recording {link.standing().name} into {given.file}; ctrl+c ends it")
+        say(f"recording {link.standing().name} into {given.file}; ctrl+c ends it")
         ends = None if given.seconds is None else time.monotonic() + given.seconds
         with Recorder(as_link(link), given.file, given.interval) as recorder:
             while not asked.wait(_LOOK_S) and not recorder.problem and (ends is None or time.monotonic() < ends):
                 pass
     if recorder.problem:
         raise EngineError(recorder.problem)
-    _say(f"{given.file} holds {text.size(given.file.stat().st_size)}")
+    say(f"{given.file} holds {text.size(given.file.stat().st_size)}")
 
 
 def _await_first(link: RemoteLink, asked: threading.Event) -> None:
@@ -82,8 +81,3 @@ def replay(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     from console.screening import show_recording
 
     return show_recording(ReplayLink(Recording(given.file)), given.theme)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{APP_NAME}: {line}\n")
-    sys.stderr.flush()

@@ -12,6 +12,7 @@ from textual.widgets import Input
 
 from console.screens.base import ConsolePage
 from console.widgets import text
+from console.widgets.redraw import entitle
 from console.widgets.table import Column, Row, Table, cell
 from engine.snapshot import AdapterReading, ModelReading
 
@@ -54,7 +55,7 @@ class AdaptersScreen(ConsolePage[None]):
         if model is None:
             self.dismiss()
             return
-        self.query_one(".adapters").border_title = f"Adapters of {model.name}"
+        entitle(self.query_one(".adapters"), f"Adapters of {model.name}")
         self.query_one(Table).show([_row(adapter, model) for adapter in model.adapters])
 
     def on_input_submitted(self, event: Input.Submitted) -> None:

@@ -18,6 +18,7 @@ from console.bench.result import said
 from console.bench.text import around, titled
 from console.widgets.glyphs import fitted
 from console.widgets.key_row import KeyRow
+from console.widgets.redraw import entitle
 from console.widgets.table import Column, Row, Table, cell
 
 _VERDICTS = {
@@ -64,7 +65,7 @@ class BenchComparisonScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         """The numbers, and what else is not the same."""
         with Vertical(id="bench-compare") as page:
-            page.border_title = f"Two results of bench {self._found.name}"
+            entitle(page, f"Two results of bench {self._found.name}")
             yield Table(self._columns, empty="Nothing differs by more than the noise.")
             yield Static(fitted(self.app, differences_of(self._found)), id="bench-differences", markup=False)
         yield KeyRow()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Grid, Horizontal, Vertical
@@ -83,7 +84,7 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
             with Horizontal(classes="model"):
                 yield Label("Model")
                 yield Select(
-                    [(IN_VIEW, ""), *((name, name) for name in named)],
+                    [(IN_VIEW, ""), *((Text(name), name) for name in named)],
                     value=self._settings.model,
                     allow_blank=False,
                     compact=True,

@@ -15,6 +15,7 @@ from console.link import ApiStatus
 from console.links.settings import SettingRow
 from console.screens.base import ConsoleScreen
 from console.theme import AUTO_THEME
+from console.widgets.redraw import entitle, subtitle
 from console.widgets.setting_panel import SettingPanel
 from console.widgets.setting_table import USED, SettingTable
 from console.widgets.table import Table
@@ -79,8 +80,9 @@ class SettingsScreen(ConsoleScreen):
 
     def _show(self) -> None:
         found = [row for row in self._rows if self._matches(row)]
-        self.query_one("#listed").border_title = "Settings" if found == self._rows else f"Settings: {len(found)} found"
-        self.query_one("#listed").border_subtitle = self.link.settings.path()
+        listed = self.query_one("#listed")
+        entitle(listed, "Settings" if found == self._rows else f"Settings: {len(found)} found")
+        subtitle(listed, self.link.settings.path())
         self.query_one(SettingTable).show_settings(found)
         self._describe()
 

@@ -17,6 +17,7 @@ from console.screens.confirm import ConfirmScreen
 from console.widgets import text
 from console.widgets.glyphs import fitted, is_lettered
 from console.widgets.hints import hint
+from console.widgets.redraw import entitle
 from console.widgets.worker_card import card
 from engine.snapshot import LogEntry, WorkerReading
 
@@ -45,7 +46,7 @@ class WorkerScreen(ConsolePage[None]):
     def compose(self) -> ComposeResult:
         """One page that scrolls where it is long."""
         with VerticalScroll(classes="dialog worker") as page:
-            page.border_title = f"Worker {self._worker}"
+            entitle(page, f"Worker {self._worker}")
             yield Static(id="card", markup=False)
 
     def on_mount(self) -> None:

@@ -9,6 +9,8 @@ from typing import Literal
 from rich.cells import cell_len, set_cell_size
 from textual.content import Content, Span
 
+from engine.text.printable import printable
+
 Align = Literal["left", "right"]
 Cell = tuple[tuple[str, str], ...]
 """Pieces of (text, style); a style is Textual's, with the theme's variables: "bold $primary"."""
@@ -61,7 +63,8 @@ def spread(columns: Sequence[Column], width: int) -> tuple[list[int], int]:
 def side_by_side(placed: Sequence[tuple[Cell, int, Align]], gap: int) -> Content:
     """Cells side by side, each in its room. Made in one go: tables are drawn many times a second."""
     line, spans, length = list[str](), list[Span](), 0
-    for at, (pieces, room, align) in enumerate(placed):
+    for at, (cell, room, align) in enumerate(placed):
+        pieces = tuple((printable(text), style) for text, style in cell)
         missing = room - sum(cell_len(text) for text, _ in pieces)
         if missing < 0:
             pieces, missing = _cut(pieces, room), 0

@@ -15,6 +15,7 @@ from textual.widgets import Input, Static
 
 from console.links.settings import SettingRow
 from console.widgets.glyphs import fitted, is_ascii
+from console.widgets.redraw import entitle
 from console.widgets.setting_table import USED, note, origin
 from console.widgets.table import Column, Row, Table, cell
 
@@ -70,7 +71,7 @@ class SettingPanel(VerticalScroll, can_focus=False):
         if self._shown == (row, brief):
             return
         self._shown = row, brief
-        self.border_title = row.name
+        entitle(self, row.name)
         self.border_subtitle = f"used {USED[row.when]}"
         self.query_one("#told", Static).update(fitted(self.app, Content("\n").join(_about(row, brief=brief))))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.backends.base import LoadProgress
+from engine.text.printable import printable
 
 _KIB = 1024
 _PHASES = {
@@ -106,7 +107,7 @@ def fraction(load: LoadProgress) -> float:
 
 def clip(text: str, width: int) -> str:
     """`text` on one line of at most `width` characters, with an ellipsis where it was cut."""
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     return line if len(line) <= width else line[: max(0, width - 1)] + "…"
 
 

@@ -23,6 +23,7 @@ _ESCAPES = {
     for code in range(first, last + 1)
 } | str.maketrans({"\t": r"\t", "\n": r"\n", "\r": r"\r"})
 _ESCAPES_IN_LINES = {code: escape for code, escape in _ESCAPES.items() if chr(code) not in "\n\t"}
+_ESCAPES_IN_JSON = {code: f"\\u{code:04x}" for code in _ESCAPES if chr(code) not in "\n\r\t"}
 ANY_UNSAFE = re.compile("[" + "".join(f"{chr(first)}-{chr(last)}" for first, last in _UNSAFE) + "]")
 """Matches an unsafe character."""
 
@@ -42,3 +43,10 @@ def printable_lines(text: str) -> str:
     if text.isprintable() or ANY_UNSAFE.search(text) is None:
         return text
     return text.translate(_ESCAPES_IN_LINES)
+
+
+def printable_json(text: str) -> str:
+    """Return JSON that means the same, with every unsafe character in its strings as JSON's own escape."""
+    if text.isprintable() or ANY_UNSAFE.search(text) is None:
+        return text
+    return text.translate(_ESCAPES_IN_JSON)

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator
 
+from engine.log import PrintableFormatter
 from engine.worker.channel import WorkerChannel
 from engine.worker.protocol import LogLine
 
@@ -18,12 +19,12 @@ class _ChannelHandler(logging.Handler):
         super().__init__()
         self._channel = channel
         self._thread_id = thread_id
-        self.setFormatter(logging.Formatter("%(message)s"))
+        self.setFormatter(PrintableFormatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         """logging: send the record, a traceback's lines after it."""
         if self._thread_id is None or record.thread == self._thread_id:
-            for line in self.format(record).splitlines():
+            for line in self.format(record).split("\n"):
                 self._channel.send(LogLine(level=record.levelno, logger=record.name, message=line))
 
 

@@ -6,13 +6,13 @@ import asyncio
 import codecs
 import logging
 import os
-import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from engine.files import make_private_folder, private_opener
+from engine.text.printable import printable_lines
 from engine.worker.protocol import LogLine
 
 NATIVE_LOGGER = "native"
@@ -27,7 +27,8 @@ _logger = logging.getLogger(__name__)
 class NativeOutput:
     """What a child process writes to its stdout and stderr: read here, so that it never reaches the screen.
 
-    Every line goes to `on_line` as a LogLine and into the tail; the bytes as they are into the file at `log_path`.
+    Every line goes to `on_line` as a LogLine, into the tail and into the file at `log_path`; what a terminal would obey
+    is a visible escape, but a carriage return ends a line: progress bars are made of them.
     Lives on the asyncio loop that made it.
     """
 
@@ -71,23 +72,23 @@ class NativeOutput:
         if not chunk:
             self._loop.remove_reader(self._read_fd)
             return False
+        text = printable_lines(self._decoder.decode(chunk).replace("\r", "\n"))
         if self._file is not None:
-            self._keep(self._file, chunk)
-        self._take_lines(self._decoder.decode(chunk))
+            self._keep(self._file, text)
+        self._take_lines(text)
         return True
 
-    def _keep(self, file: BinaryIO, chunk: bytes) -> None:
+    def _keep(self, file: BinaryIO, text: str) -> None:
         """Write to the file; give it up for good where that fails (a full disk)."""
         try:
-            file.write(chunk)
+            file.write(text.encode())
         except OSError as error:
             _logger.warning("%s is not written any more: %s", file.name, error)
             file.close()
             self._file = None
 
     def _take_lines(self, text: str) -> None:
-        """Carriage returns end a line too: progress bars are made of them."""
-        *lines, self._unfinished = re.split(r"[\r\n]", self._unfinished + text)
+        *lines, self._unfinished = (self._unfinished + text).split("\n")
         if len(self._unfinished) > _MAX_LINE_CHARS:
             lines.append(self._unfinished)
             self._unfinished = ""

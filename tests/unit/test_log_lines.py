@@ -66,11 +66,13 @@ def test_adding_looks_at_no_line_that_is_there_already(monkeypatch: pytest.Monke
     assert looked == 2
 
 
-def test_what_native_code_prints_cannot_steer_the_terminal() -> None:
+def test_no_line_can_steer_the_terminal_on_the_screen_or_in_a_file() -> None:
     lines = LogLines()
-    lines.add([entry("\x1b[31mred\x07 alert\r\nnext\x9b")])
+    lines.add([entry("\x1b[31mred\x07 \talert\nnext\x9b\u202e", source="w0\x1b]52;c;QQ==\x07")])
     (line,) = lines.shown
-    assert line.message == "[31mred  alert \nnext"
+    assert line.message == "\\x1b[31mred\\x07   alert\nnext\\x9b\\u202e"
+    (text,) = lines.as_text()
+    assert r"INFO    w0\x1b]52;c;QQ==\x07: \x1b[31mred" in text
 
 
 def test_lines_as_text_are_those_of_the_log_file() -> None:

@@ -1,0 +1,35 @@
+"""What reaches the terminal of the text in a widget's cells: none of the characters that a terminal obeys, no link."""
+
+from __future__ import annotations
+
+from rich.cells import cell_len, set_cell_size
+from rich.segment import Segment
+from textual.color import Color
+from textual.filter import LineFilter
+
+from engine.text.printable import ANY_UNSAFE
+
+
+class PrintableFilter(LineFilter):
+    """Drops unsafe characters and OSC 8 links from every line of every widget; cells stay as wide as they were.
+
+    It is the last guard: text that a person should see escaped goes through `printable` before it is laid out. An
+    unsafe character takes no cell, so none is left for its escape here. Textual keeps a filtered line with the line.
+    """
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """Return `segments` themselves where they are clean."""
+        for text, style, _ in segments:
+            if not text.isprintable() or (style is not None and style.link):
+                return [_clean(segment) for segment in segments]
+        return segments
+
+
+def _clean(segment: Segment) -> Segment:
+    text, style, control = segment
+    if style is not None and style.link:
+        style = style.update_link(None)
+    if ANY_UNSAFE.search(text) is not None:
+        cells = cell_len(text)
+        text = set_cell_size(ANY_UNSAFE.sub("", text), cells)  # the others may join to fewer, wider ones
+    return Segment(text, style, control)
