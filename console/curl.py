@@ -6,6 +6,8 @@ import json
 import shlex
 from collections.abc import Collection, Mapping
 
+from engine.text.printable import printable_json
+
 KEY_VARIABLE = "ERICLLM_API_KEY"
 _QUESTION = "Hello"
 _BODIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
@@ -35,6 +37,6 @@ def curl_line(base: str, model: str, *, dialects: Collection[str], with_key: boo
             *key,
             '-H "Content-Type: application/json"',
             "-d",
-            shlex.quote(json.dumps(named, ensure_ascii=False)),
+            shlex.quote(printable_json(json.dumps(named, ensure_ascii=False))),
         ]
     )

@@ -12,6 +12,7 @@ from console.api.traffic import Call
 from console.line_writer import LineWriter
 from engine.errors import EngineError
 from engine.models.files import home_expanded
+from engine.text.printable import printable_json
 
 STDOUT = "-"
 
@@ -61,7 +62,7 @@ class AccessLog:
         if target == STDOUT and not owns_stdout:
             raise CannotLog("--access-log - is for --headless alone: the screen has the terminal; name a file")
         self._path = None if target == STDOUT else home_expanded(target)
-        self._lines = LineWriter(self._path, msgspec.json.encode, max_bytes=max_bytes)
+        self._lines = LineWriter(self._path, _encoded, max_bytes=max_bytes)
 
     @property
     def lost(self) -> int:
@@ -82,6 +83,10 @@ class AccessLog:
     def close(self) -> None:
         """Write what is left."""
         self._lines.close()
+
+
+def _encoded(line: object) -> bytes:
+    return printable_json(msgspec.json.encode(line).decode()).encode()
 
 
 def line_of(call: Call, outcome: Outcome) -> AccessLine:

@@ -39,10 +39,8 @@ def hostile(value: Any, as_type: Any = Any) -> Any:
         return Path(f"{HOSTILE}{value}")
     if isinstance(value, msgspec.Struct):
         declared = _types(type(value))
-        changes = {
-            name: hostile(getattr(value, name), declared[name]) for name in value.__struct_fields__ if name not in _TIMES
-        }
-        return msgspec.structs.replace(value, **changes)
+        texts = [name for name in value.__struct_fields__ if name not in _TIMES]
+        return msgspec.structs.replace(value, **{name: hostile(getattr(value, name), declared[name]) for name in texts})
     if isinstance(value, dict):
         keys, of = _inner(as_type, (Any, Any))
         return {hostile(key, keys): hostile(each, of) for key, each in value.items()}
