@@ -56,7 +56,7 @@ def test_no_link_reaches_the_terminal() -> None:
 class Everything(StyledApp):
     """Every kind of widget that foreign text comes into, without markup."""
 
-    TOOLTIP_DELAY = 0.0
+    TOOLTIP_DELAY = 0.01
 
     def compose(self) -> ComposeResult:
         """One of each."""
