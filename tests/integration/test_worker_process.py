@@ -104,7 +104,7 @@ async def test_native_output_goes_to_the_log_and_never_to_our_own_stdout(start_w
     assert probe.exits[0].log_tail == "native out\nnative \ufffd err, unfinished"
     lines = [event.message for event in probe.events if isinstance(event, LogLine) and event.logger == "native"]
     assert lines == ["native out", "native \ufffd err, unfinished"]
-    assert log_path.read_bytes() == b"native out\nnative \xff err, unfinished"
+    assert log_path.read_text() == "native out\nnative \ufffd err, unfinished"
 
 
 async def test_a_crash_is_told_once_with_the_name_of_its_signal_and_where_it_was(start_worker, model_folder):
