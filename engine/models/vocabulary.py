@@ -17,12 +17,9 @@ def refuse_other_vocabulary(main: Path, draft: Path) -> None:
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    from tokenizers import Tokenizer
+    from engine.text.tokenizer_file import read_tokenizer  # it imports the library
 
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return None
     try:
-        return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # tokenizers raises Exception itself
-        raise UnsupportedModel(f"tokenizer.json of {folder.name} cannot be read: {error}") from error
+        return read_tokenizer(folder / "tokenizer.json").get_vocab(with_added_tokens=True)
+    except FileNotFoundError:
+        return None

@@ -25,6 +25,13 @@ _MAX_TEMPLATES = 100
 """Files in additional_chat_templates. Published folders have up to three."""
 
 
+_MAX_TOKEN_BYTES = 2**16
+"""Of a special token and what is said of it."""
+
+_MAX_IDS = 1000
+"""Of end tokens, say. Published models have up to ten."""
+
+
 class _TokenizerConfig(msgspec.Struct):
     """What is read of tokenizer_config.json, as it stands there."""
 
@@ -151,6 +158,10 @@ def _read_tokenizer_config(file: Path) -> dict[str, object]:
         return {}
     config = decode_json(content, _TokenizerConfig, file)
     raw = {name: bytes(getattr(config, name)) for name in config.__struct_fields__}
+    if any(len(raw[name]) > _MAX_TOKEN_BYTES for name in _TOKENS):
+        raise UnsupportedModel(
+            f"{file.name} in {file.parent} has a special token of more than {_MAX_TOKEN_BYTES} bytes"
+        )
     return {name: decode_values(text, object, file) for name, text in raw.items() if text}
 
 
@@ -172,6 +183,10 @@ def _token_text(value: object) -> str | None:
 
 
 def _ids(value: object) -> list[int]:
-    """Token ids written as 2, [2, 3] or null."""
+    """Token ids written as 2, [2, 3] or null; not what can be none. Raises UnsupportedModel for too many."""
     values = value if isinstance(value, list) else [value]
-    return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]
+    if len(values) > _MAX_IDS:
+        raise UnsupportedModel(
+            f"a config of the model names {len(values)} tokens as one kind; {_MAX_IDS} are supported"
+        )
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31]

@@ -13,6 +13,10 @@ from collections.abc import Iterator, Mapping
 import tokenizers
 
 from engine.errors import UnsupportedModel
+from engine.text.tokenizer_file import NO_TEXT, refusing_panics
+
+_MAX_ANCHOR = 50_000
+"""Ids that are looked at for a token of plain letters. Vocabularies have one among their first hundreds."""
 
 _STREAMABLE = frozenset({"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
 
@@ -74,14 +78,15 @@ class TokenPieces:
         return None
 
     def _decode(self, *token_ids: int) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        with refusing_panics(NO_TEXT):
+            return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def _after_anchor(self, token_id: int) -> str:
         return self._decode(self._anchor, token_id)[len(self._anchor_text) :]
 
     def _find_anchor(self) -> tuple[int, str]:
         """A token that reads the same whatever follows it: one whose text is plain letters."""
-        for token_id in range(self._tokenizer.get_vocab_size()):
+        for token_id in range(min(self._tokenizer.get_vocab_size(), _MAX_ANCHOR)):
             token = self._tokenizer.id_to_token(token_id) or ""
             if token.isalpha() and token.isascii() and self._decode(token_id) == token:
                 return token_id, token

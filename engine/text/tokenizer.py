@@ -13,6 +13,7 @@ from engine.errors import InvalidRequest, UnsupportedModel
 from engine.text.chat_template import ChatTemplate
 from engine.text.folder import TokenizerFolder
 from engine.text.pieces import TokenPieces
+from engine.text.tokenizer_file import NO_TEXT, NO_TOKENS, read_tokenizer, refusing_panics
 
 
 class TokenSpan(NamedTuple):
@@ -53,11 +54,8 @@ class Tokenizer:
             others = [name for name in ("tokenizer.model", "vocab.json", "tiktoken.model") if (path / name).is_file()]
             but = f" ({others[0]} alone is not read)" if others else ""
             raise UnsupportedModel(f"{path} has no tokenizer.json, which is needed to read and write text{but}")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises Exception itself
-            raise UnsupportedModel(f"tokenizer.json in {path} cannot be read: {error}") from error
-        return cls(backend, TokenizerFolder.read(path))
+        with refusing_panics(UnsupportedModel(f"tokenizer.json in {path} cannot be used")):
+            return cls(read_tokenizer(file), TokenizerFolder.read(path))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; with the tokens that the model expects around a text (BOS, say), but never BOS twice.
@@ -69,13 +67,15 @@ class Tokenizer:
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Ids of each text, as `encode` gives them. Other threads run meanwhile."""
         # The library's encode() would hold the interpreter's lock for as long as it takes.
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        with refusing_panics(NO_TOKENS):
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         twice = [self.bos_token_id] * 2 if add_special_tokens and self.bos_token_id is not None else None
         return [ids[1:] if ids[:2] == twice else ids for ids in (encoding.ids for encoding in encodings)]
 
     def spans(self, text: str, *, add_special_tokens: bool = True) -> list[TokenSpan]:
         """The tokens that `encode` gives, and where each stands in `text`. Other threads run meanwhile."""
-        [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        with refusing_panics(NO_TOKENS):
+            [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         spans = [TokenSpan(id_, *offsets) for id_, offsets in zip(encoding.ids, encoding.offsets, strict=True)]
         twice = add_special_tokens and [span.token_id for span in spans[:2]] == [self.bos_token_id] * 2
         return spans[1:] if twice else spans
@@ -87,7 +87,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; unknown ids are left out, broken UTF-8 becomes U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with refusing_panics(NO_TEXT):
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def opens_text(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether what comes after these tokens begins a text: there is no text in them, or they end with a

@@ -10,7 +10,7 @@ from typing import Literal, TypeGuard, get_args
 
 from engine.backends.torch.archs import ARCHITECTURES
 from engine.backends.torch.archs.base import Architecture, RawConfig, Traits
-from engine.backends.torch.archs.reading import MAX_LAYERS, MAX_TOKENS, number, positive, refuse_more
+from engine.backends.torch.archs.reading import MAX_LAYERS, MAX_SIZE, MAX_TOKENS, number, positive, refuse_more
 from engine.backends.torch.quant.declared import Quantisation, read_quantisation
 from engine.backends.torch.rope_config import RopeConfig, read_ropes
 from engine.config import quoted
@@ -19,6 +19,8 @@ from engine.models.files import read_json
 
 CheckpointDtype = Literal["bfloat16", "float16", "float32"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+_MAX_END_TOKENS = 1000
 
 _SHOWN = 5
 """Of the architectures that a config.json names, in a message."""
@@ -186,5 +188,5 @@ def _is_checkpoint_dtype(value: object) -> TypeGuard[CheckpointDtype]:
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [value]
-    return tuple(item for item in ids if isinstance(item, int))
+    ids = value[:_MAX_END_TOKENS] if isinstance(value, list) else [value]
+    return tuple(item for item in ids if isinstance(item, int) and 0 <= item < MAX_SIZE)

@@ -1,0 +1,195 @@
+"""Reading tokenizer.json, which anybody may have written, into the library that uses it.
+
+The library, tokenizers, takes what it is given: a normalizer that doubles a text forty times, a pattern of 100,000
+characters, a vocabulary whose tries fill the memory. So the file is looked at first. It also panics where it does not
+know what to do, which is no Exception in Python. Its parser holds the interpreter's lock: about 40 ms for each MiB.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import tokenizers
+
+from engine.config import quoted
+from engine.errors import EngineError, InvalidRequest, UnsupportedModel
+from engine.models.files import decode_json, decode_values, read_file
+
+_MAX_FILE_BYTES = 48 * 2**20
+"""The largest of a published model has 35 MiB."""
+
+_MAX_VALUES = 3_000_000
+"""Gemma's vocabulary of 262,000 and its merges are 2,100,000."""
+
+_MAX_STEP_BYTES = 2 * 2**20
+"""Of the normalizer, and of each other step beside the model. SentencePiece's table of characters has half a MiB."""
+
+_MAX_PATTERN = 4096
+"""Characters of all regular expressions together. Published ones have up to a thousand."""
+
+_MAX_GROWTH = 100
+"""How many characters a step may make of one. Compatibility decomposition makes 18 of U+FDFA."""
+
+_MAX_TOKEN = 4096
+"""Characters of a token. The longest of published vocabularies are some hundred spaces."""
+
+_MAX_ADDED = 150_000
+_MAX_TEXT = 4_000_000
+"""Characters of all added tokens, and of a Unigram model's, which the library keeps in tries: some 100 bytes each."""
+
+_MAX_WORD = 1000
+"""Characters of a word that WordPiece looks at; it takes time with their square."""
+
+_GROWTH: Mapping[str, int] = {
+    "NFC": 3,
+    "NFD": 4,
+    "NFKC": 18,
+    "NFKD": 18,
+    "Lowercase": 3,
+    "BertNormalizer": 12,
+    "ByteLevel": 4,
+    "Metaspace": 2,
+}
+"""Characters that these make of one, at most."""
+
+NO_TOKENS = InvalidRequest("the model's tokenizer cannot make tokens of this text")
+NO_TEXT = InvalidRequest("the model's tokenizer cannot make text of these tokens")
+
+_Token = Annotated[str, msgspec.Meta(max_length=_MAX_TOKEN)]
+
+
+class _Added(msgspec.Struct):
+    content: _Token = ""
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[_Token, int] | list[tuple[_Token, float]] | None = None
+    max_input_chars_per_word: int = 0
+
+
+class _Tokenizer(msgspec.Struct):
+    """A tokenizer.json, its steps as they stand there. Truncation and padding are left out: they are not used."""
+
+    version: msgspec.Raw = msgspec.Raw(b'"1.0"')
+    added_tokens: msgspec.Raw = msgspec.Raw(b"[]")
+    normalizer: msgspec.Raw = msgspec.Raw(b"null")
+    pre_tokenizer: msgspec.Raw = msgspec.Raw(b"null")
+    post_processor: msgspec.Raw = msgspec.Raw(b"null")
+    decoder: msgspec.Raw = msgspec.Raw(b"null")
+    model: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a tokenizer.json. Raises UnsupportedModel, which says what is wrong with it, or
+    FileNotFoundError."""
+    content = read_file(file, _MAX_FILE_BYTES)
+    if sum(map(content.count, (b"[", b"{", b",", b":"))) > _MAX_VALUES:
+        raise UnsupportedModel(f"{file.name} in {file.parent} holds more than {_MAX_VALUES:,} values")
+    with refusing_panics(UnsupportedModel(f"{file.name} in {file.parent} cannot be read")):
+        parts = decode_json(content, _Tokenizer, file)
+        _refuse_steps(parts, file)
+        _refuse_vocabulary(parts, file)
+        return tokenizers.Tokenizer.from_buffer(msgspec.json.encode(parts))
+
+
+@contextmanager
+def refusing_panics(refusal: EngineError) -> Iterator[None]:
+    """Raise `refusal`, with the reason, where the library fails or panics within: its panics are no Exception, and
+    would end more than the one request or model that they are about."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise type(refusal)(f"{refusal.message}: {quoted(str(error), 200)}", **refusal.details) from None
+
+
+def _refuse_steps(parts: _Tokenizer, file: Path) -> None:
+    """Raise UnsupportedModel for a step that makes too much of a text, and for too long regular expressions."""
+    patterns = 0
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        raw = bytes(getattr(parts, name))
+        if len(raw) > _MAX_STEP_BYTES:
+            raise _refusal(file, f"its {name} is larger than {_MAX_STEP_BYTES / 2**20:g} MiB")
+        step = decode_values(raw, object, file)
+        if _growth(step) > _MAX_GROWTH:
+            raise _refusal(file, f"its {name} makes more than {_MAX_GROWTH} characters of one")
+        patterns += _pattern_characters(step)
+    if patterns > _MAX_PATTERN:
+        raise _refusal(file, f"its regular expressions have {patterns} characters, more than {_MAX_PATTERN}")
+
+
+def _refuse_vocabulary(parts: _Tokenizer, file: Path) -> None:
+    """Raise UnsupportedModel for tokens that are too many or too long."""
+    added = [token.content for token in decode_json(bytes(parts.added_tokens), list[_Added], file)]
+    model = decode_json(bytes(parts.model), _Model, file)
+    if len(added) > _MAX_ADDED:
+        raise _refusal(file, f"it adds {len(added):,} tokens, more than {_MAX_ADDED:,}")
+    pieces = [piece for piece, _ in model.vocab] if isinstance(model.vocab, list) else []
+    for what, texts in (("added tokens", added), ("Unigram pieces", pieces)):
+        characters = sum(map(len, texts))
+        if characters > _MAX_TEXT:
+            raise _refusal(file, f"its {what} have {characters:,} characters, more than {_MAX_TEXT:,}")
+    if model.max_input_chars_per_word > _MAX_WORD:
+        raise _refusal(file, f"its words have more than {_MAX_WORD} characters (max_input_chars_per_word)")
+
+
+def _refusal(file: Path, why: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{file.name} in {file.parent} is not supported: {why}")
+
+
+def _growth(step: object) -> float:
+    """How many characters a step, and all steps within it, make of one at most."""
+    if isinstance(step, list):
+        product = 1.0
+        for each in step:
+            product = min(product * _growth(each), _MAX_GROWTH + 1)
+        return product
+    if not isinstance(step, dict):
+        return 1.0
+    match step.get("type"):
+        case "Replace":
+            return _replaced(step.get("pattern"), len(str(step.get("content", ""))))
+        case "Prepend":
+            return 1.0 + len(str(step.get("prepend", "")))
+        case "Precompiled":
+            return _longest_replacement(str(step.get("precompiled_charsmap", "")))
+        case "TemplateProcessing":
+            pieces = step.get("single")
+            return float(str(pieces).count("'Sequence'"))
+        case kind:
+            inner = [_growth(value) for value in step.values() if isinstance(value, list)]
+            return max([_GROWTH.get(str(kind), 1), *inner])
+
+
+def _replaced(pattern: object, content: int) -> float:
+    """By what a replacement of `content` characters lengthens a text: a pattern may match between any two of it."""
+    searched = pattern.get("String") if isinstance(pattern, dict) else None
+    return max(1.0, content / len(searched)) if isinstance(searched, str) and searched else 1.0 + content
+
+
+def _longest_replacement(charsmap: str) -> float:
+    """Characters of the longest text that SentencePiece's table has in place of one: its texts end with a 0."""
+    try:
+        table = base64.b64decode(charsmap)
+    except binascii.Error:
+        return 1.0
+    texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+    return max(len(text.decode("utf-8", "replace")) for text in texts)
+
+
+def _pattern_characters(step: object) -> int:
+    """Of all regular expressions in a step."""
+    if isinstance(step, list):
+        return sum(map(_pattern_characters, step))
+    if not isinstance(step, dict):
+        return 0
+    return sum(len(str(value)) if key == "Regex" else _pattern_characters(value) for key, value in step.items())
