@@ -30,6 +30,12 @@ def _clean(segment: Segment) -> Segment:
     if style is not None and style.link:
         style = style.update_link(None)
     if ANY_UNSAFE.search(text) is not None:
-        cells = cell_len(text)
-        text = set_cell_size(ANY_UNSAFE.sub("", text), cells)  # the others may join to fewer, wider ones
+        text = _of_width(ANY_UNSAFE.sub("", text), cell_len(text))
     return Segment(text, style, control)
+
+
+def _of_width(text: str, cells: int) -> str:
+    """`text` in as many cells as before: characters that nothing parts any more may join to fewer, wider ones. Blanks
+    where that cannot be, as a joiner at the end swallows them."""
+    sized = set_cell_size(text, cells)
+    return sized if cell_len(sized) == cells else " " * cells

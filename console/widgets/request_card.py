@@ -13,6 +13,7 @@ from console.widgets.states import request_state
 from console.widgets.timeline import chart, listing, pauses
 from engine.records import RequestDetail
 from engine.snapshot import RequestRow
+from engine.text.printable import printable_lines
 
 _LABEL = 12
 _GLUE = "\N{NO-BREAK SPACE}"
@@ -37,13 +38,12 @@ def card(detail: RequestDetail, width: int, *, ascii_only: bool = False) -> Cont
 
 
 def told(detail: RequestDetail) -> Content:
-    """Prompt and answer as they are, or why they cannot be read."""
+    """Prompt and answer, unsafe characters as escapes; or why they cannot be read."""
     if detail.text is None:
         return Content.assemble(_title("Text"), "\n", (NOT_KEPT if detail.texts else NOT_ALLOWED, "$muted"))
     cut = "  both ends of what is long" if detail.text.cut else ""
-    return Content.assemble(
-        _title("Prompt", cut), "\n", detail.text.prompt, "\n\n", _title("Answer"), "\n", detail.text.answer
-    )
+    prompt, answer = printable_lines(detail.text.prompt), printable_lines(detail.text.answer)
+    return Content.assemble(_title("Prompt", cut), "\n", prompt, "\n\n", _title("Answer"), "\n", answer)
 
 
 def _headline(detail: RequestDetail, width: int) -> Iterator[Content]:

@@ -35,6 +35,10 @@ class Terminal:
         """The text on the screen."""
         return self._tmux("capture-pane", "-p", "-t", "t")
 
+    def record(self, path: Path) -> None:
+        """From now on, write to a file every byte that the program writes to its terminal."""
+        self._tmux("pipe-pane", "-t", "t", f"cat > {shlex.quote(str(path))}")
+
     def press(self, *keys: str) -> None:
         """Press keys by tmux's names, one after the other."""
         for key in keys:
