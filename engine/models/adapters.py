@@ -10,16 +10,18 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 
-from engine.config import AdapterSpec
-from engine.errors import EngineError, UnsafeWeights, UnsupportedModel
+from engine.config import AdapterSpec, quoted
+from engine.errors import UnsafeWeights, UnsupportedModel
 from engine.models.discover import find_folders
-from engine.models.files import read_json_object
+from engine.models.files import open_file, problem_with, read_json_object
 from engine.models.headers import TensorHeader, read_header
+from engine.models.module_patterns import ModulePatterns
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -44,16 +46,23 @@ _REFUSED: Mapping[str, str] = {
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that change the model's own weights: unless it was converted, the adapter fits those alone."""
 
-_Rank = Annotated[int, msgspec.Meta(gt=0)]
-_Alpha = Annotated[float, msgspec.Meta(gt=0)]
-_Value = TypeVar("_Value", int, float)
+MAX_RANK = 2**16
+"""Of factors: more than the width of any published model."""
+
+MAX_ALPHA = 1e9
+
+MAX_TARGETS = 32
+"""Names of modules in an entry. Published adapters have up to ten."""
+
+_Rank = Annotated[int, msgspec.Meta(gt=0, le=MAX_RANK)]
+_Alpha = Annotated[float, msgspec.Meta(gt=0, le=MAX_ALPHA)]
 _VERSION_BYTES = 8
 
 
-class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
+class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What adapter_config.json says of the factors, with PEFT's defaults.
 
-    rank_pattern, alpha_pattern: regular expressions over module names, and what holds for those instead.
+    rank_pattern, alpha_pattern: patterns over module names, and what holds for those instead; see ModulePatterns.
     layers: the only layers that are adapted; None is all.  targets: names of the adapted modules, or one expression.
     """
 
@@ -68,14 +77,24 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's factors."""
-        return _matching(self.rank_pattern or {}, module, self.rank)
+        return self.ranks.value_of(module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """What the product of a module's factors is multiplied by: alpha / rank, or alpha / sqrt(rank) for
         rank-stabilised ones (Kalajdzievski 2023)."""
         rank = self.rank_of(module)
-        alpha = _matching(self.alpha_pattern or {}, module, self.alpha)
+        alpha = self.alphas.value_of(module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+    @cached_property
+    def ranks(self) -> ModulePatterns[int]:
+        """Ranks other than `rank`. Raises UnsupportedModel for a pattern that is not supported."""
+        return ModulePatterns(self.rank_pattern or {})
+
+    @cached_property
+    def alphas(self) -> ModulePatterns[float]:
+        """Likewise, of `alpha`."""
+        return ModulePatterns(self.alpha_pattern or {})
 
     def adapts_layer(self, layer: int) -> bool:
         """Whether a layer may be adapted."""
@@ -126,18 +145,17 @@ def describe_adapter(folder: Path) -> AdapterEntry:
     entry = AdapterEntry(name=folder.name, path=folder, origin=str(folder.parent))
     try:
         config = read_adapter_config(folder)
-        entry = msgspec.structs.replace(entry, rank=config.rank, base_model=config.base_model or "")
+        entry = msgspec.structs.replace(entry, rank=config.rank, base_model=quoted(config.base_model or ""))
         file = adapter_file(folder)
         entry = msgspec.structs.replace(entry, weights_bytes=file.stat().st_size)
         factors = read_factor_headers(file)
-    except EngineError as error:
-        return msgspec.structs.replace(entry, problem=error.message)
-    except OSError as error:
-        return msgspec.structs.replace(entry, problem=f"{folder} cannot be read: {error.strerror}")
+    except Exception as error:
+        return msgspec.structs.replace(entry, problem=problem_with(folder, error))
+    targets = sorted({module.rpartition(".")[2] for module in factors})
     return msgspec.structs.replace(
         entry,
         rank=max(factor.rank for factor in factors.values()),
-        targets=tuple(sorted({module.rpartition(".")[2] for module in factors})),
+        targets=tuple(map(quoted, targets[:MAX_TARGETS])),
     )
 
 
@@ -150,10 +168,11 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     _refuse_other_kinds(raw)
     try:
         config = msgspec.convert(raw, AdapterConfig)
-        for pattern in (*(config.rank_pattern or ()), *(config.alpha_pattern or ())):
-            re.compile(pattern)
-    except (msgspec.ValidationError, re.error) as error:
-        raise UnsupportedModel(f"{CONFIG} in {folder} has a setting that makes no sense: {error}") from None
+    except msgspec.ValidationError as error:
+        raise UnsupportedModel(
+            f"{CONFIG} in {folder} has a setting that makes no sense: {quoted(str(error))}"
+        ) from None
+    _ = config.ranks, config.alphas  # raises for a pattern that is not supported
     return config
 
 
@@ -181,11 +200,13 @@ def read_factor_headers(file: Path) -> dict[str, FactorHeaders]:
     for name, header in read_header(file).items():
         match = _FACTOR.fullmatch(name)
         if match is None:
-            raise UnsupportedModel(f"the tensor {name} in {file.name} is no plain LoRA factor", tensor=name)
+            raise UnsupportedModel(
+                f"the tensor {quoted(name)} in {file.name} is no plain LoRA factor", tensor=quoted(name)
+            )
         if header.dtype not in _FLOATS:
             raise UnsupportedModel(
-                f"the tensor {name} in {file.name} is stored as {header.dtype}; {', '.join(_FLOATS)} are read",
-                tensor=name,
+                f"the tensor {quoted(name)} in {file.name} is stored as {header.dtype}; {', '.join(_FLOATS)} are read",
+                tensor=quoted(name),
             )
         halves.setdefault(match["module"], {})[match["half"]] = name, header
     if not halves:
@@ -195,14 +216,14 @@ def read_factor_headers(file: Path) -> dict[str, FactorHeaders]:
 
 def version_of(spec: AdapterSpec) -> str:
     """Return a digest of an adapter's scale and files, all of which are read: another adapter that takes its place in
-    the folder, or its name, has another. It is the same wherever they lie; where a file is missing, it is the path's.
+    the folder, or its name, has another. It is the same wherever they lie; where one cannot be read, it is the path's.
     """
     digest = hashlib.blake2b(repr(float(spec.scale)).encode(), digest_size=_VERSION_BYTES)
     try:
         for name in (CONFIG, WEIGHTS):
-            with (spec.path / name).open("rb") as file:
+            with open_file(spec.path / name) as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
-    except OSError:
+    except (OSError, UnsupportedModel):
         digest.update(str(spec.path).encode())
     return digest.hexdigest()
 
@@ -210,11 +231,12 @@ def version_of(spec: AdapterSpec) -> str:
 def _paired(module: str, found: Mapping[str, tuple[str, TensorHeader]]) -> FactorHeaders:
     if found.keys() != {"A", "B"}:
         lacking: Literal["A", "B"] = "A" if "B" in found else "B"
-        raise UnsupportedModel(f"the adapter of {module} lacks its lora_{lacking}")
+        raise UnsupportedModel(f"the adapter of {quoted(module)} lacks its lora_{lacking}")
     (a_name, a), (b_name, b) = found["A"], found["B"]
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
         raise UnsupportedModel(
-            f"the adapter of {module} has factors of shapes {list(a.shape)} and {list(b.shape)}, which share no rank"
+            f"the adapter of {quoted(module)} has factors of shapes {list(a.shape)} and {list(b.shape)}, which "
+            "share no rank"
         )
     return FactorHeaders(a_name=a_name, a=a, b_name=b_name, b=b)
 
@@ -222,21 +244,18 @@ def _paired(module: str, found: Mapping[str, tuple[str, TensorHeader]]) -> Facto
 def _refuse_other_kinds(raw: Mapping[str, object]) -> None:
     kind = raw.get("peft_type", "LORA")
     if kind != "LORA":
-        raise UnsupportedModel(f"the adapter is of the kind {kind}; LORA is the one that can be used")
+        raise UnsupportedModel(f"the adapter is of the kind {quoted(kind)}; LORA is the one that can be used")
     for key, says in _REFUSED.items():
         if raw.get(key):
             raise UnsupportedModel(f"the adapter {says} ({key}), which is not supported")
     bias = raw.get("bias", "none")
     if bias != "none":
-        raise UnsupportedModel(f"the adapter was trained together with biases (bias is {bias}), which is not supported")
+        raise UnsupportedModel(
+            f"the adapter was trained together with biases (bias is {quoted(bias)}), which is not supported"
+        )
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
         raise UnsupportedModel(
-            f"the adapter belongs to changed base weights (init_lora_weights is {start}); convert it to a plain LoRA"
+            f"the adapter belongs to changed base weights (init_lora_weights is {quoted(start)}); convert it to a "
+            "plain LoRA"
         )
-
-
-def _matching(patterns: Mapping[str, _Value], module: str, otherwise: _Value) -> _Value:
-    """The value of the first pattern that matches the end of a module's name from a dot on, as PEFT matches."""
-    found = (value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", module))
-    return next(found, otherwise)

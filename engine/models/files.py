@@ -8,8 +8,9 @@ import os
 import re
 import stat
 import sys
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -51,7 +52,7 @@ def file_names(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def open_file(file: Path, folder: Path | None = None) -> BinaryIO:
+def open_file(file: Path, folder: Path | None = None) -> BufferedReader:
     """Open a file of a model folder, `folder` or the one that it lies in, for reading.
 
     A link may lead to another file of the folder or to a blob of a hub cache, which is where downloads have

@@ -10,8 +10,9 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import msgspec
 
@@ -162,7 +163,7 @@ def _indexed(folder: Path, present: list[str]) -> list[str]:
     return needed
 
 
-def _read_bytes(file: Path, stream: BinaryIO) -> tuple[int, bytes]:
+def _read_bytes(file: Path, stream: BufferedReader) -> tuple[int, bytes]:
     """The file's size and its header."""
     size = stream.seek(0, os.SEEK_END)
     stream.seek(0)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.backends.exllama.sizes import stored_bytes
+from engine.config import quoted
 from engine.errors import InvalidRequest, UnsafeWeights, UnsupportedModel
-from engine.models.files import read_json_object
+from engine.models.files import read_json_object, refuse_links
 from engine.models.headers import read_header
 
 _CONFIG = "adapter_config.json"
@@ -30,6 +31,10 @@ class Adapter:
 
 def read_adapter(folder: Path) -> Adapter:
     """The adapter in `folder`. Raises UnsafeWeights for a pickle, UnsupportedModel for what could not be honoured."""
+    try:
+        refuse_links(folder)
+    except OSError as error:
+        raise UnsupportedModel(f"{folder} cannot be read: {error.strerror}") from error
     weights = folder / _WEIGHTS
     if not weights.is_file():
         if (folder / _PICKLE).is_file():
@@ -61,11 +66,11 @@ def load_adapter(lora: Any, model: Any, adapter: Adapter) -> Any:
 def _refuse_overlooked(config: Mapping[str, object]) -> None:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        raise UnsupportedModel(f"the adapter is {kind}; exllamav2 applies LORA alone")
+        raise UnsupportedModel(f"the adapter is {quoted(kind)}; exllamav2 applies LORA alone")
     for key in _OVERLOOKED:
         if config.get(key):
             raise UnsupportedModel(f"the adapter sets {key} in {_CONFIG}, which exllamav2 does not honour")
     for key in ("r", "lora_alpha"):
         value = config.get(key)
         if not isinstance(value, int | float) or value <= 0:
-            raise InvalidRequest(f"{key} in {_CONFIG} is {value}; it must be a number above 0", param="lora")
+            raise InvalidRequest(f"{key} in {_CONFIG} is {quoted(value)}; it must be a number above 0", param="lora")

@@ -14,6 +14,7 @@ from engine.backends.torch.checkpoint import Checkpoint, TensorInfo
 from engine.backends.torch.loading import tensor_shapes
 from engine.backends.torch.lora import Place
 from engine.backends.torch.model_config import ModelConfig
+from engine.config import quoted
 from engine.errors import InvalidRequest, UnsupportedModel
 from engine.models.adapters import AdapterConfig, FactorHeaders, adapter_file, read_adapter_config, read_factor_headers
 
@@ -81,9 +82,9 @@ def _adaptable(config: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
 def _not_adaptable(module: str, config: ModelConfig) -> UnsupportedModel:
     which = "attention and MLP" if config.traits.experts is None else "attention, and of no experts,"
     return UnsupportedModel(
-        f"the adapter changes {module}; in this model, the projections of {which} in {config.layers} layers "
+        f"the adapter changes {quoted(module)}; in this model, the projections of {which} in {config.layers} layers "
         "can be adapted",
-        module=module,
+        module=quoted(module),
     )
 
 
