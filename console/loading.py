@@ -143,6 +143,7 @@ def engine_config(settings: Settings, log_dir: Path | None) -> EngineConfig:
         cluster=settings.cluster,
         worker_host=settings.worker_host,
         log_dir=log_dir,
+        prefix_sharing=settings.prefix_sharing,
         show_prompts=settings.show_prompts,
         slo_ttft_s=settings.slo_ttft,
         slo_itl_s=settings.slo_itl,

@@ -112,6 +112,7 @@ async def _converse(
         params=params,
         source="chat",
         client="console",
+        tenant="console",
         model=model,
         key=serving.key,
         adapter=serving.adapter,

@@ -81,6 +81,8 @@ class RunningSettings:
             await self._runtime.engine.reconfigure(**{_KNOBS[name]: value})
         if name in _OBSERVED:
             await self._runtime.engine.observe({_OBSERVED[name]: value})
+        if name == "prefix_sharing":
+            self._runtime.engine.share_prefixes(value)
         if name == "refresh_hz":
             self._runtime.engine.publish_for(value)
         self._runtime.settings = self._runtime.settings.model_copy(update={name: value})

@@ -34,6 +34,7 @@ from engine.config import (
     BackendName,
     CacheBits,
     DtypeName,
+    PrefixSharing,
     WeightsName,
 )
 from engine.models.files import home_expanded
@@ -238,6 +239,11 @@ class Settings(ServedSettings):
             description="Attention over KV pages: flash, triton, varlen on CUDA, native on a CPU; auto: what fits best"
         ),
     ] = "auto"
+    prefix_sharing: Annotated[
+        PrefixSharing,
+        Flag("Engine", when="now"),
+        Field(description="Share the prefix cache within an API key; system: system prompts among all; all: all of it"),
+    ] = "key"
     show_prompts: Annotated[
         bool,
         Flag("Engine"),

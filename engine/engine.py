@@ -10,7 +10,7 @@ from typing import Unpack
 import msgspec
 
 from engine.backends.base import LoadedModel
-from engine.config import AdapterSpec, EngineConfig, ModelSpec
+from engine.config import AdapterSpec, EngineConfig, ModelSpec, PrefixSharing
 from engine.desk import Desk
 from engine.devices import DeviceProbe, new_probe
 from engine.entrance import Entrance
@@ -242,6 +242,16 @@ class Engine:
         deployment.take(admitted)
         deployment.dispatch()
         return admitted.stream
+
+    @property
+    def prefix_sharing(self) -> PrefixSharing:
+        """Requests that share the prefix cache, as in EngineConfig."""
+        return self._entrance.prefix_sharing
+
+    def share_prefixes(self, sharing: PrefixSharing) -> None:
+        """Change `prefix_sharing` for the requests that come from now on. Raises EngineClosed."""
+        self._refuse_if_closed()
+        self._entrance.prefix_sharing = sharing
 
     def cancel(self, request_id: str) -> bool:
         """End a live request with finish "cancelled"; False if there is none of that id."""

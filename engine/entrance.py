@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from engine.admission import end_tokens, resolve_params, resolve_timeout, to_embed
+from engine.config import PrefixSharing
 from engine.desk import Desk
 from engine.errors import ModelNotFound, NoModelLoaded
 from engine.models.deployment import Deployment
@@ -19,9 +20,10 @@ from engine.stream import RequestStream
 
 
 class Entrance:
-    """Belongs to the engine's loop."""
+    """Belongs to the engine's loop. prefix_sharing: as in EngineConfig, for the requests that come from now on."""
 
     def __init__(self, models: ModelManager, desk: Desk) -> None:
+        self.prefix_sharing: PrefixSharing = models.defaults.prefix_sharing
         self._models = models
         self._desk = desk
         self._orders = count(1)
@@ -65,12 +67,20 @@ class Entrance:
             adapter=asked.adapter,
             adapter_key=deployment.adapters.key(asked.adapter),
             client=asked.client,
+            cache_scope=self._cache_scope(asked),
+            shared_tokens=asked.shared_tokens if self.prefix_sharing == "system" and not asked.cache_salt else 0,
             encode=asked.encode,
             choices=asked.choices,
             continues=asked.continues,
             embed=asked.embed,
         )
         return request, deployment
+
+    def _cache_scope(self, asked: GenerateRequest) -> str:
+        """Return the scope of its pages in the prefix cache. Never "": nothing but system prompts may lie where all
+        scopes look."""
+        tenant = "" if self.prefix_sharing == "all" else asked.tenant
+        return f"{len(tenant)}:{tenant}{asked.cache_salt}"
 
     def _cancel(self, request_id: str) -> None:
         self._desk.cancel(request_id)

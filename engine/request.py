@@ -46,6 +46,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     queue included; None takes the engine's default, 0 is no limit.  model: the name it is for; "" is the first one.
     key: the deployment (ModelReading.key) whose tokenizer made prompt_ids; "" is the one that `model` means now.
     adapter: a LoRA adapter of that model.  client: who shares the queue fairly with others.
+    tenant: shares the prefix cache with no other tenant (EngineConfig.prefix_sharing).  cache_salt: nor with requests
+    of the tenant that have another one.  shared_tokens: leading tokens of prompt_ids that hold its system prompt alone.
     encode: makes prompt_ids again for another model's tokenizer, where the request may go to any.
     choices: what the answers to its prompt have in common that were asked for together; None where it is the only one.
     continues: as in BackendRequest.
@@ -62,6 +64,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
     adapter: str = ""
     client: str = ""
+    tenant: str = ""
+    cache_salt: str = ""
+    shared_tokens: int = 0
     encode: Encode | None = None
     choices: Choices | None = None
     continues: bool = False
@@ -79,6 +84,7 @@ class Request:
     order: arrival number, unique in the engine; a request that lost its worker keeps it and so returns to the head of
     the queue.  generated: every id that reached the engine so far.
     adapter_key: of the version of its adapter that it is computed with to its end, as in AdapterSpec.
+    cache_scope, shared_tokens: as in BackendRequest.
     deaths: workers that died in a row while they worked on it, without a token to show for it.
     taken: how many it had generated when its worker began to work on it, None before that.
     prompt_told: whether its reader has the prompt's log-probabilities.
@@ -103,6 +109,8 @@ class Request:
     adapter: str = ""
     adapter_key: str = ""
     client: str = ""
+    cache_scope: str = ""
+    shared_tokens: int = 0
     encode: Encode | None = None
     choices: Choices | None = None
     continues: bool = False
@@ -183,6 +191,8 @@ class Request:
             params=params,
             end_token_ids=self.end_token_ids,
             adapter=self.adapter_key,
+            cache_scope=self.cache_scope,
+            shared_tokens=self.shared_tokens,
             continues=self.continues,
             embed=self.embed,
         )

@@ -95,6 +95,8 @@ class ApiContext:
             body.answers_each,
             model=model,
             client=client_of(request),
+            tenant=tenant_of(request),
+            cache_salt=body.cache_salt,
             priority=-body.priority,
         )
         with self._under_way(request, generation):
@@ -112,6 +114,7 @@ class ApiContext:
             SamplingParams(max_tokens=0),
             model=model,
             client=client_of(request),
+            tenant=tenant_of(request),
             priority=-body.priority,
             embed=True,
         )
@@ -167,6 +170,12 @@ def client_of(request: web.Request) -> str:
     """
     key = call_of(request).key
     return key if key and key != SETTINGS_KEY else request.remote or ""
+
+
+def tenant_of(request: web.Request) -> str:
+    """Tenant of the prefix cache that a request belongs to: the name of the key that it was let in with; "" without."""
+    key = call_of(request).key
+    return f"key:{key}" if key else ""
 
 
 def new_id(prefix: str) -> str:

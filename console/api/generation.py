@@ -65,7 +65,7 @@ class Generation:
 
     Use it with `with`: entering submits, leaving cancels whatever has not ended, so a client that goes away at any
     moment leaves nothing running. Entering raises what Engine.submit raises.
-    client, priority, embed: as in GenerateRequest.
+    client, tenant, cache_salt, priority, embed: as in GenerateRequest.
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class Generation:
         *,
         model: ServedModel,
         client: str = "",
+        tenant: str = "",
+        cache_salt: str = "",
         priority: int = 0,
         embed: bool = False,
     ) -> None:
@@ -95,6 +97,9 @@ class Generation:
                 key=model.key,
                 adapter=model.adapter,
                 client=client,
+                tenant=tenant,
+                cache_salt=cache_salt,
+                shared_tokens=prompt.shared_tokens,
                 encode=prompt.encode if movable else None,
                 choices=together[i],
                 continues=prompt.continues,

@@ -40,7 +40,6 @@ _NOT_CUT = "a prompt that is too long is refused, never cut"
 SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "adaptive_target": Refusal(_NO_SAMPLER, (-0.01, -1)),
     "allowed_token_ids": Refusal("use logit_bias", ([],)),
-    "cache_salt": Refusal("prefixes are cached by what they are", ("",)),
     "detokenize": Refusal("answers are text", (True,)),
     "do_sample": Refusal("use temperature 0 for the most likely tokens", (True,)),
     "early_stopping": Refusal(_NO_BEAMS, (False,)),

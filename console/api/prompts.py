@@ -23,12 +23,14 @@ class Prompt:
     """One prompt: the ids to continue, compact, and the text that stands before the answer.
 
     encode: makes the ids again for another model; None where the client gave ids.  continues: as in BackendRequest.
+    shared_tokens: as in GenerateRequest.
     """
 
     ids: array[int]
     text: str
     encode: Encode | None = None
     continues: bool = True
+    shared_tokens: int = 0
 
     def answer_text(self, tokenizer: Tokenizer, params: SamplingParams) -> IncrementalDetokenizer:
         """The text of one answer to it, before its first token, as the worker makes it."""

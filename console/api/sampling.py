@@ -26,6 +26,8 @@ TOP_K_OFF = -1
 MAX_N = 128
 MAX_PRIORITY = 10**6
 NO_SEED = -1
+MAX_CACHE_SALT = 256
+"""Characters: room for a digest of 1,024 bits, and little to keep for each of a queue of requests."""
 _ALIASES: Mapping[str, str] = {
     "dry_penalty_last_n": "dry_range",
     "dynatemp_exponent": "temp_exponent",
@@ -74,6 +76,7 @@ class SamplingFields(ModelFields, FormatFields):
     dynatemp_range: how far a dynamic temperature lies around `temperature`, where no bounds are given.
     ban_eos_token: whether end tokens must not come.  custom_token_bans: ids of others, an array or text with commas.
     sampler_order, sampler_priority: the order of samplers, where it comes to the one here (docs/sampling.md).
+    cache_salt: the prefix cache is shared with requests that send the same one alone; make it hard to guess.
     rep_pen_slope: only 0 and 1, which are off, where there is a penalty for it to bend.
     """
 
@@ -132,6 +135,7 @@ class SamplingFields(ModelFields, FormatFields):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT)] = ""
 
     @property
     def answers_each(self) -> int:

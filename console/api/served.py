@@ -28,6 +28,7 @@ class ServedModel:
     """A model that is ready. name: what its answers call it, as the client did where it named one.
 
     asked: what the client named, "" for nothing.  key, adapter: as in GenerateRequest.
+    shares_system: whether its workers share what they computed of system prompts among all clients.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ServedModel:
     adapter: str
     loaded: LoadedModel
     tokenizer: Tokenizer
+    shares_system: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -125,6 +127,7 @@ async def served_model(engine: Engine, wanted: str | None, lora: str | None = No
         adapter=_adapter(serving, lora),
         loaded=serving.model,
         tokenizer=serving.tokenizer,
+        shares_system=engine.prefix_sharing == "system",
     )
 
 

@@ -91,7 +91,13 @@ class TimekeepingBackend:
         """Take a request."""
         if mask is not None or request.embed or request.adapter:
             raise InvalidRequest("a backend that only keeps time has no masks, vectors or adapters")
-        sequence = TokenSequence(request.id, [*request.prompt_ids, *request.generated], len(request.prompt_ids))
+        sequence = TokenSequence(
+            request.id,
+            [*request.prompt_ids, *request.generated],
+            len(request.prompt_ids),
+            cache_scope=request.cache_scope,
+            shared_tokens=request.shared_tokens,
+        )
         self._loaded.submit(sequence)
         if not self._jobs:
             self._due_s = self._clock()  # it was idle

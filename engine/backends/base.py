@@ -24,6 +24,9 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: the model's end tokens (unless ignore_eos) and stop_token_ids, masked before min_tokens.
     banned_next: ids that the very next token must not be (a rewound banned string); they bind that token alone.
     adapter: key of an attached LoRA adapter to compute with, as in AdapterSpec; "" is the model as it was loaded.
+    cache_scope: whose requests may find its pages in the prefix cache: those of the same scope.
+    shared_tokens: of so many leading tokens of the prompt, the full pages are of the scope "", where the requests of
+        every scope look for such pages of theirs. A backend may share fewer, never more.
     continues: the answer goes on with the text of its prompt; else it is a text of its own, a turn of a chat say.
     params.max_tokens 0: it ends with "length" once its prompt is computed, without a token.
     embed: it ends then with "stop" and a vector instead; max_tokens is 0.
@@ -36,6 +39,8 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: tuple[int, ...] = ()
     banned_next: tuple[int, ...] = ()
     adapter: str = ""
+    cache_scope: str = ""
+    shared_tokens: int = 0
     continues: bool = False
     embed: bool = False
 

@@ -27,17 +27,30 @@ class PageHash:
             return b""
         return hashlib.blake2b(adapter.encode(), key=self._salt, digest_size=_KEY_BYTES, person=b"adapter").digest()
 
+    def scoped(self, parent: PageKey, scope: str) -> PageKey:
+        """Return the key between the page `parent`, or `root`, and the first page that requests of `scope` alone may
+        find; `parent` where `scope` is ""."""
+        if not scope:
+            return parent
+        parts = bytes([len(parent)]) + parent + scope.encode()
+        return hashlib.blake2b(parts, key=self._salt, digest_size=_KEY_BYTES, person=b"scope").digest()
+
     def key(self, parent: PageKey, token_ids: Sequence[int]) -> PageKey:
-        """Key of the page with these tokens that comes after the page `parent`, or after `root`."""
+        """Key of the page with these tokens that comes after the page `parent`, `root` or `scoped`."""
         return self._chain(parent, array("q", token_ids))
 
-    def chain(self, token_ids: Sequence[int], page_tokens: int, adapter: str = "") -> list[PageKey]:
-        """Keys of all full pages of a sequence; each token is hashed once."""
+    def chain(
+        self, token_ids: Sequence[int], page_tokens: int, adapter: str = "", scope: str = "", shared_tokens: int = 0
+    ) -> list[PageKey]:
+        """Keys of all full pages of a sequence; each token is hashed once. scope, shared_tokens: as in
+        BackendRequest.cache_scope and shared_tokens."""
         tokens = memoryview(array("q", token_ids)).cast("B")
         size = page_tokens * _TOKEN_BYTES
         keys: list[PageKey] = []
         parent = self.root(adapter)
         for end in range(size, len(tokens) + 1, size):
+            if len(keys) == shared_tokens // page_tokens:
+                parent = self.scoped(parent, scope)
             parent = self._chain(parent, tokens[end - size : end])
             keys.append(parent)
         return keys
@@ -54,6 +67,13 @@ def short(key: PageKey) -> bytes:
     return key[:SHORT_BYTES]
 
 
-def page_keys(salt: bytes, token_ids: Sequence[int], page_tokens: int, adapter: str = "") -> list[bytes]:
+def page_keys(
+    salt: bytes,
+    token_ids: Sequence[int],
+    page_tokens: int,
+    adapter: str = "",
+    scope: str = "",
+    shared_tokens: int = 0,
+) -> list[bytes]:
     """Short keys of a prompt's full pages, in order, as the workers with this salt and page size report them."""
-    return [short(key) for key in PageHash(salt).chain(token_ids, page_tokens, adapter)]
+    return [short(key) for key in PageHash(salt).chain(token_ids, page_tokens, adapter, scope, shared_tokens)]

@@ -1,6 +1,6 @@
 """What the engine is asked to do: frozen, validated values. Nothing here imports torch."""
 
-from engine.config.engine import MAX_THREADS, MAX_TIMEOUT_S, STEP_TOKENS, EngineConfig
+from engine.config.engine import MAX_THREADS, MAX_TIMEOUT_S, STEP_TOKENS, EngineConfig, PrefixSharing
 from engine.config.model import (
     MAX_STRETCH,
     AdapterSpec,
@@ -48,6 +48,7 @@ __all__ = [
     "EngineConfig",
     "Grammar",
     "ModelSpec",
+    "PrefixSharing",
     "SamplingParams",
     "WeightsName",
     "quoted",

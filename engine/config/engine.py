@@ -11,6 +11,7 @@ from engine.config.shown import shown
 from engine.errors import InvalidRequest
 
 WorkerHostName = Literal["process", "thread"]
+PrefixSharing = Literal["key", "system", "all"]
 
 MAX_TIMEOUT_S = 10**7
 MAX_THREADS = 1024
@@ -34,6 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: where native output of workers goes; None keeps it in memory only.
     slo_ttft_s, slo_itl_s: what answers are held to (goodput); None is not asked for.
     energy_rate: what a kWh costs, None where nothing is to be reckoned; energy_currency: in what.
+    prefix_sharing: requests that share the prefix cache. "key": those of one tenant (GenerateRequest.tenant); "system":
+    also those of all tenants, for their system prompts; "all": all of them.
     show_prompts: the texts of the last requests are kept in memory, for the operator to read.
     """
 
@@ -55,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str = "local"
     state_dir: Path | None = None
     log_dir: Path | None = None
+    prefix_sharing: PrefixSharing = "key"
     show_prompts: bool = False
     slo_ttft_s: float | None = None
     slo_itl_s: float | None = None

@@ -54,7 +54,14 @@ class Workers:
     def fit(self, request: Request, slots: Sequence[Slot], keys: Sequence[bytes] | None = None) -> Fit:
         """The best of the slots that are free, of which there is one at least; keys, where they are known already."""
         if keys is None:
-            keys = page_keys(self._salt, request.prompt_ids, self._page_tokens, request.adapter_key)
+            keys = page_keys(
+                self._salt,
+                request.prompt_ids,
+                self._page_tokens,
+                request.adapter_key,
+                request.cache_scope,
+                request.shared_tokens,
+            )
         tokens = len(request.prompt_ids) + len(request.generated)
         answer_tokens = self._answer_tokens
         if request.params.max_tokens is not None:

@@ -491,7 +491,7 @@ class Deployment:
         try:
             _, tokenizer = self.require_ready()
             request.prompt_ids = compact(await encode(tokenizer))
-            request.prompt_of = self.spec.path
+            request.prompt_of, request.shared_tokens = self.spec.path, 0
             request.stream.prompt_tokens = len(request.prompt_ids)
             self.fit(request)
         except ContextLengthExceeded as error:

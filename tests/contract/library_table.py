@@ -26,6 +26,7 @@ ROOTS: dict[str, str] = {
     "parts: Library.tokenizer": f"class {TOKENIZER}",
     "parts: Library.generator": f"class {GENERATOR}",
     "parts: Library.job": f"class {JOB}",
+    "parts: Library.page_hash": "module generator.dynamic._tensor_hash_checksum",
     "parts: Library.settings": f"class {SETTINGS}",
     "parts: Library.lora": "class lora:ExLlamaV2Lora",
     "parts: LoadedParts.config": CONFIG,
@@ -49,6 +50,7 @@ ROOTS: dict[str, str] = {
     "loading: _Loader._new_cache()": CACHE,
     "generators: GeneratorMaker.__call__()": GENERATOR,
     "plan: ModelSource.config": CONFIG,
+    "cache_scope: (sequence)": SEQUENCE,
     "(config)": CONFIG,
     "(generator)": GENERATOR,
     "(job)": JOB,
@@ -62,6 +64,8 @@ ROOTS: dict[str, str] = {
 
 TYPES: dict[str, str] = {
     "CachePage.kv_position": PLAIN,
+    "CachePage.phash": PLAIN,
+    "CachePage.prev_hash": PLAIN,
     "ExLlamaV2.cache_map": PLAIN,
     "ExLlamaV2.config": CONFIG,
     "ExLlamaV2.modules": f"[] {MODULE}",
@@ -70,11 +74,16 @@ TYPES: dict[str, str] = {
     "ExLlamaV2ArchParams.Params.keys": KEYS,
     "ExLlamaV2Config.arch": ARCHITECTURE,
     "ExLlamaV2DynamicGenerator.active_jobs": f"[] {JOB}",
+    "ExLlamaV2DynamicGenerator.all_pages": f"[] {PAGE}",
     "ExLlamaV2DynamicGenerator.iterate()": f"[] {RESULT}",
     "ExLlamaV2DynamicGenerator.pending_jobs": f"[] {JOB}",
+    "ExLlamaV2DynamicGenerator.referenced_pages": f"[] {PAGE}",
     "ExLlamaV2DynamicGenerator.unreferenced_pages": f"[] {PAGE}",
+    "ExLlamaV2DynamicJob.Sequence.allocated_pages": f"[] {PAGE}",
+    "ExLlamaV2DynamicJob.Sequence.page_hashes": PLAIN,
     "ExLlamaV2DynamicJob.Sequence.sequence_ids": "util:SeqTensor",
     "ExLlamaV2DynamicJob.gen_settings": SETTINGS,
+    "ExLlamaV2DynamicJob.generator": GENERATOR,
     "ExLlamaV2DynamicJob.receive_logits()": PLAIN,
     "ExLlamaV2DynamicJob.sequences": f"[] {SEQUENCE}",
     "ExLlamaV2DynamicGenerator.filter_pool": PLAIN,
@@ -82,6 +91,7 @@ TYPES: dict[str, str] = {
     "ExLlamaV2DynamicGenerator.sampling_pool": PLAIN,
     "ExLlamaV2Module.submodules": f"[] {MODULE}",
     "SeqTensor.torch()": PLAIN,
+    "SeqTensor.torch_slice()": PLAIN,
 }
 """By `Class.attribute` or `Class.method()`."""
 
@@ -106,9 +116,12 @@ EVERYBODYS = frozenset({"append", "children", "clone", "device", "dtype", "modul
 """Attributes of the library's classes that lists, files, tensors, psutil or sys have too, and are asked of them."""
 
 FAKES: dict[str, tuple[str, frozenset[str]]] = {
-    "exllama_generator:FakeGenerator": (GENERATOR, frozenset({"faults", "logits", "vocab_size", "page_filled"})),
-    "exllama_job:FakeJob": (JOB, frozenset({"generator", "held_ids", "receive_sample", "result"})),
-    "exllama_job:FakeSequence": (SEQUENCE, frozenset({"hashes"})),
+    "exllama_generator:FakeGenerator": (
+        GENERATOR,
+        frozenset({"allocate", "faults", "logits", "page_filled", "prefill", "vocab_size"}),
+    ),
+    "exllama_job:FakeJob": (JOB, frozenset({"held_ids", "result"})),
+    "exllama_job:FakeSequence": (SEQUENCE, frozenset()),
     "exllama_job:FakePage": (PAGE, frozenset()),
     "exllama_job:FakeIds": ("util:SeqTensor", frozenset({"ids"})),
 }

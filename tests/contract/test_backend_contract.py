@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Sequence
+
 import pytest
 
-from engine.backends.base import LoadProgress
+from engine.backends.base import BackendRequest, LoadProgress
 from engine.config import SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest, LoadCancelled
 from tests.contract.driving import GREEDY, SEEDED, TOKENS, Drive, Subject, ask, params, prompt
@@ -147,6 +151,47 @@ def test_a_known_prefix_is_found_and_changes_nothing(subject: Subject, knobs: Sa
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (600, cached[0])
     assert stats.prompt_tokens_computed == 600 - stats.prefix_hit_tokens
     assert stats.pages_cached > 0
+
+
+def test_a_request_finds_what_its_own_scope_computed_or_all_scopes_share(subject: Subject) -> None:
+    """A walk of requests that begin as others of all scopes did, or go on from their answers, or are cancelled."""
+    rng = random.Random(7)
+    drive = Drive(subject.loaded(max_prompts=4, kv_cache_tokens=16384))
+    asked: list[BackendRequest] = []
+    for number in range(120):
+        before = rng.choice(asked) if asked and rng.random() < 0.3 else None
+        known = [*before.prompt_ids, *drive.tokens[before.id]] if before else prompt(rng.randrange(6), 440)
+        tokens = [*known[: rng.choice((100, 300, 440))], *prompt(rng.randrange(99), rng.choice((1, 20)))]
+        scope, shared = rng.choice(("", "alice", "bob")), rng.choice((0, 0, 260))
+        knobs = params(max_tokens=rng.choice((1, 10)))
+        asked.append(ask(str(number), tokens, knobs, cache_scope=scope, shared_tokens=min(shared, len(tokens))))
+        drive.add(asked[-1])
+        for _ in range(rng.randrange(6)):
+            drive.step()
+        if rng.random() < 0.1 and asked[-1].id not in drive.finish:
+            drive.cancel(asked[-1].id)
+    drive.to_end()
+    found = {
+        request.id: drive.events[request.id][0].cached_tokens or 0 for request in asked if drive.events[request.id]
+    }
+    assert sum(cached > 0 for cached in found.values()) > 20
+    for request in asked:
+        assert found.get(request.id, 0) <= max(
+            _may_find(request, other, drive) for other in asked if other is not request
+        )
+
+
+def _may_find(request: BackendRequest, other: BackendRequest, drive: Drive) -> int:
+    """Most tokens of a prompt that may come of another request."""
+    alike = _common(request.prompt_ids, [*other.prompt_ids, *drive.tokens[other.id]])
+    if request.cache_scope == other.cache_scope:
+        return alike
+    return min(alike, *(each.shared_tokens for each in (request, other) if each.cache_scope))
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def test_a_prompt_is_counted_once_however_often_its_answer_goes_on_anew(subject: Subject) -> None:

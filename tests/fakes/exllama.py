@@ -12,7 +12,7 @@ from engine.backends.exllama.parts import Library, LoadedParts
 from engine.config import ModelSpec
 from engine.errors import LoadCancelled
 from tests.fakes.exllama_generator import FakeGenerator, Faults, Logits, hash_logits
-from tests.fakes.exllama_job import PAGE, FakeJob, FakeSettings
+from tests.fakes.exllama_job import PAGE, FakeJob, FakeSettings, page_hash
 from tests.fakes.exllama_kernels import ByteTokenizer, PagedTokens, TokenModel, real_modules
 from tests.fakes.model import VOCAB_SIZE
 
@@ -72,6 +72,7 @@ class FakeExllama:
             tokenizer=unused,
             generator=FakeGenerator,
             job=FakeJob,
+            page_hash=page_hash,
             settings=FakeSettings,
             lora=unused,
             attention="fake",
@@ -149,6 +150,7 @@ class RealExllama(FakeExllama):
             super().import_library(report, **load),
             generator=real.dynamic.ExLlamaV2DynamicGenerator,
             job=real.dynamic.ExLlamaV2DynamicJob,
+            page_hash=real.dynamic._tensor_hash_checksum,
             settings=real.sampler.ExLlamaV2Sampler.Settings,
         )
 

@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from tests.fakes.exllama_job import PAGE, FakeJob, FakePage, FakeSequence
+from tests.fakes.exllama_job import PAGE, FakeJob, FakePage, FakeSequence, page_hash
 
 PADDED_TO = 32
 
@@ -85,7 +85,7 @@ class FakeGenerator:
     def reset_page_table(self) -> None:
         """Forget every page."""
         self.faults.strike("reset_page_table")
-        self.all_pages = [FakePage(object(), serial) for serial in range(self.max_pages)]
+        self.all_pages = [FakePage(self, object(), serial) for serial in range(self.max_pages)]
         self.unreferenced_pages = {page.phash: page for page in self.all_pages}
         self.referenced_pages: dict[object, FakePage] = {}
         self.access_serial = self.max_pages
@@ -97,10 +97,10 @@ class FakeGenerator:
     def enqueue(self, job: FakeJob) -> int:
         """Take a job; asserts that it could fit."""
         self.faults.strike("enqueue")
+        job.prepare_for_queue(self, 0)
         needed = sum(self._pages_of(job, seq) for seq in job.sequences)
         assert needed <= self.max_pages, f"Job requires {needed} pages (only {self.max_pages} available)"
         assert len(job.sequences) <= self.max_batch_size, "Job requires a minimum batch size"
-        job.generator = self
         self.pending_jobs.append(job)
         return 0
 
@@ -118,7 +118,7 @@ class FakeGenerator:
         results: list[dict[str, Any]] = []
         self._start(results)
         for job in self.active_jobs:
-            self._prefill(job, results)
+            job.prefill(results)
         self.faults.strike("prefilled")
         ready = [job for job in self.active_jobs if job.is_prefill_done()]
         for job in ready:
@@ -140,8 +140,8 @@ class FakeGenerator:
             logits = torch.full((len(job.sequences), 1, padded), -30.0)
             for row, seq in enumerate(job.sequences):
                 logits[row, 0, : self.vocab_size] = self.logits(seq.sequence_ids.ids, self.vocab_size)
-            token = int(job.receive_logits(logits)[0].item())
-            if job.receive_sample(token, results):
+            ended, _ = job.receive_sample(logits, *job.receive_logits(logits), results, position == 0)
+            if ended:
                 return True
             if position < self.num_draft_tokens:
                 if job.new_tokens % 3 == 0:
@@ -155,7 +155,7 @@ class FakeGenerator:
         for job in list(self.pending_jobs):
             places = sum(len(each.sequences) for each in self.active_jobs)
             new_pages = sum(
-                self._pages_of(job, seq) - sum(phash in self.referenced_pages for phash in seq.hashes())
+                self._pages_of(job, seq) - sum(phash in self.referenced_pages for phash in seq.page_hashes)
                 for seq in job.sequences
             )
             if places + len(job.sequences) > self.max_batch_size or new_pages > len(self.unreferenced_pages):
@@ -167,15 +167,19 @@ class FakeGenerator:
                 each.skips += 1
             self.pending_jobs.remove(job)
             self.active_jobs.append(job)
-            for seq in job.sequences:
-                self._allocate(job, seq)
+            job.allocate_pages()
             results.append(job.result("started"))
+
+    def allocate(self, job: FakeJob) -> None:
+        """Take a job's pages, found ones first."""
+        for seq in job.sequences:
+            self._allocate(job, seq)
 
     def _pages_of(self, job: FakeJob, seq: FakeSequence) -> int:
         return -(-(len(seq.sequence_ids) + job.max_new_tokens) // PAGE)
 
     def _allocate(self, job: FakeJob, seq: FakeSequence) -> None:
-        hashes = seq.hashes()
+        hashes: list[object] = [*seq.page_hashes]
         hashes += [object() for _ in range(self._pages_of(job, seq) - len(hashes))]
         seq.allocated_pages = [self._take(phash) for phash in hashes]
         for page in seq.allocated_pages:
@@ -190,7 +194,7 @@ class FakeGenerator:
         if page is None:
             page = min(self.unreferenced_pages.values(), key=lambda each: each.access_serial)
             del self.unreferenced_pages[page.phash]
-            page.phash, page.kv_position = phash, 0
+            page.phash, page.prev_hash, page.kv_position = phash, None, 0
         self.unreferenced_pages.pop(phash, None)
         self.referenced_pages[phash] = page
         self.access_serial += 1
@@ -198,7 +202,8 @@ class FakeGenerator:
         page.ref_count += 1
         return page
 
-    def _prefill(self, job: FakeJob, results: list[dict[str, Any]]) -> None:
+    def prefill(self, job: FakeJob, results: list[dict[str, Any]]) -> None:
+        """Compute a chunk of what a job knows."""
         moved = False
         for seq in job.sequences:
             assert seq.allocated_pages is not None
@@ -220,7 +225,9 @@ class FakeGenerator:
         index = (seq.kv_position - 1) // PAGE
         page = seq.allocated_pages[index]
         page.kv_position = seq.kv_position - index * PAGE
-        phash = tuple(seq.sequence_ids.ids[: (index + 1) * PAGE])
+        before = seq.allocated_pages[index - 1].phash if index else None
+        assert before is None or isinstance(before, bytes)
+        phash = page_hash(seq.sequence_ids.torch_slice(index * PAGE, (index + 1) * PAGE), before)
         if page.kv_position == PAGE and phash not in self.referenced_pages:
             self.unreferenced_pages.pop(phash, None) and self._refill()
             del self.referenced_pages[page.phash]

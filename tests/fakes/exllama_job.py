@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,12 @@ from torch import Tensor
 
 PAGE = 256
 """Tokens per page."""
+
+
+def page_hash(ids: Tensor, before: bytes | None) -> bytes:
+    """The library's: of a page's ids [1, PAGE] and of the page before it, None before the first."""
+    return hashlib.blake2b((before or b"") + ids.numpy().tobytes(), digest_size=16).digest()
+
 
 HOLDING = 0xFF
 """The one token whose text is a stray \ufffd."""
@@ -127,15 +134,37 @@ class FakeIds:
         """[1, tokens]."""
         return torch.tensor([self.ids])
 
+    def torch_slice(self, a: int, b: int) -> Tensor:
+        """[1, b - a]."""
+        return torch.tensor([self.ids[a:b]])
+
 
 @dataclass(eq=False)
 class FakePage:
-    """One KV page: the hash of what it holds, who holds it, and how much of it is computed."""
+    """One KV page: the hash of what it holds and of the page before it, who holds it, and how much is computed."""
 
+    generator: Any
     phash: object
     access_serial: int
+    prev_hash: object = None
     ref_count: int = 0
     kv_position: int = 0
+
+    def update_hash(self, newhash: bytes) -> None:
+        """Be found by another hash; held and full."""
+        assert self.ref_count > 0
+        assert self.kv_position == PAGE
+        del self.generator.referenced_pages[self.phash]
+        assert newhash not in self.generator.referenced_pages
+        self.phash = newhash
+        self.generator.referenced_pages[newhash] = self
+
+    def clear(self) -> None:
+        """Forget what it holds; free."""
+        assert self.ref_count == 0
+        del self.generator.unreferenced_pages[self.phash]
+        self.phash, self.prev_hash, self.kv_position = object(), None, 0
+        self.generator.unreferenced_pages[self.phash] = self
 
 
 @dataclass(eq=False)
@@ -145,11 +174,7 @@ class FakeSequence:
     sequence_ids: FakeIds
     kv_position: int = 0
     allocated_pages: list[FakePage] | None = None
-
-    def hashes(self) -> list[object]:
-        """Of the full pages of all tokens but the last."""
-        ids = self.sequence_ids.ids
-        return [tuple(ids[: (page + 1) * PAGE]) for page in range((len(ids) - 1) // PAGE)]
+    page_hashes: list[bytes] = field(default_factory=list)
 
 
 class FakeJob:
@@ -180,12 +205,31 @@ class FakeJob:
         self.return_top_tokens = return_top_tokens
         self.identifier = identifier
         self.generator: Any = None
+        self.all_unique_hashes: list[bytes] = []
         self.skips = 0
         self.new_tokens = 0
         self.held_text = ""
         self.held_ids: list[int] = []
         self.cached_pages = self.cached_tokens = 0
         self.accepted_draft_tokens = self.rejected_draft_tokens = 0
+
+    def prepare_for_queue(self, generator: Any, serial_number: int) -> None:
+        """Hash the full pages of all tokens but the last."""
+        self.generator = generator
+        for seq in self.sequences:
+            seq.page_hashes, before = [], None
+            for page in range((len(seq.sequence_ids) - 1) // PAGE):
+                before = page_hash(seq.sequence_ids.torch_slice(page * PAGE, (page + 1) * PAGE), before)
+                seq.page_hashes.append(before)
+        self.all_unique_hashes = list({each for seq in self.sequences for each in seq.page_hashes})
+
+    def allocate_pages(self) -> None:
+        """Take pages, found ones first."""
+        self.generator.allocate(self)
+
+    def prefill(self, results: list[dict[str, Any]]) -> None:
+        """Compute a chunk of what is known."""
+        self.generator.prefill(self, results)
 
     def is_prefill_done(self) -> bool:
         """Whether all but the last token is computed."""
@@ -197,8 +241,20 @@ class FakeJob:
         ids = self.sequences[0].sequence_ids.torch()[0]
         return sample(logits, self.gen_settings, ids, self.rng.random(), self.return_top_tokens)
 
-    def receive_sample(self, token: int, results: list[dict[str, Any]]) -> bool:
-        """Take the token in; True where the job ends with it."""
+    def receive_sample(
+        self,
+        logits: Tensor | None,
+        next_token: Tensor | None,
+        next_k_tokens: Tensor | None,
+        next_k_probs: Tensor | None,
+        next_prob: Tensor | None,
+        filter_eos: bool | None,
+        results: list[dict[str, Any]],
+        first_sample_in_sd_batch: bool = True,
+    ) -> tuple[bool, Tensor]:
+        """Take the token [1, 1] in; whether the job ends with it, and the token."""
+        assert next_token is not None
+        token = int(next_token.item())
         self.new_tokens += 1
         for seq in self.sequences:
             seq.sequence_ids.ids.append(token)
@@ -214,7 +270,7 @@ class FakeJob:
         if eos:
             result |= {"eos_reason": "max_new_tokens", "new_tokens": self.new_tokens}
         results.append(result)
-        return eos
+        return eos, next_token
 
     def result(self, stage: str, *, eos: bool = False, **fields: object) -> dict[str, Any]:
         """A result of this job."""

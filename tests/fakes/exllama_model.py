@@ -309,6 +309,7 @@ def fake_library(gpus: FakeGpus, *, attention: str = "triton", **changes: Any) -
         "tokenizer": FakeTokenizer,
         "generator": FakeDynamicGenerator,
         "job": None,
+        "page_hash": None,
         "settings": None,
         "lora": FakeLora,
         "attention": attention,

@@ -219,6 +219,23 @@ def test_a_request_that_cannot_be_made_for_the_new_model_ends_alone(tmp_path: Pa
     play(scene, room=1, max_prompts=1)
 
 
+@pytest.mark.parametrize(("successor", "shared"), [("a", 3), ("b", 0)])
+def test_a_prompt_made_anew_shares_no_system_prompt(tmp_path: Path, successor: str, shared: int) -> None:
+    """How many tokens that is was said of the tokens of the first model."""
+
+    async def scene(engine: Engine, machine: Machine) -> None:
+        await engine.load(named(tmp_path, "a"))
+        request = msgspec.structs.replace(encode("waits"), tenant="alice", shared_tokens=3)
+        running, waiting = engine.submit(ask("runs")), engine.submit(request)
+        moved = engine._desk.live[waiting.request_id]
+        await engine.load(named(tmp_path, successor, max_model_len=500))
+        assert await answered(waiting, request) == 8
+        assert (moved.cache_scope, moved.shared_tokens) == ("5:alice", shared)
+        assert (await read(running)).last.finish == "length"
+
+    play(scene, room=1, max_prompts=1, prefix_sharing="system")
+
+
 # -- prompts that take a while to be made for the new model -----------------------------------------------------------
 
 

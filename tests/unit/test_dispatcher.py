@@ -279,6 +279,26 @@ def test_a_prefix_is_found_where_the_same_version_of_its_adapter_computed_it() -
         assert [worker for _, worker in assigned(dispatcher, 0, 1)] == [holder]
 
 
+def test_a_prefix_is_found_where_a_request_of_its_scope_computed_it() -> None:
+    for scope, holder in (("alice", "w1"), ("bob", "w0")):
+        dispatcher = holding("w1", [], "w0")
+        report(dispatcher, "w1", added=page_keys(SALT, PREFIX, PAGE, "", "alice"))
+        dispatcher.add(make_request([*PREFIX, 1], cache_scope=scope))
+        assert [worker for _, worker in assigned(dispatcher, 0, 1)] == [holder]
+
+
+def test_requests_of_different_scopes_that_arrive_together_do_not_follow_each_other() -> None:
+    dispatcher = queued(*(make_request([*PREFIX, n], cache_scope=f"key {n}") for n in range(3)))
+    assert len({worker for _, worker in assigned(dispatcher, 0, 0, 0)}) == 3
+
+
+def test_a_system_prompt_that_scopes_share_is_found_where_another_scope_computed_it() -> None:
+    dispatcher = holding("w1", [], "w0")
+    report(dispatcher, "w1", added=page_keys(SALT, PREFIX, PAGE, "", "alice", len(PREFIX)))
+    dispatcher.add(make_request([*PREFIX, 1], cache_scope="bob", shared_tokens=len(PREFIX)))
+    assert [worker for _, worker in assigned(dispatcher, 0, 1)] == ["w1"]
+
+
 def test_a_forgotten_worker_holds_no_prefix() -> None:
     dispatcher = holding("w1", PREFIX, "w0")
     dispatcher.forget_worker("w1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from console.planning.comparing import Answer, Comparison, Run, validation_text
@@ -84,6 +85,15 @@ def test_steps_take_their_time_however_long_what_is_between_them_takes(look_s: f
     asks = [Ask(at_s=0.0, prompt_tokens=40, output_tokens=8) for _ in range(3)]
     expected_s = simulate(CLUSTER, TraceDemand(asks)).seconds
     assert time.now - began_s == pytest.approx(expected_s, rel=0.05)
+
+
+def test_a_prompt_is_found_again_within_its_scope() -> None:
+    backend = loaded(Time())
+    found = []
+    for number, scope in enumerate(("alice", "bob", "alice")):
+        backend.submit(msgspec.structs.replace(request(0), id=str(number), cache_scope=scope))
+        found += [event.cached_tokens for event in backend.step() if event.cached_tokens is not None]
+    assert found == [0, 0, 32]
 
 
 def test_idle_time_is_not_made_up_for() -> None:

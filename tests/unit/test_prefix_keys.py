@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from engine.backends.prefix import SHORT_BYTES, PageHash, page_keys, short
 from engine.backends.torch.pages import PagePool
+from engine.backends.torch.scheduler import Scheduler
+from engine.backends.torch.sequences import Sequence
 
 SALT = b"salt"
 tokens = st.lists(st.integers(0, 2**31), max_size=40)
@@ -40,6 +42,44 @@ def test_pages_computed_with_an_adapter_have_other_keys() -> None:
     keys = {tuple(page_keys(SALT, [1, 2, 3, 4], 2, adapter)) for adapter in ("", "a", "b")}
     assert len(keys) == 3
     assert len({key for chain in keys for key in chain}) == 6
+
+
+scopes = st.text(min_size=1, max_size=6)
+names = st.text("ab\0", max_size=3)
+
+
+@given(st.tuples(names, names), st.tuples(names, names))
+def test_pages_are_the_same_where_adapter_and_scope_both_are(one: tuple[str, str], other: tuple[str, str]) -> None:
+    left, right = (set(page_keys(SALT, range(8), 2, adapter, scope)) for adapter, scope in (one, other))
+    assert left == right if one == other else not left & right
+
+
+@given(tokens, scopes, scopes, st.integers(0, 40), st.integers(0, 40), st.integers(1, 9))
+def test_scopes_share_the_pages_that_both_declare_shared_and_no_others(
+    ids: list[int], one: str, other: str, first: int, second: int, size: int
+) -> None:
+    left, right = page_keys(SALT, ids, size, "", one, first), page_keys(SALT, ids, size, "", other, second)
+    alike = one == other and first // size == second // size
+    assert [x == y for x, y in zip(left, right, strict=True)] == [
+        alike or page < min(first, second) // size for page in range(len(left))
+    ]
+
+
+@given(st.lists(st.integers(0, 2**31), min_size=1, max_size=40), scopes, st.integers(0, 40), st.integers(1, 9))
+def test_a_scheduler_names_the_pages_of_a_scope_as_the_dispatcher_does(
+    ids: list[int], scope: str, shared: int, size: int
+) -> None:
+    scheduler = Scheduler(PagePool(50, size, SALT), max_prompts=1, step_tokens=64, max_model_len=64)
+    scheduler.submit(Sequence("a", [*ids], len(ids), adapter="tuned", cache_scope=scope, shared_tokens=shared))
+    scheduler.commit(scheduler.plan(), [[1]])
+    assert {*scheduler.pool.take_changes().added} == {*page_keys(SALT, ids, size, "tuned", scope, shared)}
+
+
+def test_a_scope_that_reads_like_the_page_before_it_is_not_taken_for_one() -> None:
+    pages = PageHash(SALT)
+    root = pages.root("tuned")
+    assert pages.scoped(root, "a") != pages.scoped(b"", root.decode("latin-1") + "a")
+    assert pages.scoped(b"", "a") != pages.key(b"", [0])
 
 
 def test_an_adapters_name_that_reads_like_a_page_is_not_taken_for_one() -> None:

@@ -184,6 +184,15 @@ async def test_an_slo_and_the_price_of_energy_are_used_at_once(config: Path) -> 
     await runtime.engine.close(drain_s=0.0)
 
 
+async def test_who_shares_prefixes_is_changed_at_once(config: Path) -> None:
+    runtime = running(config)
+    assert runtime.engine.prefix_sharing == "key"
+    saved = await runtime.saved.save("prefix_sharing", "system")
+    assert (saved.value, saved.when, saved.waits) == ("system", "now", False)
+    assert runtime.engine.prefix_sharing == "system"
+    assert running(config, {"prefix_sharing": "all"}).engine.prefix_sharing == "all"
+
+
 async def test_a_faster_screen_gets_snapshots_as_often_and_a_slower_one_no_fewer(config: Path) -> None:
     runtime = running(config, {"refresh_hz": "10"})
     assert runtime.engine.publish_s == 0.1

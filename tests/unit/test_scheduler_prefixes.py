@@ -57,6 +57,30 @@ def test_sequences_under_different_adapters_share_no_page() -> None:
     assert [seq.cached_tokens for seq in s.running] == [0, 0, 8]
 
 
+def test_sequences_of_different_scopes_share_the_pages_that_both_declare_shared() -> None:
+    s = scheduler(page_tokens=4)
+    for name, scope, shared in (("a", "alice", 0), ("b", "bob", 7), ("c", "carol", 6), ("d", "bob", 7), ("e", "", 0)):
+        s.submit(Sequence(name, list(range(14)), 14, cache_scope=scope, shared_tokens=shared))
+        step(s)
+    assert [seq.cached_tokens for seq in s.running] == [0, 0, 4, 12, 4]
+
+
+def test_an_answer_is_a_prefix_for_its_own_scope_alone() -> None:
+    s = scheduler(page_tokens=4)
+    first = Sequence("a", list(range(6)), 6, cache_scope="alice", shared_tokens=6)
+    s.submit(first)
+    for _ in range(7):
+        step(s)
+    s.remove(first)
+    found = {}
+    for scope in ("bob", "alice"):
+        turn = Sequence(scope, [*first.token_ids, 99, 98], first.known + 2, cache_scope=scope, shared_tokens=6)
+        s.submit(turn)
+        step(s)
+        found[scope] = turn.cached_tokens
+    assert found == {"bob": 4, "alice": 12}
+
+
 def test_tokens_not_computed_yet_are_no_prefix_for_others() -> None:
     s = scheduler(page_tokens=4)
     submit(s, "a", 9, first=1)

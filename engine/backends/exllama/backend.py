@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from engine.backends.exllama.loaders import ImportLibrary, LoadParts, Report, lo
 from engine.backends.exllama.parts import LoadedParts
 from engine.backends.exllama.sampling import refuse_unsupported
 from engine.backends.faults import device_is_lost, ends_worker, is_out_of_memory, reason
+from engine.backends.prefix import PageHash
 from engine.config import AdapterSpec, ModelSpec, SamplingParams
 from engine.errors import InvalidRequest, LoadCancelled, ModelLoadFailed, WorkerFailed
 
@@ -48,6 +50,7 @@ class ExllamaBackend:
         self._parts: LoadedParts | None = None
         self._generator: Any = None
         self._limits: Limits | None = None
+        self._pages = PageHash(os.urandom(32))
         self._max_prompts = 1
         self._prompts_limit = 0
         self._line = Line()
@@ -219,6 +222,7 @@ class ExllamaBackend:
             new_tokens=new_tokens if request.params.mirostat else min(new_tokens, LEASE_TOKENS),
             draft_tokens=self._limits.draft_tokens,
             vocab_size=self._limits.vocab_size,
+            root=self._pages.scoped(b"", request.cache_scope),
             mask=self._masks.get(request.id),
         )
         self._generator.enqueue(job.handle)

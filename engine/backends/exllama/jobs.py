@@ -9,6 +9,7 @@ import torch
 
 from engine.backends.base import BackendRequest, TokenMask
 from engine.backends.exllama.bias import TokenBias
+from engine.backends.exllama.cache_scope import CacheScope
 from engine.backends.exllama.choosing import Choosing, Chosen
 from engine.backends.exllama.draws import Draws
 from engine.backends.exllama.parts import PAGE_TOKENS, Library
@@ -18,6 +19,7 @@ from engine.backends.exllama.sampling import settings_of, uses_xtc
 class Job:
     """A job that has been made, and how far it is. Text, stop strings and end tokens are not the library's here.
 
+    root: as in CacheScope.
     handle: the library's job.   identifier: what its results carry.
     """
 
@@ -29,6 +31,7 @@ class Job:
         new_tokens: int,
         draft_tokens: int,
         vocab_size: int,
+        root: bytes = b"",
         mask: TokenMask | None = None,
     ) -> None:
         params = request.params
@@ -44,6 +47,7 @@ class Job:
             return_top_tokens=min(int(1 / params.xtc_threshold), vocab_size) if uses_xtc(params) else 0,
             identifier=request.id,
         )
+        CacheScope(self.handle, library.page_hash, root)
         if mask is not None:
             mask.restart(request.generated)
         self._choosing = Choosing(

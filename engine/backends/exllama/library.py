@@ -83,6 +83,7 @@ def library_of_modules() -> Library:
     """The classes of the imported package, under our names."""
     package = importlib.import_module(PACKAGE)
     generator = importlib.import_module(f"{PACKAGE}.generator")
+    dynamic = importlib.import_module(f"{PACKAGE}.generator.dynamic")
     library = Library(
         config=package.ExLlamaV2Config,
         model=package.ExLlamaV2,
@@ -96,6 +97,7 @@ def library_of_modules() -> Library:
         tokenizer=package.ExLlamaV2Tokenizer,
         generator=generator.ExLlamaV2DynamicGenerator,
         job=generator.ExLlamaV2DynamicJob,
+        page_hash=dynamic._tensor_hash_checksum,
         settings=generator.ExLlamaV2Sampler.Settings,
         lora=package.ExLlamaV2Lora,
         attention="",

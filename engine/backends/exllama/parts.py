@@ -20,6 +20,7 @@ MAX_Q_SIZE = 8
 class Library:
     """The library's classes, imported. The fields are named after what they are, not after the library's names.
 
+    page_hash: how pages of the cache are known (see `cache_scope`).
     caches: by bits per element (16, 8, 6, 4).  cache_tp: wraps one of them for tensor parallelism.
     attention, attention_reason: as in LoadedModel.
     engage: (config, wanted attention, GPU numbers) -> this library, computing with the attention that fits them; None
@@ -33,6 +34,7 @@ class Library:
     tokenizer: Any
     generator: Any
     job: Any
+    page_hash: Any
     settings: Any
     lora: Any
     attention: str

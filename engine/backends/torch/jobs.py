@@ -36,6 +36,8 @@ class Job:
             [*request.prompt_ids, *request.generated],
             prompt_tokens=prompt_tokens,
             adapter=adapter.key if adapter is not None else "",
+            cache_scope=request.cache_scope,
+            shared_tokens=request.shared_tokens,
             answers=most != 0,
             limit=prompt_tokens + most if most is not None else None,
             tell=telling.until if telling is not None else 0,

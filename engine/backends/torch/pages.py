@@ -54,6 +54,10 @@ class PagePool:
         """What the first page of a sequence comes after."""
         return self._hash.root(adapter)
 
+    def scoped(self, parent: PageKey, scope: str) -> PageKey:
+        """Return the key that the first page of `scope` comes after, where `parent` is the page before it or `root`."""
+        return self._hash.scoped(parent, scope)
+
     def key(self, parent: PageKey, token_ids: Sequence[int]) -> PageKey:
         """Name of a full page: equal keys mean equal prefixes."""
         return self._hash.key(parent, token_ids)

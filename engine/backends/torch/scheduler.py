@@ -268,6 +268,8 @@ class Scheduler:
         while len(keys) <= index:
             start = len(keys) * size
             parent = keys[-1] if keys else self.pool.root(sequence.adapter)
+            if len(keys) == sequence.shared_tokens // size:
+                parent = self.pool.scoped(parent, sequence.cache_scope)
             keys.append(self.pool.key(parent, sequence.token_ids[start : start + size]))
         return keys[index]
 

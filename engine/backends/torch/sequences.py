@@ -21,6 +21,7 @@ class Sequence:
     cached_tokens: prompt tokens found in the prefix cache when first admitted; None before that.
     resumed: see BackendRequest.
     adapter: key of the LoRA adapter that it computes with, "" for none; pages are shared within one key alone.
+    cache_scope, shared_tokens: as in BackendRequest.
     answers: whether tokens are wanted; else it ends with its prompt computed.
     stay: number of this stay in the pages, which no other has; 0 while it holds none, or is guessed for.
     limit: how many tokens are known when its answer is as long as it may be; None for nothing but the context.
@@ -38,6 +39,8 @@ class Sequence:
     remembered: int = 0
     cached_tokens: int | None = None
     adapter: str = ""
+    cache_scope: str = ""
+    shared_tokens: int = 0
     answers: bool = True
     limit: int | None = None
     tell: int = 0

@@ -45,6 +45,8 @@ class ExLlamaV2Sampler:
     class Settings: pass
 """
 
+DYNAMIC = "def _tensor_hash_checksum(tensor, prev_hash): pass\n"
+
 
 def none(progress: LoadProgress) -> None:
     """A report that nobody hears."""
@@ -59,6 +61,7 @@ class Package:
         files = {
             "__init__": LIBRARY,
             "generator/__init__": GENERATOR,
+            "generator/dynamic": DYNAMIC,
         }
         for name, text in files.items():
             path = self.folder / "exllamav2" / f"{name}.py"
