@@ -33,6 +33,9 @@ _NAMES = {
 }
 """What config.json calls a size, by the model's maker."""
 
+_MAX_NUMBERS = 2**54
+"""Weights of a model, or numbers of a context: ten thousand times the largest."""
+
 _COUNTED = (*_NAMES["layers"], "num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -73,6 +76,7 @@ def _read_folder(folder: Path, backend: BackendKind) -> ModelFacts:
     tensors = read_headers(files)
     shape = _shape(folder, config, tensors)
     parts = divide(tensors, shape.layers, quantised_bits(config)) if tensors else _expected_parts(shape)
+    _refuse_beyond_machines(folder, shape, parts)
     packed = any(name.endswith((".q_weight", ".qweight")) for name in tensors)
     return ModelFacts(
         path=folder,
@@ -83,6 +87,18 @@ def _read_folder(folder: Path, backend: BackendKind) -> ModelFacts:
         tied=not parts.head.elements or (shape.tie_embeddings and not parts.packed_head),
         stamp=_stamp(files),
     )
+
+
+def _refuse_beyond_machines(folder: Path, shape: ModelConfig, parts: ModelParts) -> None:
+    """Raise UnsupportedModel for weights, or keys and values of one context, that no machine could hold: each size may
+    be plausible, but whoever plans with their products should be able to tell others of them."""
+    weights = sum(part.elements for part in (parts.embedding, *parts.layers, parts.norm, parts.head))
+    context = shape.layers * shape.kv_heads * shape.head_dim * shape.max_model_len
+    for what, numbers in (("weights", weights), ("keys and values of a context", context)):
+        if numbers > _MAX_NUMBERS:
+            raise UnsupportedModel(
+                f"{folder} describes a model whose {what} are {numbers:.1e} numbers", limit=_MAX_NUMBERS
+            )
 
 
 def _read_config(folder: Path) -> Mapping[str, object]:

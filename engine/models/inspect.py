@@ -15,7 +15,7 @@ from engine.backends.torch.model_config import read_model_config
 from engine.backends.torch.quant.declared import FP8_KINDS, FP8_SCALES, method_of_words, read_quantisation
 from engine.config import BackendKind, quoted
 from engine.errors import UnsupportedModel
-from engine.models.catalog import ModelEntry
+from engine.models.catalog import MAX_COUNT, ModelEntry
 from engine.models.files import file_names, problem_with, read_json_object
 from engine.models.headers import TensorHeader, read_headers, weight_files
 from engine.models.parts import elements
@@ -25,9 +25,6 @@ _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 _FLOATS |= {"F8_E4M3": "float8_e4m3", "F8_E5M2": "float8_e5m2"}
 _MIN_BITS, _MAX_BITS = 0.1, 64
 """Per quantised weight. Methods go from 1 to 16; others would make more weights of a tensor than there can be."""
-
-_MAX_COUNT = 2**63 - 1
-"""Of bytes and parameters, in an entry: what other processes can be told. A sparse file may have as many bytes."""
 
 _READABLE = ("bfloat16", "float16", "float32")
 
@@ -104,7 +101,7 @@ def _safetensors(path: Path) -> list[Path]:
 
 
 def _stored_bytes(files: Iterable[Path]) -> int:
-    return min(_MAX_COUNT, sum(file.stat().st_size for file in files))
+    return min(MAX_COUNT, sum(file.stat().st_size for file in files))
 
 
 def _count_weights(tensors: Mapping[str, TensorHeader], bits: float | None) -> _Weights:
@@ -113,7 +110,7 @@ def _count_weights(tensors: Mapping[str, TensorHeader], bits: float | None) -> _
         if tensor.dtype in _FLOATS:
             plain_bytes[_FLOATS[tensor.dtype]] += tensor.stored_bytes
     return _Weights(
-        parameters=min(_MAX_COUNT, sum(elements(name, tensors, bits) for name in tensors)),
+        parameters=min(MAX_COUNT, sum(elements(name, tensors, bits) for name in tensors)),
         dtype=next((dtype for dtype, _ in plain_bytes.most_common(1)), ""),
         packing=next((method for name in tensors if (method := _packing(name, tensors))), ""),
     )

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from console.cli import main
 from console.estimate import as_text, estimate_for
 from console.settings import Settings
 from engine.backends.torch.runner import ModelRunner
@@ -22,6 +23,7 @@ from engine.estimate import Estimate, estimate
 from engine.facts import read_facts
 from engine.models.resolve import resolve
 from engine.snapshot import DeviceReading
+from tests.fakes.hostile_folders import FOLDERS
 from tests.fakes.model_folders import write_model
 from tests.unit.test_cli import ericllm
 
@@ -176,6 +178,18 @@ def test_what_cannot_be_estimated_is_one_line_and_exit_code_2(
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_every_hostile_folder_is_told_of_in_a_line_and_never_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, (name, (spoil, _)) in enumerate(FOLDERS.items()):
+        folder = write_model(tmp_path / f"hostile{number}")
+        spoil(folder)
+        assert main(["estimate", str(folder), "--devices", "sim:8"]) in (1, 2), name
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err, name
+        assert "cannot be loaded: " in said.out or said.err.count("\n") == 1, name
 
 
 def test_a_synthetic_model_is_estimated_without_being_made(tmp_path: Path) -> None:

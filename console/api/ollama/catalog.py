@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
 
 from console.api.tools.formats import format_of
+from engine.config import quoted
 from engine.errors import EngineError
-from engine.models.catalog import ModelEntry
-from engine.models.files import read_json_object
+from engine.models.catalog import ModelEntry, is_count
+from engine.models.files import file_names, read_json_object
 from engine.models.inspect import inspect
 from engine.snapshot import ModelReading
 from engine.text.folder import TokenizerFolder
@@ -30,6 +33,9 @@ _SHAPE = {
     "vocab_size": "vocab_size",
 }
 """Ollama's names for what config.json says."""
+
+_LAST_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+"""The latest day that can be written; a file may say that it changed later."""
 
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
@@ -150,7 +156,7 @@ def _details(reading: ModelReading, entry: ModelEntry) -> Details:
 def _model_info(folder: Path, entry: ModelEntry, reading: ModelReading) -> dict[str, object]:
     config = _config(folder)
     family = _family(config)
-    numbers = {f"{family}.{name}": config[key] for name, key in _SHAPE.items() if isinstance(config.get(key), int)}
+    numbers = {f"{family}.{name}": value for name, key in _SHAPE.items() if is_count(value := config.get(key))}
     return {
         "general.architecture": family,
         "general.parameter_count": _parameter_count(reading, entry),
@@ -174,7 +180,7 @@ def _parameters(folder: Path) -> str:
 
 
 def _family(config: Mapping[str, object]) -> str:
-    return str(config.get("model_type") or "unknown")
+    return quoted(config.get("model_type") or "unknown")
 
 
 def _config(folder: Path) -> Mapping[str, object]:
@@ -196,11 +202,22 @@ def _tokenizer_folder(folder: Path) -> TokenizerFolder:
 
 def _stamp(folder: Path) -> tuple[str, str]:
     """When the model's files changed last, and a digest of their names, sizes and times."""
-    files = sorted(path for path in folder.glob("*") if path.suffix in (".json", ".safetensors"))
-    stats = [(path.name, path.stat()) for path in files]
+    stats = list(_stats(folder))
     digest = hashlib.sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode())
     latest = max((stat.st_mtime for _, stat in stats), default=0.0)
-    return _written(datetime.fromtimestamp(latest, UTC)), digest.hexdigest()
+    return _written(datetime.fromtimestamp(min(max(latest, 0.0), _LAST_S), UTC)), digest.hexdigest()
+
+
+def _stats(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """The model's files by name, without those that are not there behind their link."""
+    try:
+        names = file_names(folder)
+    except (OSError, EngineError):
+        return
+    for name in names:
+        if name.endswith((".json", ".safetensors")):
+            with suppress(OSError):
+                yield name, (folder / name).stat()
 
 
 def _in_words(parameters: int) -> str:

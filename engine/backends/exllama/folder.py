@@ -76,10 +76,10 @@ def read_folder(path: Path, tensors: Mapping[str, TensorHeader] | None = None) -
 
     Raises UnsupportedModel, UnsafeWeights or ModelLoadFailed with what is wrong with it.
     """
-    refuse_links(path)
     config = read_json_object(path / "config.json")
     if not config:
         raise UnsupportedModel(f"{path} has no config.json, so it is no model folder")
+    refuse_links(path)
     architecture = _architecture(config)
     quantisation, dtype = _quantisation(config)
     theta = _rope_theta(config)

@@ -90,6 +90,16 @@ def test_what_is_quantised_already_is_refused(tiny: Path, tmp_path: Path) -> Non
         quantize_folder(tmp_path / "once", tmp_path / "twice", bits=4.0)
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "LICENSE", "model.safetensors"])
+def test_a_file_from_outside_of_the_folder_is_not_copied(tiny: Path, tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    (tiny / name).rename(outside) if (tiny / name).exists() else outside.write_text("sk-of-the-operator")
+    (tiny / name).symlink_to("../outside")
+    with pytest.raises(UnsupportedModel, match="is a link that leads out of the folder"):
+        quantize_folder(tiny, tmp_path / "out", bits=4.0)
+    assert nothing_but(tmp_path, "tiny", "outside")
+
+
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
     source = make_tiny_model(tmp_path / "source", num_local_experts=8)
     with pytest.raises(UnsupportedModel, match="mixture of experts"):

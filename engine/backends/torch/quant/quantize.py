@@ -29,6 +29,7 @@ from engine.backends.torch.quant.target import (
 )
 from engine.backends.torch.quant.widths import GROUP_SIZES, WIDTHS, MatrixShape, average_bits, least_bits, plan_widths
 from engine.errors import InvalidRequest, LoadCancelled
+from engine.models.files import open_file
 
 HALF_BITS = 16
 HEAD_BITS = (*WIDTHS, HALF_BITS)
@@ -201,7 +202,7 @@ class _Quantiser:
     def _read(self, name: str) -> Tensor:
         file = self.model.tensors[name].file
         try:
-            with safe_open(file, framework="pt") as opened:
+            with open_file(file) as stream, safe_open(f"/dev/fd/{stream.fileno()}", framework="pt") as opened:
                 tensor: Tensor = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise QuantizeFailed(f"{file.name} in {file.parent} is damaged or cut short: {error}") from None

@@ -10,8 +10,9 @@ from engine.backends.torch.archs import ARCHITECTURES
 from engine.backends.torch.archs.base import Architecture, TensorNames
 from engine.backends.torch.archs.reading import positive
 from engine.backends.torch.quant.widths import ROW_STEP
+from engine.config import quoted
 from engine.errors import UnsupportedModel
-from engine.models.files import read_json_object
+from engine.models.files import read_json_object, refuse_links
 from engine.models.headers import TensorHeader, read_header, weight_files
 
 MAX_ROWS = 1 << 16
@@ -74,6 +75,7 @@ def open_source(folder: Path) -> SourceModel:
     config = read_json_object(folder / "config.json")
     if not config:
         raise UnsupportedModel(f"{folder} is no model folder: it has no config.json")
+    refuse_links(folder)
     tensors = {
         name: StoredTensor(file, header) for file in weight_files(folder) for name, header in read_header(file).items()
     }
@@ -113,7 +115,7 @@ def _linears(
     layers = config.get("num_hidden_layers")
     if not isinstance(layers, int) or layers < 1:
         raise UnsupportedModel(
-            f"config.json has num_hidden_layers = {layers!r}; it must be a whole number of at least 1"
+            f"config.json has num_hidden_layers = {quoted(layers)}; it must be a whole number of at least 1"
         )
     for number in range(layers):
         layer = names.layer.format(number)
@@ -166,7 +168,9 @@ def _refuse_quantised(config: Mapping[str, object], tensors: Mapping[str, Stored
     if declared is None and packed is None:
         return
     method = declared.get("quant_method") if isinstance(declared, dict) else None
-    raise UnsupportedModel(f"the weights are quantised already ({method or packed}); give the unquantised model")
+    raise UnsupportedModel(
+        f"the weights are quantised already ({quoted(method or packed)}); give the unquantised model"
+    )
 
 
 def _refuse_experts(config: Mapping[str, object], tensors: Mapping[str, StoredTensor]) -> None:

@@ -12,6 +12,7 @@ from typing import ClassVar
 import msgspec
 
 from engine.errors import EngineError, InvalidRequest
+from engine.models.files import open_file
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".onnx", ".index.json")
 _CONFIG = "config.json"
@@ -65,9 +66,10 @@ def companions(source: Path) -> list[Path]:
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy them."""
+    """Copy them. Raises UnsupportedModel for a link that leads out of `source`."""
     for file in companions(source):
-        shutil.copyfile(file, folder / file.name)
+        with open_file(file) as stream, (folder / file.name).open("xb") as copy:
+            shutil.copyfileobj(stream, copy)
 
 
 def write_config(config: Mapping[str, object], quantisation: Mapping[str, object], folder: Path) -> None:
