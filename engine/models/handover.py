@@ -121,22 +121,23 @@ class Handover:
 
     def _deliver(self) -> None:
         """Give what is held to the heir. An answer that has no room there beyond what it has is complete."""
-        heir = self.heir
-        held, self._held = self.held, []
-        coming = heir.handover
+        heir, coming = self.heir, self.heir.handover
         if coming is not None and coming.old is heir and heir.state not in ("ready", "draining"):
+            held, self._held = self.held, []
             coming.take(held, self)
             return
-        for request in held:
+        self._held = self.held
+        while self._held:  # what is still held keeps its adapters at the old model, also where one before it ends
+            request = self._held.pop(0)
             try:
                 if heir.gone.is_set() or not self._may_move(request, heir):
                     raise self._gone()
                 if request.prompt_of == heir.spec.path:
                     heir.fit(request)
-                    if request.adapter_key:
-                        heir.adapters.keep(request.adapter_key, self.old.adapters)
                 else:
                     heir.require_ready()
+                if request.adapter_key:
+                    heir.adapters.keep(request.adapter_key, self.old.adapters)
             except ContextLengthExceeded as error:
                 self._desk.cut(request, error.info)
             except EngineError as error:

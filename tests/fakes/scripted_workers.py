@@ -185,7 +185,8 @@ class ScriptedHost:
             )
             self._on_event(protocol.Loaded(model=self._model, load_s=0.1))
             for adapter in adapters:
-                self._attach(adapter)
+                if adapter.key not in self._leaving:  # detached meanwhile
+                    self._attach(adapter)
 
     def _take(self, request_id: str) -> None:
         request = self._submitted.pop(request_id, None)

@@ -354,6 +354,54 @@ def test_an_adapter_of_a_model_that_was_unloaded_meanwhile_is_not_attached(tmp_p
     play(scene)
 
 
+def test_an_adapter_stays_for_a_request_whose_prompt_is_being_made_again_as_its_model_is_replaced(
+    tmp_path: Path,
+) -> None:
+    async def scene(engine: Engine, machine: Machine) -> None:
+        await engine.load(named(tmp_path, "a"))
+        replaced = first_of(engine).key
+        await engine.load(named(tmp_path, "a", max_model_len=3000))
+        await until(lambda: [each.key for each in engine._models] != [replaced] and len(engine._models) == 1)
+        await engine.attach(AdapterSpec(name="polite", path=tmp_path))
+        request, other = encode("slow"), ask("y")
+        stream = engine.submit(
+            msgspec.structs.replace(slowly("slow", 60), key=replaced, model="a", adapter="polite", prompt_ids=[255])
+        )
+        key = engine._desk.live[stream.request_id].adapter_key
+        machine.stuck = {"a"}
+        loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=2000)))
+        await asyncio.sleep(5)
+        await engine.detach("polite", "a")
+        machine.stuck = set()
+        await loading
+        await answered(engine.submit(other), other)
+        assert await answered(stream, request, key) == 8
+
+    play(scene)
+
+
+def test_an_adapter_stays_for_a_request_that_moves_behind_one_that_is_too_long_to(tmp_path: Path) -> None:
+    async def scene(engine: Engine, machine: Machine) -> None:
+        await engine.load(named(tmp_path, "a"))
+        await engine.attach(AdapterSpec(name="polite", path=tmp_path))
+        running = await began(engine, ask("runs", max_tokens=3000))
+        request = ask("z", adapter="polite")
+        too_long, waiting = engine.submit(ask("x" * 300)), engine.submit(request)
+        key = engine._desk.live[waiting.request_id].adapter_key
+        machine.stuck = {"a"}
+        loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=200)))
+        await asyncio.sleep(5)
+        await engine.detach("polite", "a")
+        machine.stuck = set()
+        await loading
+        error = (await read(too_long)).last.error
+        assert error is not None and error.code == "context_length_exceeded"
+        assert await answered(waiting, request, key) == 8
+        assert (await read(running, patience_s=1e4)).last.finish == "length"
+
+    play(scene, max_prompts=1)
+
+
 # -- names --------------------------------------------------------------------------------------------------------
 
 
