@@ -260,6 +260,7 @@ class Deployment:
                 _log.exception("%s: the model's state could not be changed", self.spec.name)
                 await self._collapse(error)
         self._arrived(self._load_error or self._cancelled())
+        self.tokenizer = None  # whose chat template's process ends with its last user
         self.gone.set()
         self._context.changed()
 
@@ -346,8 +347,7 @@ class Deployment:
         if error is None:
             self._load_error = None
             self._go("ready", work.result())
-            if self.tokenizer is not None:
-                asyncio.get_running_loop().call_later(_WARM_UP_S, self.tokenizer.warm_up)
+            asyncio.get_running_loop().call_later(_WARM_UP_S, self._warm_up)
             if self.handover is not None:
                 self.handover.complete()
             return
@@ -360,6 +360,10 @@ class Deployment:
             self._fail(error.info)
         else:
             self._go("unloaded")
+
+    def _warm_up(self) -> None:
+        if self.tokenizer is not None:
+            self.tokenizer.warm_up()
 
     async def _bring_up(self) -> LoadedModel:
         """Read the folder, find places, start the workers, and wait for the first. Cancelled at any point, it leaves

@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
+from queue import PriorityQueue
 from typing import Any
 
 from engine.child_process import ROOT, child_environment, python_command
-from engine.errors import InvalidRequest
+from engine.errors import EngineError, InvalidRequest
 from engine.text.printable import printable
 from engine.text.template_protocol import LENGTH, OUT_OF_MEMORY, Answer
 
@@ -51,7 +53,8 @@ class ChatTemplate:
     """One template, which runs in a process of its own: a model's template is a program of unknown origin.
 
     The process starts with the first use, serves one rendering after another, and ends with this object. One that takes
-    too much is killed; the next rendering has a new one.
+    too much is killed; the next rendering has a new one. Of those that wait the shortest is next, so that the long
+    conversations of one client, however many, hold up no short ones of others.
     variables: what the template may use besides the messages, bos_token and eos_token among them.
     """
 
@@ -60,6 +63,8 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._limits = limits
         self._thread = ThreadPoolExecutor(1, "chat-template")
+        self._waiting: PriorityQueue[tuple[int, int, bytes, Future[str]]] = PriorityQueue()
+        self._order = count()
         self._process: _Process | None = None
         self._broken = ""
 
@@ -91,23 +96,45 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of `messages`, with `kwargs` as further variables; all are plain JSON.
 
-        Raises InvalidRequest with the template's own complaint, or where it fails or takes more than its limits.
+        Raises InvalidRequest with the template's own complaint, or where it fails or takes more than its limits, and
+        EngineError where this machine fails it.
         """
-        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools or None, "documents": None}
+        variables = {
+            **self._variables,
+            "messages": [message if type(message) is dict else dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools or None,
+            "documents": None,
+        }
         try:
-            return await asyncio.wrap_future(self._thread.submit(self._render, messages, variables | kwargs))
+            return await asyncio.wrap_future(self._answer(_packed("render", variables | kwargs)))
         except _Refused as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from None
+        except _Lost as error:
+            raise EngineError(f"the model's chat template could not be rendered: {error}") from None
         except _Failed as error:
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages: {error}", param="messages"
             ) from None
 
-    def _render(self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]) -> str:
-        turns = [dict(message) for message in messages]
-        return self._compiled().ask(("render", {**self._variables, "messages": turns, **variables}))
+    def _answer(self, job: bytes) -> Future[str]:
+        answer: Future[str] = Future()
+        self._waiting.put((len(job), next(self._order), job, answer))
+        self._thread.submit(self._answer_shortest)
+        return answer
+
+    def _answer_shortest(self) -> None:
+        """Do the shortest job that waits, unless nobody waits for its answer any more."""
+        _, _, job, answer = self._waiting.get_nowait()
+        try:
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(self._compiled().ask(job))
+        except BaseException as error:
+            answer.set_exception(error)
+        finally:
+            del answer  # it has the error, whose traceback leads here: nothing that is a cycle ends soon
 
     def _compiled(self) -> _Process:
         """The process, with the template in it. A template that cannot be compiled is not tried again."""
@@ -119,7 +146,7 @@ class ChatTemplate:
                 raise _Failed(self._broken)
             process = _Process(self._limits)
             try:
-                process.ask(("compile", self.source))
+                process.ask(_packed("compile", self.source))
             except _Failed as error:
                 self._broken = "" if isinstance(error, _Lost) else str(error)
                 raise
@@ -157,7 +184,7 @@ class _Process:
                 start_new_session=True,
             )
         except OSError as error:
-            raise _Failed(f"no process can be started for it ({error.strerror})") from error
+            raise _Lost(f"no process can be started for it ({error.strerror})") from error
         assert self._child.stdin is not None and self._child.stdout is not None
         self._jobs, self._answers = self._child.stdin.fileno(), self._child.stdout.fileno()
         os.set_blocking(self._jobs, False)
@@ -168,20 +195,16 @@ class _Process:
         """It takes no further job."""
         return self._child.poll() is not None
 
-    def ask(self, job: tuple[str, Any]) -> str:
-        """Return the text of the answer to a job.
+    def ask(self, job: bytes) -> str:
+        """Return the text of the answer to a packed job.
 
         Raises _Refused or _Failed; unless the template itself or the sandbox complained, the process has ended.
         """
-        try:
-            packed = marshal.dumps(job)
-        except ValueError:  # it takes all that JSON has but what is nested more deeply than any message
-            raise _Failed("they are nested too deeply") from None
         until_s = time.monotonic() + self._limits.wait_s
         try:
-            self._write(LENGTH.pack(len(packed)) + packed, until_s)
+            self._write(LENGTH.pack(len(job)) + job, until_s)
             [length] = LENGTH.unpack(self._read(LENGTH.size, until_s))
-            if length > self._limits.text_bytes + 4 * len(packed):
+            if length > self._limits.text_bytes + 4 * len(job):
                 raise _Failed(f"it makes a text of {length:,} bytes")
             answer = self._read(max(1, length), until_s)
             text = answer[1:].decode("utf-8", "surrogatepass")
@@ -221,6 +244,14 @@ class _Process:
         if status == OUT_OF_MEMORY:
             return _Failed(f"it takes more than {limits.memory_bytes / 2**20:g} MiB of memory beside them")
         return _Lost(f"its process ended with status {status}")
+
+
+def _packed(kind: str, value: Any) -> bytes:
+    """A job for the process."""
+    try:
+        return marshal.dumps((kind, value))
+    except ValueError:  # it takes all that JSON has but what is nested more deeply than any message
+        raise _Failed("they are nested too deeply") from None
 
 
 def _wait(descriptor: int, event: int, until_s: float) -> None:

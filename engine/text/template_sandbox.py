@@ -142,7 +142,7 @@ def main(cpu_s: float, memory_bytes: int) -> None:
     its own size explains, ends the process."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
     _read_ahead()
-    own_bytes = _address_space_bytes()
+    own_bytes, [_, max_possible] = _address_space_bytes(), resource.getrlimit(resource.RLIMIT_AS)
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
         resource.setrlimit(limit, (0, 0))
     jobs, answers, renderer = sys.stdin.buffer, sys.stdout.buffer, Renderer()
@@ -151,7 +151,9 @@ def main(cpu_s: float, memory_bytes: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         if own_bytes:
             max_bytes = own_bytes + memory_bytes + _BYTES_FOR_EACH * length
-            resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
+            if max_possible != resource.RLIM_INFINITY:
+                max_bytes = min(max_bytes, max_possible)
+            resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_possible))
         try:
             kind, text = renderer.answer(marshal.loads(jobs.read(length)))
             encoded = text.encode("utf-8", "surrogatepass")
@@ -166,7 +168,12 @@ def main(cpu_s: float, memory_bytes: int) -> None:
 def _read_ahead() -> None:
     """Have Python read what it reads at first use: codecs, time zones, modules."""
     environment = TemplateEnvironment()
-    for use in ('"\\n"', 'strftime_now("%c %Z")', "lipsum()", *(f"'a b'|{name}" for name in environment.filters)):
+    for use in (
+        '"\\N{BULLET}"',
+        'strftime_now("%c %Z")',
+        "lipsum()",
+        *(f"'a b'|{name}" for name in environment.filters),
+    ):
         with suppress(Exception):
             environment.from_string(f"{{{{ {use} }}}}").render()
 

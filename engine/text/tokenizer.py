@@ -133,19 +133,23 @@ class Tokenizer:
         **kwargs: object,
     ) -> str:
         """The prompt text of a chat, control tokens included; raises InvalidRequest where it cannot be made."""
-        if not self._templates:
+        template = self.tool_template if tools else self._chat_template
+        if template is None:
             raise InvalidRequest(
                 "this model has no chat template; send its prompt as plain text to the completions endpoint",
                 param="messages",
             )
-        template = self.tool_template if tools else self._templates.get("default")
-        template = template or next(iter(self._templates.values()))
         return await template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
 
     def warm_up(self) -> None:
-        """Have the chat templates ready to render soon."""
-        for template in self._templates.values():
-            template.warm_up()
+        """Have the chat templates ready to render soon; a folder may hold more than are ever used."""
+        for template in {self._chat_template, self.tool_template}:
+            if template is not None:
+                template.warm_up()
+
+    @property
+    def _chat_template(self) -> ChatTemplate | None:
+        return self._templates.get("default") or next(iter(self._templates.values()), None)
 
     @property
     def tool_template(self) -> ChatTemplate | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,28 @@ from engine.config import AdapterSpec, SamplingParams
 from engine.errors import InsufficientMemory, InvalidRequest, ModelNotFound, NoModelLoaded
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
 from tests.fakes.engines import Backends, DyingBackend, ask, read, started, until
+from tests.fakes.renderers import renderers
 from tests.fakes.several import models, named, room_for, states
+
+# -- one after another --------------------------------------------------------------------------------------------
+
+
+async def test_the_process_that_renders_a_models_chat_template_ends_with_the_model(tmp_path: Path) -> None:
+    before = renderers()
+    gc.disable()  # a busy server looks for cycles among what it does not use any more once an hour, if at all
+    try:
+        async with started() as engine:
+            for name in ("a", "b", "a"):
+                await engine.load(named(tmp_path, name))
+                chat = [{"role": "user", "content": "hello"}]
+                assert "hello" in await (await engine.serving(name)).tokenizer.apply_chat_template(chat)
+                await until(lambda: len(engine.snapshot().models) == 1)
+                await until(lambda: len(renderers() - before) == 1)
+            await engine.unload()
+            assert renderers() <= before
+    finally:
+        gc.enable()
+
 
 # -- two at once --------------------------------------------------------------------------------------------------
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import errno
 import gc
+import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -16,10 +18,14 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InvalidRequest
+from engine.child_process import child_environment, python_command
+from engine.errors import EngineError, InvalidRequest
 from engine.text.chat_template import ChatTemplate, TemplateLimits
 from engine.text.template_sandbox import TemplateEnvironment
+from engine.text.tokenizer import Tokenizer
 from tests.fakes.bounds import outcome, within_bounds
+from tests.fakes.model import write_fake_model
+from tests.fakes.renderers import renderers
 
 HELLO = [{"role": "user", "content": "hello"}]
 DOUBLE = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = %s %}{% endfor %}{{ ns.x|length }}"
@@ -208,10 +214,77 @@ async def test_a_renderer_whose_machine_stands_still_is_given_up() -> None:
     os.kill(process, signal.SIGSTOP)
     assert template._process is not None
     template._process._limits = TemplateLimits(wait_s=0.05)
-    with pytest.raises(InvalidRequest, match=r"it was not done after 0.05 s$"):
+    with pytest.raises(EngineError, match=r"it was not done after 0.05 s$") as given_up:
         await template.render(HELLO)
+    assert given_up.value.http_status == 500, "the request is not to blame"
     assert process not in renderers()
     assert await template.render(HELLO) == "hello"
+
+
+async def test_a_renderer_that_cannot_be_started_is_no_fault_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with monkeypatch.context() as patched, pytest.raises(EngineError, match=r"\(Resource temp.*\)$") as failed:
+        patched.setattr(subprocess, "Popen", full)
+        await template.render(HELLO)
+    assert failed.value.http_status == 500
+    assert await template.render(HELLO) == "hello"
+
+
+async def test_a_short_conversation_is_rendered_before_long_ones_that_came_first() -> None:
+    template, begins, done = ChatTemplate("{{ messages|length }}", {}), threading.Event(), list[str]()
+    template._thread.submit(begins.wait)
+
+    async def render(messages: list[dict[str, Any]]) -> None:
+        done.append(await template.render(messages))
+
+    waiting = [asyncio.create_task(render(HELLO * length)) for length in (900, 1000, 1, 800)]
+    await asyncio.sleep(0)
+    begins.set()
+    await asyncio.gather(*waiting)
+    assert done == ["1", "800", "900", "1000"]
+
+
+async def test_a_rendering_that_nobody_waits_for_any_more_is_not_begun() -> None:
+    source = "{% for a in range(99999 // messages|length ** 9) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    before, template, begins = renderers(), ChatTemplate(source, {}, LIMITS), threading.Event()
+    assert await template.render(HELLO * 9) == ""
+    [process] = renderers() - before
+    template._thread.submit(begins.wait)
+    waiting = [asyncio.create_task(template.render(HELLO)) for _ in range(9)]
+    await asyncio.sleep(0)
+    for each in waiting:
+        each.cancel()
+    await asyncio.wait(waiting)
+    begins.set()
+    assert await template.render(HELLO * 9) == ""
+    assert process in renderers(), "none was begun, so none was ended"
+
+
+def test_a_renderer_lives_with_the_limit_of_memory_that_this_process_has(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, resource; from engine.text.chat_template import ChatTemplate; "
+        "resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32)); "
+        "print(asyncio.run(ChatTemplate('{{ messages[0].content }}', {}).render([{'content': 'hello'}])))"
+    )
+    ran = subprocess.run(
+        python_command("-c", program), env=child_environment(), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (ran.stdout, ran.stderr) == ("hello\n", "")
+
+
+def test_only_templates_that_are_used_have_renderers(tmp_path: Path) -> None:
+    folder = write_fake_model(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    templates = [{"name": name, "template": "{{ messages }}"} for name in ("default", "tool_use", "rag", "other")]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": templates}))
+    before, tokenizer = renderers(), Tokenizer.from_folder(folder)
+    tokenizer.warm_up()
+    for template in tokenizer._templates.values():
+        template._thread.submit(lambda: None).result()
+    assert len(renderers() - before) == 2
 
 
 def test_a_text_far_longer_than_its_messages_explain_is_refused() -> None:
@@ -237,6 +310,10 @@ def test_a_renderer_tells_the_date_though_it_can_open_no_file(pattern: str) -> N
     assert rendered("{{ strftime_now('" + pattern + "') }}") == datetime.now().strftime(pattern)
 
 
+def test_a_renderer_knows_characters_by_name_though_it_can_open_no_file() -> None:
+    assert rendered(r"{{ '\N{BULLET}' }}") == "•"
+
+
 def test_every_filter_and_test_of_jinja_is_at_hand_in_the_renderer() -> None:
     environment = TemplateEnvironment()
     for name in sorted(environment.filters):
@@ -251,17 +328,6 @@ def test_every_filter_and_test_of_jinja_is_at_hand_in_the_renderer() -> None:
             assert "Errno" not in str(error) and "Import" not in str(error), name
         else:
             assert found == expected or "generator" in found or name == "random", name
-
-
-def renderers() -> set[int]:
-    """Renderers that this process has started, by pid."""
-    found = set()
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            pid, rest = status.parent, status.read_text().rpartition(")")[2].split()
-            if rest[1] == str(os.getpid()) and b"template_sandbox" in (pid / "cmdline").read_bytes():
-                found.add(int(pid.name))
-    return found
 
 
 def test_a_long_conversation_is_rendered() -> None:
