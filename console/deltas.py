@@ -21,8 +21,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from console.foreign_values import MAX_ITEMS, MAX_VALUES, num_values
+
 T = TypeVar("T")
 Change = list[Any] | dict[str, Any]
+
+MAX_TEXT = 2**16
+"""Characters of one text of a value that changes: names and sentences."""
+
+MAX_COPIED = 10**6
+"""Items that one change may copy: several times all that a value can hold, and some 20 ms."""
 
 _NAMES = ("id", "key", "at", "name", "device", "code")
 """Fields that tell the items of a list apart, the first that there is. A poor choice costs bytes, never truth."""
@@ -38,7 +46,10 @@ def shaped(value: object, kind: type[T] | Any, *, strict: bool = True) -> T:
 
     strict: numbers may not come as text.
     """
-    found: T = msgspec.convert(value, kind, str_keys=True, strict=strict, dec_hook=_shaped_other)
+    try:
+        found: T = msgspec.convert(value, kind, str_keys=True, strict=strict, dec_hook=_shaped_other)
+    except RecursionError:
+        raise msgspec.ValidationError("it is nested too deeply") from None
     return found
 
 
@@ -56,13 +67,92 @@ def difference(old: object, new: object) -> Change | None:
     return None if type(old) is type(new) and old == new else [plain(new)]
 
 
-def patched(old: Any, change: Change) -> Any:
-    """`old`, as `plain` has it, after the change; shares with it what did not change. Raises ValueError for a change
-    that is none of this value."""
-    try:
-        return _patched(old, change)
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(f"the change does not belong to this value: {error}") from None
+class PatchedValue:
+    """A value, as `plain` has it, that changes from elsewhere are applied to.
+
+    It never holds more than twice MAX_VALUES values, those that it holds in several places counted in each: a list may
+    hold an item of the old one repeatedly, so a change of 40 bytes could double it.
+    copied: items copied by all changes so far, which is what they cost.
+    Raises ValueError for a value that is more than that.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.copied = 0
+        self._max_copied = 0
+        self._max_values = num_values(value, MAX_TEXT)
+        self._added = 0
+
+    def patch(self, change: Change) -> None:
+        """Apply a change; the new value shares with the old one what did not change.
+
+        Raises ValueError for a change that is none of this value, and one that makes too much of it; the value stays as
+        it was.
+        """
+        self._max_copied, self._added = self.copied + MAX_COPIED, 0
+        try:
+            value = self._patched(self.value, change)
+        except RecursionError:
+            raise ValueError("the change is nested too deeply") from None
+        except (TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ValueError(f"the change does not belong to this value: {error}") from None
+        self._max_values += self._added
+        if self._max_values > 2 * MAX_VALUES:  # what went meanwhile is still counted
+            self._max_values = num_values(value, MAX_TEXT)
+        self.value = value
+
+    def _patched(self, old: Any, change: Change) -> Any:
+        if isinstance(change, dict):
+            return self._patched_fields(old, change)
+        return self._new(change[0]) if len(change) == 1 else self._patched_items(old, change[1])
+
+    def _patched_fields(self, old: Any, changes: dict[str, Any]) -> dict[str, Any]:
+        self._copy(len(old))
+        merged = dict(old)
+        for name, change in changes.items():
+            if change is None:
+                del merged[name]
+            elif name in merged:
+                merged[name] = self._patched(merged[name], change)
+            else:
+                merged[name] = self._new(change[0])
+        return merged
+
+    def _patched_items(self, old: Any, spans: list[Any]) -> list[Any]:
+        self._copy(len(old))
+        used = bytearray(len(old))  # items that the new list has already
+        items: list[Any] = []
+        for span in spans:
+            if len(span) == 1:
+                items.append(self._new(span[0]))
+                continue
+            is_copy = isinstance(span[1], int)
+            start, stop = span[0], span[0] + (span[1] if is_copy else 1)
+            if not 0 <= start <= stop <= len(old):
+                raise IndexError(f"it has no items {start} to {stop}")
+            self._copy(stop - start)
+            if used.find(1, start, stop) >= 0:
+                for item in old[start:stop]:
+                    self._add(num_values(item))
+            used[start:stop] = b"\1" * (stop - start)
+            items += old[start:stop] if is_copy else (self._patched(old[start], span[1]),)
+        if len(items) > MAX_ITEMS:
+            raise ValueError(f"the change makes a list of {len(items):,} items")
+        return items
+
+    def _new(self, value: Any) -> Any:
+        self._add(num_values(value, MAX_TEXT))
+        return value
+
+    def _add(self, count: int) -> None:
+        self._added += count
+        if self._added > 2 * MAX_VALUES:
+            raise ValueError(f"the change adds more than {MAX_VALUES:,} values")
+
+    def _copy(self, count: int) -> None:
+        self.copied += count
+        if self.copied > self._max_copied:
+            raise ValueError(f"the change copies more than {MAX_COPIED:,} items")
 
 
 def _fields(old: Mapping[Any, object], new: Mapping[Any, object]) -> dict[str, Any] | None:
@@ -95,30 +185,6 @@ def _items(old: Sequence[object], new: Sequence[object]) -> list[Any] | None:
     return None if unchanged else [0, spans]
 
 
-def _patched(old: Any, change: Change) -> Any:
-    if isinstance(change, dict):
-        merged = dict(old)
-        for name, inner in change.items():
-            if inner is None:
-                del merged[name]
-            elif name in merged:
-                merged[name] = _patched(merged[name], inner)
-            else:
-                merged[name] = inner[0]
-        return merged
-    if len(change) == 1:
-        return change[0]
-    items: list[Any] = []
-    for span in change[1]:
-        if len(span) == 1:
-            items.append(span[0])
-        elif isinstance(span[1], int):
-            items += old[span[0] : span[0] + span[1]]
-        else:
-            items.append(_patched(old[span[0]], span[1]))
-    return items
-
-
 def _is_record(value: object) -> bool:
     return isinstance(value, msgspec.Struct) and not value.__struct_config__.array_like
 
@@ -142,6 +208,8 @@ def _plain_other(value: object) -> object:
 
 
 def _shaped_other(kind: type, value: object) -> object:
-    if issubclass(kind, Path) and isinstance(value, str):
+    if issubclass(kind, Path):
+        if not isinstance(value, str):
+            raise TypeError("a path is text")
         return Path(value)
     raise NotImplementedError(f"{kind.__name__} is nothing that travels")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -17,34 +18,41 @@ class Feed:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._pending: ChatDelta | None = None
+        self._lock = Lock()
+        self._texts: list[str] = []
+        self._last: ChatDelta | None = None
         self._closed = False
         self._ready = asyncio.Event()
 
     def put(self, delta: ChatDelta) -> None:
         """Hand over a delta; safe from any thread."""
-        self._loop.call_soon_threadsafe(self._merge, delta)
+        with self._lock:
+            is_first = self._last is None
+            self._texts.append(delta.text)
+            self._last = delta
+        if is_first:  # the screen's loop has one callback to run, however many come
+            self._loop.call_soon_threadsafe(self._ready.set)
 
     def close(self) -> None:
         """No more deltas come; safe from any thread."""
         self._loop.call_soon_threadsafe(self._end)
 
-    def _merge(self, delta: ChatDelta) -> None:
-        if self._pending is not None:
-            delta = msgspec.structs.replace(delta, text=self._pending.text + delta.text)
-        self._pending = delta
-        self._ready.set()
-
     def _end(self) -> None:
         self._closed = True
         self._ready.set()
+
+    def _take(self) -> ChatDelta | None:
+        """What came since the last time, as one."""
+        with self._lock:
+            last, texts = self._last, self._texts
+            self._last, self._texts = None, []
+        return None if last is None else msgspec.structs.replace(last, text="".join(texts))
 
     async def __aiter__(self) -> AsyncIterator[ChatDelta]:
         while True:
             await self._ready.wait()
             self._ready.clear()
-            delta, self._pending = self._pending, None
-            if delta is not None:
+            if (delta := self._take()) is not None:
                 yield delta
             elif self._closed:
                 return

@@ -6,9 +6,15 @@ from typing import Any
 
 import msgspec
 
-from console.deltas import Change, difference, patched, plain, shaped
+from console.deltas import Change, PatchedValue, difference, plain, shaped
 from console.link import ApiStatus
 from engine.snapshot import Snapshot
+
+MAX_HISTORY = 600
+"""Seconds, as a snapshot has them."""
+
+_MAX_ITEMS = {"devices": 256, "models": 256, "workers": 1024, "requests": 10_000}
+"""Of a snapshot's lists, beyond which a screen that draws each of them stands still."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,14 +51,30 @@ class FrameReader:
     """Events to frames."""
 
     def __init__(self) -> None:
-        self._tree: Any = None
+        self._tree: PatchedValue | None = None
 
     def frame(self, event: FrameEvent) -> Frame:
         """The frame after an event. Raises ValueError for an event that is none, or that belongs after another."""
         if event.full is not None:
-            self._tree = event.full
+            self._tree = PatchedValue(event.full)
         elif event.delta is not None and self._tree is not None:
-            self._tree = patched(self._tree, event.delta)
+            self._tree.patch(event.delta)
         else:
             raise ValueError("an event holds no frame, and no change of one")
-        return shaped(self._tree, Frame)
+        return bounded(shaped(self._tree.value, Frame))
+
+
+def bounded(frame: Frame) -> Frame:
+    """Return a frame from elsewhere, with no more of its past than is shown.
+
+    Raises ValueError for more devices, models, workers or requests than a screen can show.
+    """
+    snapshot = frame.snapshot
+    for name, most in _MAX_ITEMS.items():
+        if (count := len(getattr(snapshot, name))) > most:
+            raise ValueError(f"it holds {count:,} {name}, of which {most:,} can be shown")
+    if len(snapshot.history) <= MAX_HISTORY:
+        return frame
+    return msgspec.structs.replace(
+        frame, snapshot=msgspec.structs.replace(snapshot, history=snapshot.history[-MAX_HISTORY:])
+    )

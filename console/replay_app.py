@@ -46,6 +46,11 @@ class ReplayApp(EricApp):
         self.replay = replay
         super().__init__(as_link(replay), **options)
 
+    def on_mount(self) -> None:
+        """Say at once where a recording ends too early."""
+        if damage := self.replay.recording.damage:
+            self.notify(damage, severity="warning", markup=False, timeout=10)
+
     @property
     def reading(self) -> PlayReading:
         """Where it is and how it goes."""

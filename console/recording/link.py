@@ -62,9 +62,11 @@ class ReplayLink(CalledLink):
         return self.recording.lines(self.position, after)
 
     def standing(self) -> Standing:
-        """A recording; lost is one that cannot be read on."""
-        reach: Reach = "lost" if self._problem else "recording"
-        return Standing(name=self.recording.path.name, reach=reach, reason=self._problem, read_only=True)
+        """A recording; lost is one that cannot be read here, or ends too early."""
+        is_last = self._shown[0] == len(self.recording.times) - 1
+        problem = self._problem or (self.recording.damage if is_last else "")
+        reach: Reach = "lost" if problem else "recording"
+        return Standing(name=self.recording.path.name, reach=reach, reason=problem, read_only=True)
 
     def at_once(self, call: Call, arguments: Mapping[str, object]) -> object:
         """What was recorded of it; the rest is not known."""
@@ -96,6 +98,7 @@ class ReplayLink(CalledLink):
                 self._shown = index, self.recording.frame(index)
                 self._problem = ""
             except RecordingUnusable as error:
+                self._shown = index, self._shown[1]  # it is not tried again each time that it is looked at
                 self._problem = error.message
         return self._shown[1]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 SPEEDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 GAP_S = 10.0
@@ -15,6 +17,9 @@ class Playhead:
 
     def __init__(self, times: Sequence[float], now: float) -> None:
         self._times = times
+        self._played = array(
+            "d", accumulate(map(_playing_s, times, times[1:]), initial=0.0)
+        )  # seconds until each frame
         self._from, self._since = times[0], now
         self.speed = 1.0
         self.paused = False
@@ -24,14 +29,16 @@ class Playhead:
         if self.paused:
             return self._from
         at, left_s = self._from, max(0.0, now - self._since) * self.speed
-        while True:
-            later = bisect_right(self._times, at)
-            if later >= len(self._times):
-                return self._times[-1]
-            ahead_s = self._times[later] - at
-            if ahead_s > left_s and ahead_s <= GAP_S:
-                return at + left_s
-            at, left_s = self._times[later], max(0.0, left_s - (0.0 if ahead_s > GAP_S else ahead_s))
+        later = bisect_right(self._times, at)
+        if later >= len(self._times):
+            return self._times[-1]
+        if at + left_s < self._times[later] <= at + GAP_S:
+            return at + left_s
+        played = self._played[later] + left_s - _playing_s(at, self._times[later])
+        later = bisect_right(self._played, played)
+        if later >= len(self._times):
+            return self._times[-1]
+        return self._times[later] - (self._played[later] - played)
 
     def ended(self, now: float) -> bool:
         """Whether there is nothing more to play."""
@@ -54,6 +61,11 @@ class Playhead:
         self.seek(self.position(now), now)
         place = min(range(len(SPEEDS)), key=lambda index: abs(SPEEDS[index] - self.speed))
         self.speed = SPEEDS[min(max(place + by, 0), len(SPEEDS) - 1)]
+
+
+def _playing_s(at: float, later: float) -> float:
+    """Seconds that playing takes between two frames."""
+    return later - at if later - at <= GAP_S else 0.0
 
 
 def time_of(text: str, begins: float, ends: float, midnight: float) -> float | None:

@@ -11,7 +11,15 @@ import msgspec
 
 from console.deltas import plain
 from console.frames import Frame, FrameWriter
-from console.recording.store import SEGMENT_S, Packer, RecordingUnusable, close_as_one_file, open_to_write, told
+from console.recording.store import (
+    SEGMENT_BYTES,
+    SEGMENT_S,
+    Packer,
+    RecordingUnusable,
+    close_as_one_file,
+    open_to_write,
+    told,
+)
 from engine.snapshot import LogEntry, Second
 
 
@@ -54,7 +62,7 @@ class RecordingWriter:
             self._add_lines(lines)
             if at > self._at:
                 self._at = at
-                if at - self._segment_began >= SEGMENT_S:
+                if at - self._segment_began >= SEGMENT_S or self._packer.num_bytes >= SEGMENT_BYTES:
                     self._begin(frame)
                 else:
                     self._go_on(frame)

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
+import msgspec
+
+from console.deltas import shaped
 from console.links.conversation import ChatDelta, ChatMessage
+from console.remote.errors import OutOfReach
 from console.remote.http import Instance
 from engine.backends.base import FinishReason
 from engine.config import SamplingParams
 from engine.errors import InvalidRequest
 
 PATH = "/v1/chat/completions"
+MAX_ANSWER = 2**22
+"""Characters of one answer: a million tokens."""
+
 _NEUTRAL = SamplingParams()
 _CALLED = {"mirostat": "mirostat_mode", "include_stop": "include_stop_str_in_output"}
 _ALWAYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -21,6 +28,30 @@ _ALWAYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_pe
 
 _NOT_SENT = ("dry_breaker_ids", "negative_prompt_ids", "shown_token_ids", "logprobs", "grammar")
 """Tokens of a tokenizer that is elsewhere, and what a chat does not show or ask for."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class _New(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _New = msgspec.field(default_factory=_New)
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: _Count = 0
+    prompt_tokens: _Count = 0
+
+
+class _Chunk(msgspec.Struct):
+    """An event of an answer, as far as it is shown."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
 
 
 def chat_body(
@@ -48,17 +79,23 @@ def chat_body(
 
 
 async def deltas(instance: Instance, body: Mapping[str, Any]) -> AsyncGenerator[ChatDelta, None]:
-    """What the instance answers, with times as they are here."""
+    """What the instance answers, with times as they are here. Raises OutOfReach for what is no answer or has no end."""
     stopwatch = _Stopwatch(asyncio.get_running_loop().time)
+    length = 0
     async with aclosing(instance.events(PATH, body=body)) as events:
         async for event in events:
-            for choice in event.get("choices") or ():
-                text, finish = choice.get("delta", {}).get("content") or "", choice.get("finish_reason")
-                if text or finish:
-                    usage = event.get("usage") or {}
-                    yield stopwatch.delta(
-                        text, int(usage.get("completion_tokens", 0)), int(usage.get("prompt_tokens", 0)), finish
-                    )
+            try:
+                chunk: _Chunk = shaped(event, _Chunk)
+            except msgspec.ValidationError:
+                raise OutOfReach(f"{instance.address.name} answers in a way that is not understood") from None
+            usage = chunk.usage or _Usage()
+            for choice in chunk.choices or ():
+                text = choice.delta.content or ""
+                length += len(text)
+                if length > MAX_ANSWER:
+                    raise OutOfReach(f"{instance.address.name} sends an answer of more than {MAX_ANSWER:,} characters")
+                if text or choice.finish_reason:
+                    yield stopwatch.delta(text, usage.completion_tokens, usage.prompt_tokens, choice.finish_reason)
 
 
 class _Stopwatch:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Annotated
 
 import msgspec
 
@@ -14,6 +15,7 @@ from console.frames import Frame, FrameEvent, FrameReader
 from console.remote.errors import NotAllowed, OutOfReach
 from console.remote.http import Instance
 from console.standing import Standing
+from engine.config import quoted
 from engine.errors import EngineError
 from engine.log import LogRing
 from engine.snapshot import LogEntry, Snapshot
@@ -29,7 +31,10 @@ _SILENT_FRAMES = 8
 _SHORTEST_SILENCE_S = 8.0
 """A connection that brings no frame for so long is taken for dead."""
 
-_Lines = tuple[int, tuple[LogEntry, ...]]
+_MAX_RATE = 4.0
+"""Times as many frames as were asked for: more come after a pause, and of who floods they wait in its socket."""
+
+_Lines = tuple[Annotated[int, msgspec.Meta(ge=0)], tuple[LogEntry, ...]]
 
 
 class Connection:
@@ -93,12 +98,15 @@ class Connection:
         reader = FrameReader()
         silence_s = max(_SHORTEST_SILENCE_S, _SILENT_FRAMES / self._hz)
         query = {"hz": f"{self._hz:g}"}
+        due = 0.0
         async for event in instance.events("/admin/events", query=query, silence_s=silence_s):
+            if (early_s := due - self._clock()) > 0:
+                await self._pause(early_s)
+            due = self._clock() + 1 / (_MAX_RATE * self._hz)
             try:
                 frame = reader.frame(shaped(event, FrameEvent))
-            except (ValueError, msgspec.ValidationError) as error:
-                log.warning("%s sends what is not understood: %s", self._standing.name, error)
-                raise OutOfReach(f"{self._standing.name} is of another version than this console") from None
+            except ValueError as error:  # msgspec's errors are ValueErrors
+                raise self._not_understood(error) from None
             await self._read_log(instance, frame.snapshot.log_total)
             snapshot = msgspec.structs.replace(frame.snapshot, log_total=self.log.total)
             self.came(msgspec.structs.replace(frame, snapshot=snapshot))
@@ -117,10 +125,17 @@ class Connection:
         if total == self._seen:
             return
         answer = await instance.get("/admin/call/engine.logs", {"after": str(self._seen)})
-        lines: _Lines = shaped(answer["result"], _Lines)
+        try:
+            lines: _Lines = shaped(answer["result"], _Lines)
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._not_understood(error) from None
         self._seen, entries = lines
         for entry in entries:
             self.log.add(entry)
+
+    def _not_understood(self, error: Exception) -> OutOfReach:
+        log.warning("%s sends what is not understood: %s", self._standing.name, quoted(str(error), 200))
+        return OutOfReach(f"{self._standing.name} is of another version than this console")
 
     def _lost(self, reason: EngineError, retry_s: float) -> None:
         reach = "refused" if isinstance(reason, NotAllowed) else "lost"

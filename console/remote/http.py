@@ -1,12 +1,13 @@
 """Instance: one engine's HTTP side, seen from elsewhere. Every failure is an EngineError with one sentence.
 
-No redirection is followed: the key is for the address that was given.
+What answers there may mean harm: nothing of it is read without a bound, unpacked, or kept (cookies). No redirection is
+followed: the key is for the address that was given.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -15,9 +16,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from console.foreign_values import from_json
 from console.remote.address import Address
 from console.remote.errors import NotAllowed, OutOfReach
 from console.unreached import reason
+from engine.config import quoted
 from engine.errors import EngineError, ErrorInfo, from_info
 
 CONNECT_S = 5.0
@@ -25,9 +28,16 @@ ANSWER_S = 30.0
 SILENCE_S = 40.0
 """A stream says something every 15 seconds, were it only that it is there."""
 
+MAX_BYTES = 16 * 2**20
+"""Of an answer, and of a stream from one event to the next. The first event holds all that an engine knows: 2 MiB with
+5,000 requests."""
+
+MAX_REFUSAL_BYTES = 64 * 2**10
+"""Of an answer that says why there is none."""
+
+_MAX_MESSAGE = 800
+_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
 _SSE = {"Accept": "text/event-stream"}
-_LONGEST_LINE = 64 * 2**20
-"""Bytes: the first event holds all that an engine knows."""
 
 
 class Instance:
@@ -35,14 +45,17 @@ class Instance:
 
     def __init__(self, address: Address, api_key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         self.address = address
-        headers = {"User-Agent": "ericllm"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+        headers = {"User-Agent": "ericllm", "Accept-Encoding": "identity"} | (
+            {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        )
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=True if tls is None else tls),
             headers=headers,
             read_bufsize=2**20,
             max_line_size=2**16,
             trust_env=False,
-            auto_decompress=True,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     async def __aenter__(self) -> Instance:
@@ -54,7 +67,7 @@ class Instance:
     async def get(self, path: str, query: Mapping[str, str] | None = None) -> Any:
         """The document at a path."""
         async with self._request("GET", path, params=query, timeout=_within(ANSWER_S)) as response:
-            return await self._document(response)
+            return self._decoded(await self._body(response))
 
     async def events(
         self,
@@ -71,25 +84,53 @@ class Instance:
         method = "GET" if body is None else "POST"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s)
         async with self._request(method, path, params=query, json=body, headers=_SSE, timeout=timeout) as response:
-            async for line in self._lines(response):
-                if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
+            async for data in self._data(response):
+                if data == b"[DONE]":
                     continue
-                event = _decoded(data)
+                event = self._decoded(data)
                 if isinstance(event, dict) and "error" in event:
-                    raise _told(event, 500)
+                    raise _told(event["error"], 500)
                 yield event
+                await asyncio.sleep(0)  # as many may have come at once
 
-    async def _lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        """Whole lines, however long."""
+    async def _data(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """What each line of data holds."""
         held = bytearray()
+        since = 0  # bytes since the last event
         async for chunk in response.content.iter_any():
             held += chunk
-            if len(held) > _LONGEST_LINE:
-                raise OutOfReach(f"{self.address.name} sends events without an end", url=self.address.url)
-            *lines, rest = bytes(held).split(b"\n") if b"\n" in chunk else [bytes(held)]
-            for line in lines:
-                yield line
-            held = bytearray(rest)
+            since += len(chunk)
+            if since > MAX_BYTES:
+                raise self._too_much("before an event ends")
+            if b"\n" not in chunk:
+                continue
+            end = held.rindex(b"\n") + 1
+            lines = bytes(held[:end])
+            del held[:end]
+            for line in _DATA.finditer(lines):
+                since = 0
+                yield line[1].strip()
+
+    async def _body(self, response: aiohttp.ClientResponse) -> bytes:
+        body = await _start(response, MAX_BYTES)
+        if len(body) > MAX_BYTES:
+            raise self._too_much("in one answer")
+        return body
+
+    def _too_much(self, where: str) -> OutOfReach:
+        return OutOfReach(
+            f"{self.address.name} sends more than {MAX_BYTES // 2**20} MiB {where}",
+            url=self.address.url,
+            max_bytes=MAX_BYTES,
+        )
+
+    def _decoded(self, data: bytes) -> Any:
+        try:
+            return from_json(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise OutOfReach("What answers there is no ericllm: it sends no JSON") from None
+        except ValueError as error:
+            raise OutOfReach(f"What {self.address.name} sends is refused: {error}", url=self.address.url) from None
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -97,44 +138,44 @@ class Instance:
             url = f"{self.address.url}{path}"
             async with self._http.request(method, url, allow_redirects=False, **options) as response:
                 if response.status >= 300:
-                    raise _refusal(response.status, await response.read(), self.address)
+                    raise _refusal(response.status, await _start(response, MAX_REFUSAL_BYTES), self.address)
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             raise OutOfReach(f"{self.address.name} cannot be reached: {_reason(error)}", url=self.address.url) from None
-
-    async def _document(self, response: aiohttp.ClientResponse) -> Any:
-        return _decoded(await response.read())
 
 
 def _within(seconds: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_S)
 
 
-def _decoded(data: bytes) -> Any:
-    try:
-        return msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        raise OutOfReach("What answers there is no ericllm: it sends no JSON") from None
+async def _start(response: aiohttp.ClientResponse, num_bytes: int) -> bytes:
+    """The body; of one that is longer than `num_bytes`, somewhat more than these."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > num_bytes:
+            break
+    return bytes(body)
 
 
 def _refusal(status: int, body: bytes, address: Address) -> EngineError:
     """Why it was refused, as the instance says it."""
     try:
-        found = json.loads(body)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("error"), dict):
+        error = from_json(body)["error"]
+        error["message"]
+    except (ValueError, TypeError, KeyError):
         return OutOfReach(f"What answers at {address.name} is no ericllm (HTTP {status})", url=address.url)
-    return _told(found, status)
+    return _told(error, status)
 
 
-def _told(document: Mapping[str, Any], status: int) -> EngineError:
-    error = document["error"]
-    message = str(error.get("message", "it did not say why"))
+def _told(error: object, status: int) -> EngineError:
+    """The error that an instance told of, in its words."""
+    found = error if isinstance(error, dict) else {}
+    message = quoted(found.get("message", "it did not say why"), _MAX_MESSAGE)
     if status in (401, 403):
         return NotAllowed(message, status=status)
-    details = {} if error.get("param") is None else {"param": str(error["param"])}
-    return from_info(ErrorInfo(code=str(error.get("code")), message=message, details=dict(details)))
+    details = {} if found.get("param") is None else {"param": quoted(found["param"])}
+    return from_info(ErrorInfo(code=str(found.get("code")), message=message, details=dict(details)))
 
 
 def _reason(error: BaseException) -> str:

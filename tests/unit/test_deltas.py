@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.deltas import difference, patched, plain, shaped
+from console.deltas import PatchedValue, difference, plain, shaped
 from engine.backends.base import BackendStats, SequenceStats
 from engine.config import ModelSpec
 from engine.errors import ErrorInfo
@@ -63,6 +63,12 @@ snapshots = st.builds(
     marks=st.lists(st.builds(Mark, at=numbers, text=names), max_size=2).map(tuple),
     totals=st.builds(Totals, finished=st.dictionaries(names, counts, max_size=3)),
 )
+
+
+def patched(old: object, change: object) -> object:
+    tree = PatchedValue(old)
+    tree.patch(change)  # type: ignore[arg-type]
+    return tree.value
 
 
 @given(old=snapshots, new=snapshots)

@@ -126,11 +126,31 @@ def test_what_is_no_recording_is_one_sentence(tmp_path: Path) -> None:
         RecordingWriter(tmp_path / "no" / "folder")
 
 
-def test_a_file_that_is_cut_off_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_plays_as_far_as_it_goes_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "night.rec"
+    record(path, range(1200))
+    whole = path.read_bytes()
+    lengths = []
+    for size in (len(whole) // 2, len(whole) * 3 // 4, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        link = ReplayLink(Recording(path), lambda: 0.0)
+        lengths.append(len(link.recording.times))
+        assert "is damaged or cut off, and ends where that begins" in link.recording.damage
+        assert link.standing().reach == "recording"
+        link.playhead.seek(link.recording.ends, 0.0)
+        assert link.snapshot().requests == frame(lengths[-1] - 1).snapshot.requests
+        assert link.standing().reach == "lost"
+        assert link.standing().reason == link.recording.damage
+        with pytest.raises(RecordingUnusable, match="cut off"):
+            RecordingWriter(path)
+    assert 0 < lengths[0] < lengths[1] < lengths[2]
+
+
+def test_a_file_that_is_cut_off_before_its_first_frame_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "night.rec"
     record(path, range(200))
     whole = path.read_bytes()
-    for size in (100, 5000, len(whole) // 2, len(whole) - 1):
+    for size in (100, 5000, 16384, 20000):
         path.write_bytes(whole[:size])
         with pytest.raises(RecordingUnusable, match=r"cut off|no recording"):
             Recording(path)
@@ -199,7 +219,11 @@ def _stored(path: Path) -> int:
 
 
 plain_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5) | st.floats(allow_nan=False),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.text(max_size=5)
+    | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
     max_leaves=12,
 )

@@ -1,0 +1,84 @@
+"""Plain values from elsewhere, an instance or a recording: decoded within bounds of memory, and counted. Pure.
+
+Every bound is on what the bytes would become: an empty list takes 3 bytes of JSON, one of msgpack, and 64 of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+MAX_JSON_MARKS = 500_000
+"""Commas, colons and opening brackets: a value is after each. A snapshot of 5,000 requests has half as many."""
+
+MAX_MSGPACK_BYTES = 4 * 2**20
+"""A snapshot of 5,000 requests has half as many."""
+
+MAX_MSGPACK_CONTAINERS = 150_000
+"""Bytes that may begin a list or a dict, those of text and numbers that look so among them."""
+
+MAX_VALUES = 250_000
+"""In one value, lists and dicts with all that they hold: a snapshot of 5,000 requests has half as many."""
+
+MAX_ITEMS = 20_000
+"""In one list: a screen that shows it draws some of them, and looks at all."""
+
+MAX_TEXT = 2**24
+"""Characters of one text: an answer of the longest context, say."""
+
+MAX_INT = 2**64
+
+_BEFORE_VALUES = (b",", b":", b"[", b"{")
+_CONTAINERS = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
+
+
+def from_json(data: bytes) -> Any:
+    """Decode JSON; raises ValueError for what is none, or too much."""
+    if sum(map(data.count, _BEFORE_VALUES)) > MAX_JSON_MARKS:
+        raise ValueError(f"it holds more than {MAX_JSON_MARKS:,} values")
+    return _counted(msgspec.json.decode, data)[0]
+
+
+def from_msgpack(data: bytes) -> tuple[Any, int]:
+    """Decode msgpack, and return how many values it is; raises ValueError for what is none, or too much."""
+    if len(data) > MAX_MSGPACK_BYTES or len(data) - len(data.translate(None, _CONTAINERS)) > MAX_MSGPACK_CONTAINERS:
+        raise ValueError("it holds too many values")
+    return _counted(msgspec.msgpack.decode, data)
+
+
+def num_values(value: Any, max_text: int = MAX_TEXT) -> int:
+    """Return how many values `value` is made of, those that it holds in several places counted in each.
+
+    Raises ValueError for more than MAX_VALUES, a list of more than MAX_ITEMS, a text of more than `max_text`
+    characters, an integer of more than 64 bits, and a number that is none.
+    """
+    count, waiting = 1, [value]
+    while waiting:
+        each = waiting.pop()
+        kind = type(each)
+        if kind is dict or kind is list or kind is tuple:
+            count += len(each)
+            if count > MAX_VALUES:
+                raise ValueError(f"it holds more than {MAX_VALUES:,} values")
+            if kind is not dict and len(each) > MAX_ITEMS:
+                raise ValueError(f"it holds a list of {len(each):,} items")
+            waiting.extend(each.values() if kind is dict else each)
+        elif kind is str:
+            if len(each) > max_text:
+                raise ValueError(f"it holds a text of {len(each):,} characters")
+        elif kind is int:
+            if abs(each) > MAX_INT:
+                raise ValueError("it holds a number of too many digits")
+        elif kind is float and not math.isfinite(each):
+            raise ValueError("it holds a number that is none")
+    return count
+
+
+def _counted(decode: Any, data: bytes) -> tuple[Any, int]:
+    try:
+        value = decode(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value, num_values(value)
