@@ -141,6 +141,7 @@ def main(cpu_s: float, memory_bytes: int) -> None:
     """Serve jobs until stdin ends. A job that takes more than `cpu_s` of processor time, or `memory_bytes` beside what
     its own size explains, ends the process."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})  # whoever started it may have had it blocked
     _read_ahead()
     own_bytes, [_, max_possible] = _address_space_bytes(), resource.getrlimit(resource.RLIMIT_AS)
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
@@ -159,10 +160,10 @@ def main(cpu_s: float, memory_bytes: int) -> None:
             encoded = text.encode("utf-8", "surrogatepass")
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, 0)  # before the answer: it must not end what is asked next
         for part in (LENGTH.pack(1 + len(encoded)), bytes((kind,)), encoded):
             answers.write(part)
         answers.flush()
-        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _read_ahead() -> None:

@@ -155,7 +155,7 @@ async def test_the_loop_turns_on_while_a_template_takes_all_it_can(source: str) 
     with within_bounds():
         while not rendering.done():
             began_s = time.thread_time()
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)  # a loop with nothing to do takes no processor time, however long it waits
             longest_s = max(longest_s, time.thread_time() - began_s)
     assert longest_s < 0.05
     with pytest.raises(InvalidRequest, match=r"0.2 s of processor time|64 MiB of memory"):
@@ -169,6 +169,16 @@ async def test_a_template_that_was_killed_renders_the_next_conversation() -> Non
         with pytest.raises(InvalidRequest, match=r"it takes longer than 0.2 s of processor time$"):
             await template.render(HELLO * 2)
         assert await template.render(HELLO) == "fine"
+
+
+def test_a_template_is_ended_though_its_starter_had_that_signal_blocked() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    try:
+        template = ChatTemplate(ENDLESS["loops in loops"], {}, TemplateLimits(cpu_s=0.2, wait_s=10))
+        with pytest.raises(InvalidRequest, match=r"it takes longer than 0.2 s of processor time$"):
+            asyncio.run(template.render(HELLO))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def test_a_template_that_cannot_be_compiled_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
