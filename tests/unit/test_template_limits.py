@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import pytest
 
 from engine.child_process import child_environment, python_command
 from engine.errors import EngineError, InvalidRequest
+from engine.text import chat_template
 from engine.text.chat_template import ChatTemplate, TemplateLimits
 from engine.text.template_sandbox import TemplateEnvironment
 from engine.text.tokenizer import Tokenizer
@@ -229,6 +231,34 @@ async def test_a_renderer_whose_machine_stands_still_is_given_up() -> None:
     assert given_up.value.http_status == 500, "the request is not to blame"
     assert process not in renderers()
     assert await template.render(HELLO) == "hello"
+
+
+LIES = {
+    "a length beyond all memory": "answer(2**63, b'')",
+    "a length that is not there": "answer(9, b'')",
+    "half a length": "os.write(1, b'xyz')",
+    "half an answer, and no end": "answer(9, b'half'); signal.pause()",
+    "an answer before the question": "answer(6, b'\\0early'); signal.pause()",
+    "an answer that does not end": "answer(2**23, b''); [os.write(1, bytes(2**20)) for _ in range(2**20)]",
+    "another kind of answer": "answer(2, b'\\x09x')",
+    "no text": "answer(2, b'\\0\\xff')",
+    "nothing at all": "answer(0, b''); signal.pause()",
+}
+"""What a renderer could do that a template had taken over."""
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_a_renderer_that_lies_ends_with_an_error_and_costs_little(monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
+    program = (
+        "import os, signal, struct\n"
+        "def answer(length, data): os.write(1, struct.pack('!Q', length) + data)\n"
+        "answer(1, b'\\0')  # that the template is compiled\n" + lie
+    )
+    monkeypatch.setattr(chat_template, "python_command", lambda *_: [sys.executable, "-c", program])
+    template = ChatTemplate("", {}, TemplateLimits(wait_s=1.0))
+    long = [{"role": "user", "content": "x" * 2**20}]  # more than the pipe holds
+    assert "template" in outcome(lambda: asyncio.run(template.render(long)), 2**20, EngineError)
+    assert template._process is None or template._process.has_ended
 
 
 async def test_a_renderer_that_cannot_be_started_is_no_fault_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
