@@ -21,4 +21,6 @@ def quoted(value: object, max_characters: int = _QUOTED_CHARACTERS) -> str:
     and nothing in it that a terminal would obey."""
     text = value if isinstance(value, str) else reprlib.repr(value)
     line = printable(text[: max_characters + 1])
+    if not line.isprintable():  # nothing that is not seen, either
+        line = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
     return line if len(line) <= max_characters else f"{line[:max_characters]}..."

@@ -15,7 +15,7 @@ from engine.backends.torch.model_config import read_model_config
 from engine.backends.torch.quant.declared import FP8_KINDS, FP8_SCALES, method_of_words, read_quantisation
 from engine.config import BackendKind, quoted
 from engine.errors import UnsupportedModel
-from engine.models.catalog import MAX_COUNT, ModelEntry
+from engine.models.catalog import MAX_COUNT, ModelEntry, is_count
 from engine.models.files import file_names, problem_with, read_json_object
 from engine.models.headers import TensorHeader, read_headers, weight_files
 from engine.models.parts import elements
@@ -155,7 +155,7 @@ def read_context(config: Mapping[str, object]) -> int:
         for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
             value = source.get(key)
             if isinstance(value, int):
-                return value if 0 < value <= MAX_TOKENS else 0
+                return value if is_count(value) and value <= MAX_TOKENS else 0
     return 0
 
 

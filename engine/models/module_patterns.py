@@ -73,10 +73,11 @@ class _Expression:
         if "{" in pattern:
             raise UnsupportedModel(f"the adapter has a pattern with a counted repetition or class: {quoted(pattern)}")
         try:
+            re.compile(pattern)  # Rust takes some that Python does not, and PEFT does not either then
             for whole in (pattern, rf"^(?:.*\.)?(?:{pattern})$"):
                 schema = core_schema.str_schema(pattern=whole, regex_engine="rust-regex")
                 self._validator = SchemaValidator(schema)
-        except SchemaError:
+        except (SchemaError, re.error, RecursionError, OverflowError):
             raise UnsupportedModel(
                 f"the adapter has a pattern that makes no sense, or looks around or back: {quoted(pattern)}"
             ) from None
