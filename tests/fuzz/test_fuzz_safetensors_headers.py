@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from console.widgets.model_table import parameters
 from engine.config import ModelSpec
 from engine.errors import EngineError
 from engine.facts import read_facts
@@ -28,7 +29,7 @@ SIZES = st.one_of(st.integers(-2, 9), st.integers(), st.sampled_from((2**31, 2**
 ENTRIES = st.fixed_dictionaries(
     {
         "dtype": st.sampled_from(("F32", "BF16", "U8", "I32", "F4", "BOOL", "F8_E4M3", "X", "")),
-        "shape": st.lists(SIZES, max_size=10),
+        "shape": st.lists(SIZES, max_size=10) | st.lists(st.just(2**63 - 1), min_size=17, max_size=400),
         "data_offsets": st.tuples(SIZES, SIZES),
     }
 )
@@ -63,11 +64,15 @@ def read(folder: Path, content: bytes) -> bool:
     file.write_bytes(content)
     found = outcome(lambda: read_header(file), size, EngineError)
     if not isinstance(found, str):
+        data_bytes = size - 8 - int.from_bytes(content[:8], "little")
+        assert sum(tensor.stored_bytes for tensor in found.values()) == data_bytes
+        assert all(tensor.elements <= 2 * data_bytes for tensor in found.values())
         with within_bounds(size):
             divide(found, 2, 4)
     for backend in ("torch", "exllamav2"):
         with within_bounds(size):
             entry = inspect(folder, lambda quantisation, backend=backend: backend)
+        assert parameters(entry)  # what the table makes of it
         assert entry.problem.isprintable()
         assert len(entry.problem) < 1000
         assert "Error: " not in entry.problem, "it was foreseen"
