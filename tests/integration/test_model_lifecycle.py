@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine import facts, fitting
 from engine.config import AdapterSpec, ModelSpec
 from engine.engine import Engine
 from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, ModelNotFound, NoModelLoaded
@@ -215,13 +216,20 @@ async def test_a_load_cancelled_while_a_failed_model_leaves_says_so(tmp_path: Pa
             await loading
 
 
-@pytest.mark.parametrize("field", [{"hidden_act": ["x"]}, {"num_hidden_layers": 10**9}])
+@pytest.mark.parametrize("surprise", [TypeError("unhashable type: 'list'"), None])
 async def test_a_folder_that_cannot_be_understood_fails_in_one_sentence(
-    tmp_path: Path, field: dict[str, object]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surprise: Exception | None
 ) -> None:
-    folder = write_fake_model(tmp_path / "odd")
+    folder, read_facts = write_fake_model(tmp_path / "odd"), fitting.read_facts
     shape = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**shape, **field}))
+    (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 10**9}))
+
+    def surprised(spec: ModelSpec) -> facts.ModelFacts:
+        if surprise is not None and spec.path == folder:
+            raise surprise
+        return read_facts(spec)
+
+    monkeypatch.setattr(fitting, "read_facts", surprised)
     async with started() as engine:
         with pytest.raises(ModelLoadFailed) as failed:
             await engine.load(ModelSpec(path=folder, name="odd", backend="torch"))
