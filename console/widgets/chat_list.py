@@ -16,6 +16,7 @@ from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
 from console.chats import Conversation
+from engine.text.printable import printable
 
 QUIET_S = 0.15
 
@@ -53,7 +54,9 @@ class ChatList(OptionList):
         """Show them with `current` highlighted."""
         self._shown = conversations
         self.clear_options()
-        self.add_options([Option(Content(chat.title or "New conversation"), id=str(chat.id)) for chat in conversations])
+        self.add_options(
+            [Option(Content(printable(chat.title) or "New conversation"), id=str(chat.id)) for chat in conversations]
+        )
         ids = [chat.id for chat in conversations]
         if current in ids:
             self.highlighted = ids.index(current)

@@ -19,6 +19,7 @@ from textual.widgets import Static
 from console.chats import Turn, TurnNote
 from console.widgets.glyphs import fitted
 from console.widgets.prose import Prose
+from engine.text.printable import printable_lines
 
 MIN_INTERVAL_S = 0.1
 NUMBERS_INTERVAL_S = 0.5
@@ -160,7 +161,7 @@ class Question(TurnWidget):
 
     def compose(self) -> ComposeResult:
         """The words, and what can be done with them."""
-        yield Static(self.turn.content, classes="words", markup=False)
+        yield Static(printable_lines(self.turn.content), classes="words", markup=False)
         yield Foot(self.turn.id)
 
     def show_foot(self) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 from rich.cells import cell_len, set_cell_size
 from textual.content import Content, Span
 
-from engine.text.printable import printable
+from engine.text.printable import ANY_UNSAFE, printable
 
 Align = Literal["left", "right"]
 Cell = tuple[tuple[str, str], ...]
@@ -63,8 +63,7 @@ def spread(columns: Sequence[Column], width: int) -> tuple[list[int], int]:
 def side_by_side(placed: Sequence[tuple[Cell, int, Align]], gap: int) -> Content:
     """Cells side by side, each in its room. Made in one go: tables are drawn many times a second."""
     line, spans, length = list[str](), list[Span](), 0
-    for at, (cell, room, align) in enumerate(placed):
-        pieces = tuple((printable(text), style) for text, style in cell)
+    for at, (pieces, room, align) in enumerate(placed):
         missing = room - sum(cell_len(text) for text, _ in pieces)
         if missing < 0:
             pieces, missing = _cut(pieces, room), 0
@@ -79,7 +78,15 @@ def side_by_side(placed: Sequence[tuple[Cell, int, Align]], gap: int) -> Content
         if align == "left":
             line.append(" " * missing)
             length += missing
-    return Content("".join(line), spans=spans)
+    plain = "".join(line)
+    if not plain.isprintable() and ANY_UNSAFE.search(plain) is not None:
+        return side_by_side([(_escaped(pieces), room, align) for pieces, room, align in placed], gap)
+    return Content(plain, spans=spans)
+
+
+def _escaped(pieces: Cell) -> Cell:
+    """With what a terminal would obey as escapes, which take room."""
+    return tuple((printable(text), style) for text, style in pieces)
 
 
 def _cut(pieces: Cell, room: int) -> Cell:

@@ -10,6 +10,8 @@ from typing import Any
 from textual.app import App
 from textual.content import Content
 
+from engine.text.printable import UNSAFE_IN_LINES, printable
+
 COLUMNS = " ▁▂▃▄▅▆▇█"
 ROWS = " ▏▎▍▌▋▊▉█"
 ASCII_COLUMNS = " ._-=+*##"
@@ -87,8 +89,21 @@ def to_ascii(text: str) -> str:
     return text.translate(_TO_ASCII)
 
 
+def escaped(content: Content) -> Content:
+    """`content` with what a terminal would obey as visible escapes; colours and links stay, newlines and tabs too."""
+    if content.plain.isprintable() or UNSAFE_IN_LINES.search(content.plain) is None:
+        return content
+    parts, at = list[Content](), 0
+    for found in UNSAFE_IN_LINES.finditer(content.plain):
+        parts += content[at : found.start()], Content(printable(found[0]))
+        at = found.end()
+    return Content("").join([*parts, content[at:]])
+
+
 def fitted(app: App[object], content: Content) -> Content:
-    """`content` in characters that the terminal has: ours are replaced one by one, so colours and links stay."""
+    """`content` in characters that the terminal has: ours are replaced one by one, so colours and links stay; foreign
+    ones that it would obey are escapes."""
+    content = escaped(content)
     if not is_ascii(app):
         return content
     return Content(to_ascii(content.plain), spans=list(content.spans))

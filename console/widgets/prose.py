@@ -21,6 +21,7 @@ from textual.widget import Widget
 from console.widgets.glyphs import fitted
 from console.widgets.markdown_blocks import Block, Code, blocks
 from console.widgets.markdown_lines import lay_out
+from engine.text.printable import printable_lines
 
 _LINE_END = re.compile(r"\r\n|\n|\r")
 
@@ -100,7 +101,7 @@ class Prose(Widget):
 
     def append(self, markdown: str) -> None:
         """There is more of it: what may change is the end, and it alone is read again."""
-        self._source += markdown
+        self._source += printable_lines(_LINE_END.sub("\n", markdown))
         tail = self._source[self._settled.characters :]
         found = blocks(tail, first=not self._settled.blocks)
         self._blocks[self._settled.blocks :] = found

@@ -9,17 +9,19 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.widget import Widget
 
+from engine.text.printable import printable
+
 
 def entitle(panel: Widget, title: Content | str) -> None:
     """The title above. A string is no markup."""
-    shown = Content(title) if isinstance(title, str) else title
+    shown = Content(printable(title)) if isinstance(title, str) else title
     if panel.border_title != shown.markup:
         panel.border_title = shown
 
 
 def subtitle(panel: Widget, words: Content | str) -> None:
     """The title below. A string is no markup."""
-    shown = Content(words) if isinstance(words, str) else words
+    shown = Content(printable(words)) if isinstance(words, str) else words
     if panel.border_subtitle != shown.markup:
         panel.border_subtitle = shown
 

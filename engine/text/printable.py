@@ -26,6 +26,8 @@ _ESCAPES_IN_LINES = {code: escape for code, escape in _ESCAPES.items() if chr(co
 _ESCAPES_IN_JSON = {code: f"\\u{code:04x}" for code in _ESCAPES if chr(code) not in "\n\r\t"}
 ANY_UNSAFE = re.compile("[" + "".join(f"{chr(first)}-{chr(last)}" for first, last in _UNSAFE) + "]")
 """Matches an unsafe character."""
+UNSAFE_IN_LINES = re.compile(rf"{ANY_UNSAFE.pattern}(?<![\n\t])")
+"""Matches one that is neither a newline nor a tab."""
 
 
 def printable(text: str) -> str:
@@ -40,13 +42,13 @@ def printable(text: str) -> str:
 
 def printable_lines(text: str) -> str:
     """As `printable`, with newlines and tabs kept."""
-    if text.isprintable() or ANY_UNSAFE.search(text) is None:
+    if text.isprintable() or UNSAFE_IN_LINES.search(text) is None:
         return text
     return text.translate(_ESCAPES_IN_LINES)
 
 
 def printable_json(text: str) -> str:
     """Return JSON that means the same, with every unsafe character in its strings as JSON's own escape."""
-    if text.isprintable() or ANY_UNSAFE.search(text) is None:
+    if text.isprintable() or UNSAFE_IN_LINES.search(text) is None:
         return text
     return text.translate(_ESCAPES_IN_JSON)

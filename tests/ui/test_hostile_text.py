@@ -158,7 +158,7 @@ async def recorded(app: App[Any], size: tuple[int, int] = (150, 50)) -> AsyncIte
         await pilot.pause()
         assert app.is_running
         written = "".join(driver.written)
-    assert "click=app.quit" in written, "the scene is hostile, and seen"
+    assert r"\x1b]52;" in written, "the scene is hostile, and seen"
     assert steering(written) == []
 
 

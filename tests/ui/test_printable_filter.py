@@ -15,6 +15,9 @@ from textual.widgets.option_list import Option
 
 from console.printable_filter import PrintableFilter
 from console.stylesheet import StyledApp, Stylesheet
+from console.widgets.columns import cell, side_by_side
+from console.widgets.glyphs import escaped
+from console.widgets.text import clip
 from engine.text.printable import ANY_UNSAFE
 from tests.fakes.hostile import STEERS
 from tests.ui.seen import rows, until
@@ -113,3 +116,16 @@ async def test_a_line_is_filtered_once_however_often_it_is_drawn(monkeypatch: py
         for _ in range(20):
             rows(app)
         assert calls == before
+
+
+def test_a_person_sees_escapes_where_there_is_room_for_them() -> None:
+    row = side_by_side([((("a\x1bb", "bold"), ("c", "")), 9, "left"), (cell("\u202ex"), 7, "right")], 1)
+    assert row.plain == r"a\x1bbc   \u202ex"
+    assert [(span.start, span.end, str(span.style)) for span in row.spans] == [(0, 6, "bold")]
+    assert side_by_side([(cell("\x1b" * 9), 8, "left")], 1).plain == r"\x1b\x1…"
+    assert clip("one\x1b \n two\x9b", 40) == r"one\x1b two\x9b"
+    shown = escaped(Content.assemble(("a\x1b", "bold"), "b\n\tc", ("\x9b", "red")))
+    assert shown.plain == "a\\x1bb\n\tc\\x9b"
+    assert [(span.start, span.end, str(span.style)) for span in shown.spans] == [(0, 1, "bold")]
+    clean = Content("漢字\n\tc")
+    assert escaped(clean) is clean
