@@ -6,11 +6,11 @@ Adding costs as much as what is added; only another filter looks at all lines ag
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from console.clock import local_time
 from engine.snapshot import LogEntry
 from engine.text.printable import printable, printable_lines
 
@@ -149,7 +149,7 @@ def level_of(entry: LogEntry) -> int:
 
 def line_text(line: Line) -> str:
     """One line with its date, as the log file has it."""
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line.entry.at))
+    stamp = local_time(line.entry.at, "%Y-%m-%d %H:%M:%S")
     return f"{stamp} {logging.getLevelName(level_of(line.entry)):<7} {printable(line.entry.source)}: {line.message}"
 
 

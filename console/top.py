@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import time
 from collections.abc import Sequence
 
 import msgspec
 
+from console.clock import local_time
 from console.deltas import shaped
 from console.elsewhere import add_key, add_url, key_of, number, tls_of
 from console.output import say, write
@@ -106,7 +106,7 @@ def as_text(line: TopLine) -> str:
     workers = f"{line.workers_ready}/{line.workers} workers × {line.max_prompts}"
     more = f" (+{line.models - 1})" if line.models > 1 else ""
     parts = [
-        f"{time.strftime('%H:%M:%S', time.localtime(line.at))} {line.instance}",
+        f"{local_time(line.at)} {line.instance}",
         f"{line.model}{more} {line.state}".strip(),
         workers,
         f"out {text.rate(line.output_tokens_per_s)} in {text.rate(line.prompt_tokens_per_s)} tok/s",
