@@ -20,6 +20,7 @@ from console.api.observing import observing
 from console.api.openapi import OpenApi
 from console.api.operations import Operations
 from console.api.pages.pages import Pages
+from console.api.received import BODY_THREAD, body_thread
 from console.api.receiving import ending, receivable, receiving
 from console.api.turns import Turns, taking_turns
 from console.link import EngineLink
@@ -47,12 +48,13 @@ def application(
             taking_turns(Turns()),
             guarding(addresses, settings.cors_origins, settings.allowed_hosts, on_loopback),
             authorizing(traffic, door),
-            receiving(settings),
+            receiving(settings, context.json_bounds),
             speaking(traffic, dialects),
             ending(settings),
         ],
         client_max_size=settings.max_body_bytes,
     )
+    app[BODY_THREAD] = body_thread()
     endpoints = [Operations(context).routes(), dialects.routes(), Pages().routes(), OpenApi(dialects).routes()]
     if context.operator is not None:
         endpoints.append(Admin(context, context.operator).routes())

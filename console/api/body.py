@@ -5,22 +5,22 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails, core_schema, from_json
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from console.api.body_schema import JsonSchema, completed
 from console.api.failing import begun
 from console.api.naming import AS_SENT
 from console.api.parameters import Refusal
+from console.api.received import document_of, forget_received, json_object, kind_of, of_body
 from engine.config import shown
 from engine.errors import Detail, InvalidRequest
 
 T = TypeVar("T", bound="Body")
-
-_RECEIVED = web.RequestKey("received", bytes)
 
 _SHAPES = {
     "dict_type": "should be an object",
@@ -40,12 +40,26 @@ def whole_number(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def whole_numbers(value: object) -> object:
+    """An array of numbers, each as `whole_number` has it, in milliseconds where all are integers; else as it is."""
+    is_mixed = isinstance(value, list) and float in set(map(type, value))
+    return [whole_number(each) for each in cast(list[object], value)] if is_mixed else value
+
+
+_WHOLE = (whole_number, whole_numbers)
+
+
 def _taking_whole_floats(schema: Any) -> Any:
-    """A core schema whose integers may be written as floats."""
+    """A core schema whose integers may be written as floats, and whose arrays are wrong with their first wrong item."""
     match schema:
+        case {"type": "list", "items_schema": {"type": "int"}}:
+            ids = cast(core_schema.ListSchema, {**schema, "fail_fast": True})
+            return core_schema.no_info_before_validator_function(whole_numbers, ids)
+        case {"type": "list"} if not schema.get("fail_fast"):
+            return _taking_whole_floats({**schema, "fail_fast": True})
         case {"type": "int"}:
             return core_schema.no_info_before_validator_function(whole_number, cast(core_schema.IntSchema, schema))
-        case {"type": "function-before", "function": {"function": function}} if function is whole_number:
+        case {"type": "function-before", "function": {"function": function}} if function in _WHOLE:
             return schema
         case dict():
             return {key: _taking_whole_floats(value) for key, value in schema.items()}
@@ -139,33 +153,14 @@ class Body(BaseModel):
         return kept, sent_as
 
 
-def received(request: web.Request) -> bytes:
-    """The request's body, unpacked; empty where it has none."""
-    body: bytes = request.get(_RECEIVED, b"")
-    return body
-
-
-def keep_received(request: web.Request, body: bytes) -> None:
-    """From now on `body` is the request's."""
-    request[_RECEIVED] = body
-
-
-def json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`; raises InvalidRequest."""
-    try:
-        document = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise InvalidRequest(f"The body must be a JSON object, not {_kind(document)}")
-    return document
-
-
 async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") -> T:
     """The request's body as `schema`; raises InvalidRequest. absent: what no body at all stands for."""
     if (call := begun(request)) is not None:
         call.prompt_field = schema.prompt_field
-    return schema.parse(received(request) or absent)
+    document = await document_of(request, absent)
+    body = await of_body(request, partial(schema.of, document))
+    forget_received(request)
+    return body
 
 
 def _explain(error: ErrorDetails, sent_as: Mapping[str, str]) -> InvalidRequest:
@@ -198,21 +193,4 @@ def _shown(value: object, *, is_of_kind: bool) -> str:
     if isinstance(value, str) and is_of_kind:
         more = "..." if len(value) > _SHOWN_CHARACTERS else ""
         return f'"{value[:_SHOWN_CHARACTERS]}{more}"'
-    return _kind(value)
-
-
-def _kind(value: object) -> str:
-    """What JSON calls the value's type."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int() | float():
-            return "a number"
-        case str():
-            return "a string"
-        case list():
-            return "an array"
-        case _:
-            return "an object"
+    return kind_of(value)

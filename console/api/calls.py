@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from console.api.body import received
 from console.api.context import ApiContext
 from console.api.described import describes
 from console.api.errors import MethodNotAllowed, NotFound, json_response
+from console.api.received import of_body, received
 from console.api.stream import SSE, ChunkStream
 from console.calls import CALLS, Call, Names, carried_out
 from console.deltas import plain, shaped
@@ -65,7 +66,8 @@ class Calls:
     )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         call = _known(request)
-        arguments = _arguments(call, _document(received(request)), strict=True)
+        document = await of_body(request, partial(_document, received(request)))
+        arguments = await of_body(request, partial(_arguments, call, document, strict=True))
         order = asyncio.create_task(self._carry_out(call, arguments), name=call.name)
         self._orders.add(order)
         order.add_done_callback(self._ended)

@@ -26,13 +26,14 @@ from console.api.chat_shapes import (
 )
 from console.api.clamped import CHAT_CLAMPED
 from console.api.context import ApiContext, new_id
-from console.api.conversation import guided_away_from, read_messages
+from console.api.conversation import Turn, guided_away_from, read_messages
 from console.api.described import describes
 from console.api.errors import json_response
 from console.api.generation import Answer, Generation, told
 from console.api.logprobs import ChatLogprobs, chat_logprobs
 from console.api.openai import OpenAiFields, Usage, UsageField, now, prompt_logprobs_of, usage_of
 from console.api.parameters import CHAT_REFUSED, OPENAI_INERT
+from console.api.received import of_body
 from console.api.sampling import sampling_params
 from console.api.served import ServedModel
 from console.api.stream import DONE, ChunkStream
@@ -88,6 +89,8 @@ class Chat:
         body = await read(request, ChatBody)
         body.check_prompt_logprobs()
         model = await self._context.served(body)
+        model.check_length(len(body.messages), "messages")
+        turns = await of_body(request, partial(read_messages, body.messages))
         use = await body.tool_use(model)
         params = sampling_params(
             body,
@@ -95,12 +98,12 @@ class Chat:
             max_tokens=body.token_limit,
             logprobs=body.wanted_logprobs,
             prompt_logprobs=body.prompt_logprobs,
-            negative_prompt_ids=await _negative_prompt_ids(body, model, use),
+            negative_prompt_ids=await _negative_prompt_ids(body, model, turns, use),
         )
         params = use.applied(params)
-        prompt = await body.prompt(model, read_messages(body.messages), use)
+        prompt = await body.prompt(model, turns, use)
         call = _Call(body, model, use, partial(prompt.answer_text, model.tokenizer, params))
-        with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
+        async with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
             if not body.stream:
                 return json_response(await call.whole(generation))
             async with ChunkStream(request, self._context.settings) as chunks:
@@ -108,12 +111,12 @@ class Chat:
             return chunks.response
 
 
-async def _negative_prompt_ids(body: ChatBody, model: ServedModel, use: ToolUse) -> list[int]:
+async def _negative_prompt_ids(body: ChatBody, model: ServedModel, turns: Sequence[Turn], use: ToolUse) -> list[int]:
     """What is guided away from: the same conversation under another system message. Empty without guidance."""
     if body.cfg_scale == 1.0:
         return []
-    turns = guided_away_from(read_messages(body.messages), body.negative_prompt)
-    return list((await body.prompt(model, turns, use)).ids)
+    guided = guided_away_from(turns, body.negative_prompt)
+    return list((await body.prompt(model, guided, use)).ids)
 
 
 class _Call:

@@ -136,8 +136,10 @@ class Completions:
         body.check_prompt_logprobs()
         self._context.check_choices(count_prompts(body.prompt), body.answers_each)
         prompts = await read_prompts(body.prompt, model)
+        if body.echo:
+            self._context.check_echo(prompts, body.n)
         call = _Call(body, model, prompts, params)
-        with self._context.generate(request, call.id, body, model, prompts, params) as generation:
+        async with self._context.generate(request, call.id, body, model, prompts, params) as generation:
             if not body.stream:
                 return json_response(await call.whole(generation))
             async with ChunkStream(request, self._context.settings) as chunks:

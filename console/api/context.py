@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -13,6 +13,7 @@ from msgspec import structs
 
 from console.api.failing import call_of
 from console.api.generation import Generation
+from console.api.json_bounds import MAX_VALUES, JsonBounds
 from console.api.observing import add_work
 from console.api.operator import Operator
 from console.api.prompts import Prompt
@@ -25,6 +26,9 @@ from console.links.api import SETTINGS_KEY
 from engine.config import SamplingParams, shown
 from engine.engine import Engine
 from engine.errors import EngineClosed, InvalidRequest
+
+MAX_REPEATED = 2**20
+"""Characters of prompts in each part of a stream whose parts have all texts so far: a millisecond's work for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,16 @@ class ApiContext:
     watchers: Watchers = field(default_factory=Watchers)
     _running: set[Generation] = field(default_factory=set)
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
+    _contexts: set[int] = field(default_factory=set)
+    _submitting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def json_bounds(self) -> JsonBounds:
+        """What a body may hold: as many token ids besides all else as the longest context does, also while the model
+        that has it sleeps."""
+        loaded = [model.status.model for model in self.engine.published.models]
+        self._contexts.update(model.max_model_len for model in loaded if model is not None)
+        max_ids = max(self._contexts, default=0)
+        return JsonBounds(max_depth=self.settings.max_json_depth, max_values=MAX_VALUES + max_ids)
 
     async def served(self, body: ModelFields) -> ServedModel:
         """The model that the body names, waiting while it is woken up or replaced. Raises as `served_model` does,
@@ -73,8 +87,19 @@ class ApiContext:
                 param="n" if n > 1 else "prompt",
             )
 
-    @contextmanager
-    def generate(
+    def check_echo(self, prompts: Sequence[Prompt], n: int, *, each_time: bool = False) -> None:
+        """Raise InvalidRequest where answers that begin with their prompts would repeat more of them than a body may
+        hold; each_time: or every part of a stream more than MAX_REPEATED."""
+        repeated = n * sum(len(prompt.text) for prompt in prompts)
+        most = min(MAX_REPEATED if each_time else self.settings.max_body_bytes, self.settings.max_body_bytes)
+        if repeated > most:
+            raise InvalidRequest(
+                f"The answers would repeat {repeated} characters of prompts (n times each); the limit is {most}",
+                param="n" if n > 1 else "prompt",
+            )
+
+    @asynccontextmanager
+    async def generate(
         self,
         request: web.Request,
         request_id: str,
@@ -82,7 +107,7 @@ class ApiContext:
         model: ServedModel,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-    ) -> Iterator[Generation]:
+    ) -> AsyncIterator[Generation]:
         """A generation under way; it is cancelled on leaving where it has not ended. Raises InvalidRequest where that
         is more than the settings allow."""
         self.check_choices(len(prompts), body.answers_each)
@@ -99,13 +124,13 @@ class ApiContext:
             cache_salt=body.cache_salt,
             priority=-body.priority,
         )
-        with self._under_way(request, generation):
+        async with self._under_way(request, generation):
             yield generation
 
-    @contextmanager
-    def embed(
+    @asynccontextmanager
+    async def embed(
         self, request: web.Request, request_id: str, body: ModelFields, model: ServedModel, prompts: Sequence[Prompt]
-    ) -> Iterator[Generation]:
+    ) -> AsyncIterator[Generation]:
         """Likewise, for the prompts' vectors: each answer has one, and nothing else."""
         generation = Generation(
             self.engine,
@@ -118,18 +143,21 @@ class ApiContext:
             priority=-body.priority,
             embed=True,
         )
-        with self._under_way(request, generation):
+        async with self._under_way(request, generation):
             yield generation
 
-    @contextmanager
-    def _under_way(self, request: web.Request, generation: Generation) -> Iterator[None]:
-        """Submit it; end it on leaving, and write down what it used."""
+    @asynccontextmanager
+    async def _under_way(self, request: web.Request, generation: Generation) -> AsyncIterator[None]:
+        """Submit it; end it on leaving, and write down what it used. Of those with several answers one is submitted
+        after the other, so that two which fill the queue together do not keep each other out."""
+        self._running.add(generation)
         try:
-            with generation:
-                self._running.add(generation)
-                yield
+            async with self._submitting if generation.size > 1 else nullcontext():
+                await generation.submit()
+            yield
         finally:
             self._running.discard(generation)
+            generation.cancel()
             used, call = generation.tokens, call_of(request)
             call.prompt_tokens += used.prompt
             call.output_tokens += used.output

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from console.api.json_bounds import JsonBounds
 from console.api.parameters import MESSAGE_REFUSED
 from console.api.tools import calling_turn, fitting, format_of, named, result_turn, spoken
 from console.api.tools.openai import read_calls
@@ -28,6 +29,7 @@ def read_messages(messages: Sequence[object]) -> list[Turn]:
     """The turns as a template wants them, each with plain text; raises InvalidRequest saying which message is wrong."""
     if not messages:
         raise InvalidRequest("messages is empty; there is nothing to answer", param="messages")
+    _check_arguments(messages)
     return named([_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)])
 
 
@@ -85,6 +87,19 @@ def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:
             "this model's chat template has no place for the tool_calls of a message", param="messages"
         )
     return fitting(turns, format_of(tokenizer))
+
+
+def _check_arguments(messages: Sequence[object]) -> None:
+    """Raise InvalidRequest where what calls were made with, which is JSON within JSON, holds more than a body may."""
+    calls = [call for message in messages if isinstance(message, dict) for call in _listed(message.get("tool_calls"))]
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    together = ",".join(text for text in texts if isinstance(text, str))
+    JsonBounds().check(together.encode(), "messages[].tool_calls[].function.arguments")
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _read_message(message: object, where: str) -> Turn:

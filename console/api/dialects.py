@@ -18,7 +18,6 @@ from console.api import kobold, ollama, textgen, tgi
 from console.api.anthropic.errors import anthropic_error
 from console.api.anthropic.messages import Messages
 from console.api.anthropic.models import AnthropicModels
-from console.api.body import json_object, received
 from console.api.chat import Chat
 from console.api.completions import Completions
 from console.api.context import ApiContext
@@ -28,6 +27,7 @@ from console.api.errors import Tells, envelope
 from console.api.failing import call_of
 from console.api.generate import Generate
 from console.api.models import Models
+from console.api.received import document_of
 from console.api.scopes import LOOKING
 from console.api.utilities import Utilities
 from console.links.api import DialectReading
@@ -144,7 +144,7 @@ class Dialects:
         if request.method in LOOKING:
             return self._first_on(here)
         try:
-            body = json_object(received(request))
+            body = await document_of(request)
         except InvalidRequest:
             return here[0]
         claiming = [dialect for dialect in here if dialect.claims is not None and dialect.claims(body)]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from pydantic_core import from_json
 
 from console.api.served import ServedModel
 from engine.errors import InvalidRequest
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 MAX_BREAKERS = 256
+MAX_BREAKER_CHARACTERS = 200
+_LONGEST_TEXT = 8 * MAX_BREAKERS * MAX_BREAKER_CHARACTERS
+"""Characters of breakers as JSON, which may take six for one."""
 
 
 def breaker_ids(value: object, model: ServedModel) -> tuple[int, ...]:
@@ -32,12 +35,22 @@ def _strings(value: object) -> list[str]:
             f"dry_sequence_breakers holds {len(value)} strings; it takes up to {MAX_BREAKERS}",
             param="dry_sequence_breakers",
         )
+    if max(map(len, value), default=0) > MAX_BREAKER_CHARACTERS:
+        raise InvalidRequest(
+            f"dry_sequence_breakers holds a string of more than {MAX_BREAKER_CHARACTERS} characters",
+            param="dry_sequence_breakers",
+        )
     return value
 
 
 def _from_json(text: str) -> object:
+    if len(text) > _LONGEST_TEXT:
+        raise InvalidRequest(
+            f"dry_sequence_breakers has {len(text)} characters; it may have {_LONGEST_TEXT}",
+            param="dry_sequence_breakers",
+        )
     try:
-        return json.loads(text if text.startswith("[") else f"[{text}]")
+        return from_json(text if text.startswith("[") else f"[{text}]", allow_inf_nan=False)
     except ValueError:
         raise _misshapen() from None
 

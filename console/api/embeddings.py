@@ -26,6 +26,7 @@ from console.api.parameters import EMBEDDING_REFUSED, OPENAI_INERT
 from console.api.prompts import Prompt, count_prompts, read_prompts
 from console.api.sampling import ModelFields
 from console.api.served import ServedModel
+from console.api.settings import ApiSettings
 from engine.config import shown
 from engine.errors import ContextLengthExceeded, InvalidRequest
 
@@ -33,6 +34,9 @@ Encoding = Literal["float", "base64"]
 
 MAX_INPUTS = 2048
 """What OpenAI takes at once."""
+
+INPUTS_PER_CHOICE = 2
+"""Texts for each answer that a request may ask for: a vector is computed in one step. LangChain sends 1000 at once."""
 
 
 class EmbeddingBody(ModelFields):
@@ -96,7 +100,7 @@ class Embedder:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, EmbeddingBody)
         model = await self._context.served(body)
-        check_inputs(count_prompts(body.input, "input"), body.dimensions, model)
+        check_inputs(count_prompts(body.input, "input"), body.dimensions, model, self._context.settings)
         with about_inputs():
             return json_response(await self._embedded(request, body, model))
 
@@ -126,7 +130,7 @@ async def vectors_of(
     tokens = 0
     # As many at once as a request may ask for answers and the queue may hold: all of them are submitted, or none.
     for some in _parts(prompts, max(1, min(context.settings.max_choices, context.engine.config.max_queue))):
-        with context.embed(request, new_id("embd"), body, model, some) as generation:
+        async with context.embed(request, new_id("embd"), body, model, some) as generation:
             vectors.extend(answer.vector for answer in await generation.answers())
             tokens += generation.tokens.prompt
     return vectors, tokens
@@ -141,10 +145,10 @@ async def written_vectors(vectors: Sequence[bytes], encoding: Encoding) -> list[
     return written
 
 
-def check_inputs(inputs: int, dimensions: int | None, model: ServedModel) -> None:
+def check_inputs(inputs: int, dimensions: int | None, model: ServedModel, settings: ApiSettings) -> None:
     """Raise InvalidRequest for too many texts, and for vectors of a length that the model does not make."""
-    if inputs > MAX_INPUTS:
-        raise InvalidRequest(f"input has {inputs} texts; the limit is {MAX_INPUTS}", param="input")
+    if inputs > (most := min(MAX_INPUTS, INPUTS_PER_CHOICE * settings.max_choices)):
+        raise InvalidRequest(f"input has {inputs} texts; the limit is {most}", param="input")
     size = model.loaded.hidden_size
     if dimensions not in (None, size) and size:
         asked = shown(dimensions or 0)

@@ -107,8 +107,9 @@ class Generate:
         params = sampling_params(body, model, max_tokens=body.max_tokens, negative_prompt_ids=negative_ids)
         self._context.check_choices(count_prompts(body.prompt), body.n)
         prompts = await read_prompts(body.prompt, model)
+        self._context.check_echo(prompts, body.n, each_time=body.stream)
         starts = [prompt.text for prompt in prompts for _ in range(body.n)]
-        with self._context.generate(request, new_id("gen"), body, model, prompts, params) as generation:
+        async with self._context.generate(request, new_id("gen"), body, model, prompts, params) as generation:
             if body.stream:
                 async with ChunkStream(request, self._context.settings, JSON_LINES) as chunks:
                     await _send(generation, starts, chunks)

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from statistics import fmean
-from types import TracebackType
 from typing import TypeVar
 
 import msgspec
@@ -30,6 +29,9 @@ StoppedBy = str | int | None
 
 MANY_LOGPROBS = 1024
 """Those of more tokens than these are put into their shape beside the event loop."""
+
+SUBMIT_S = 0.005
+"""How long the answers of one request are submitted at a stretch."""
 
 _SEEDS = 2**64
 
@@ -63,8 +65,8 @@ class TokenCount:
 class Generation:
     """`n` answers to each prompt, in the order prompt 0 answer 0, prompt 0 answer 1, ...
 
-    Use it with `with`: entering submits, leaving cancels whatever has not ended, so a client that goes away at any
-    moment leaves nothing running. Entering raises what Engine.submit raises.
+    Who submits it cancels it in the end, which ends whatever has not ended: a client that goes away at any moment
+    leaves nothing running.
     client, tenant, cache_salt, priority, embed: as in GenerateRequest.
     """
 
@@ -118,26 +120,36 @@ class Generation:
         self._output_tokens = [0] * len(self._requests)
         self._cached_tokens = [0] * len(self._requests)
 
-    def __enter__(self) -> Generation:
+    async def submit(self) -> None:
+        """Submit them all; hundreds of them give way to what else there is every few milliseconds.
+
+        Raises what Engine.submit raises, and the reason where it was cancelled meanwhile; none is under way then.
+        """
         requests, self._requests = self._requests, []  # the engine has them from here on
+        clock = asyncio.get_running_loop().time
+        until = clock() + SUBMIT_S
         try:
             for request in requests:
+                if clock() > until:
+                    await asyncio.sleep(0)
+                    until = clock() + SUBMIT_S
+                if self._cut_by is not None:
+                    raise self._cut_by
                 self._streams.append(self._engine.submit(request))
         except BaseException:
             self.cancel()
             raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
 
     def cancel(self, reason: EngineError | None = None) -> None:
         """End every answer that has not ended; whoever reads them gets `reason`, or RequestCancelled."""
         self._cut_by = reason or self._cut_by
         for stream in self._streams:
             stream.cancel()
+
+    @property
+    def size(self) -> int:
+        """How many answers there are to be."""
+        return len(self._output_tokens)
 
     @property
     def tokens(self) -> TokenCount:

@@ -1,27 +1,22 @@
-"""Bodies are received before anybody is bothered with them: in time, not too long, and not nested too deep."""
+"""Bodies are received before anybody is bothered with them: in time, not too long, and within the bounds of JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from array import array
-from collections.abc import Iterable
-from itertools import accumulate
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 
-from console.api.body import keep_received
 from console.api.errors import BodyTooLarge, BodyTooSlow, UnknownEncoding, UnknownExpectation
 from console.api.failing import call_of
+from console.api.json_bounds import JsonBounds
+from console.api.received import LONG_BODY, keep_received, offload
 from console.api.scopes import LOOKING
 from console.api.settings import ApiSettings
 from engine.errors import InvalidRequest, RequestTimeout
-
-_QUOTE = b'"'
-_OTHERS = bytes(set(range(256)) - set(b"[]{}" + _QUOTE))
-_STEPS = bytes.maketrans(b"[{]}", array("b", (1, 1, -1, -1)).tobytes())
-"""How much deeper each bracket leads."""
 
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """What zlib calls the encodings of bodies."""
@@ -29,18 +24,20 @@ _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _LEAVE = "100-continue"
 
 
-def receiving(settings: ApiSettings) -> Middleware:
+def receiving(settings: ApiSettings, bounds: Callable[[], JsonBounds]) -> Middleware:
     """Reads the body of a request, which its handler then has at once. Where nobody would look at it, it is not read:
-    of requests that only look, and of those for which there is no endpoint, whoever sends them."""
+    of requests that only look, and of those for which there is no endpoint, whoever sends them.
+
+    bounds: what a body may hold now.
+    """
 
     @web.middleware
     async def receive(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.can_read_body and request.method not in LOOKING and request.match_info.http_exception is None:
             encoding = _encoding_of(request)
             raw = await _body(request, settings)
-            body = unpacked(raw, encoding, settings.max_body_bytes) if encoding else raw
-            check_depth(body, settings.max_json_depth)
-            keep_received(request, body)
+            check = partial(_checked, raw, encoding, settings.max_body_bytes, bounds())
+            keep_received(request, await offload(request, check) if encoding or len(raw) > LONG_BODY else check())
         return await handler(request)
 
     return receive
@@ -92,6 +89,13 @@ def _encoding_of(request: web.Request) -> str:
     return encoding
 
 
+def _checked(raw: bytes, encoding: str, most: int, bounds: JsonBounds) -> bytes:
+    """The body, unpacked; raises as `unpacked` and JsonBounds.check do."""
+    body = unpacked(raw, encoding, most) if encoding else raw
+    bounds.check(body)
+    return body
+
+
 def unpacked(raw: bytes, encoding: str, most: int) -> bytes:
     """A body that is packed as gzip or deflate. Raises InvalidRequest where it is cut short or broken, BodyTooLarge
     where it unpacks to more than `most` bytes."""
@@ -135,17 +139,3 @@ def ending(settings: ApiSettings) -> Middleware:
             raise RequestTimeout(f"The request took longer than the {total_s:g} s that it may") from None
 
     return end
-
-
-def check_depth(raw: bytes, most: int) -> None:
-    """Raise InvalidRequest where JSON nests deeper than `most` levels; before anything is made of it.
-
-    Everybody waits meanwhile, so it is a few passes over the bytes: escapes go, then all but quotes and brackets, and
-    of what is left every second part between quotes lies outside of strings.
-    """
-    if raw.count(b"[") + raw.count(b"{") <= most:
-        return
-    marks = raw.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHERS).replace(_QUOTE * 2, b"")
-    brackets = b"".join(marks.split(_QUOTE)[::2])
-    if max(accumulate(array("b", brackets.translate(_STEPS))), default=0) > most:
-        raise InvalidRequest(f"The body nests deeper than the {most} levels that are allowed")

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from console.api.context import ApiContext, client_of, new_id
 from console.api.errors import RequestCancelled
+from console.api.failing import call_of
 from console.api.frontends import FrontendBody
 from console.api.generation import Generation
 from console.api.sampling import limited
@@ -26,10 +27,18 @@ class Piece(NamedTuple):
     finish: FinishReason | None
 
 
-class Live:
-    """One generation and what has come of it."""
+class Program(NamedTuple):
+    """Who asks, as far as requests without a genkey are told apart: from where, and what it calls itself."""
 
-    def __init__(self, generation: Generation) -> None:
+    address: str
+    agent: str
+
+
+class Live:
+    """One generation and what has come of it. program: who asked for it."""
+
+    def __init__(self, generation: Generation, program: Program) -> None:
+        self.program = program
         self._generation = generation
         self._stopped = False
         self._texts: list[list[str]] = []
@@ -88,33 +97,42 @@ class Running:
         body = limited(body, body.length_field, context.settings.max_output_tokens)
         model = await context.served(body)
         params, prompt = await body.params(model), await body.prompt_for(model)
-        with (
-            context.generate(request, new_id(kind), body, model, [prompt], params) as generation,
-            self._added(client_of(request), key, generation) as live,
-        ):
-            yield live
+        async with context.generate(request, new_id(kind), body, model, [prompt], params) as generation:
+            with self._added(request, key, generation) as live:
+                yield live
 
     @contextmanager
-    def _added(self, client: str, key: str, generation: Generation) -> Iterator[Live]:
+    def _added(self, request: web.Request, key: str, generation: Generation) -> Iterator[Live]:
         """One while it runs."""
-        live = Live(generation)
-        here = self._live.setdefault((client, key), [])
+        live, place = Live(generation, _program_of(request)), (client_of(request), key)
+        here = self._live.setdefault(place, [])
         here.append(live)
         try:
             yield live
         finally:
             here.remove(live)
             if not here:
-                self._live.pop((client, key), None)
+                self._live.pop(place, None)
 
-    def text(self, client: str, key: str) -> str:
-        """What has come of the client's latest with that key, "" where none is under way."""
-        here = self._live.get((client, key))
+    def text(self, request: web.Request, key: str) -> str:
+        """What has come of the client's latest with that key, "" where none is under way, or it is not known whose."""
+        here = [] if self.is_shared(request, key) else self._live.get((client_of(request), key))
         return here[-1].text if here else ""
 
-    def stop(self, client: str, key: str) -> bool:
-        """End the client's with that key; whether there were any."""
-        here = list(self._live.get((client, key), ()))
+    def stop(self, request: web.Request, key: str) -> bool:
+        """End the client's with that key; False where there are none, or it is not known whose they are."""
+        here = [] if self.is_shared(request, key) else list(self._live.get((client_of(request), key), ()))
         for live in here:
             live.stop()
         return bool(here)
+
+    def is_shared(self, request: web.Request, key: str) -> bool:
+        """Return whether answers without a key of their own belong to others than who asks: one key, or one address
+        where none is needed, may be that of several people."""
+        here = self._live.get((client_of(request), key), ())
+        return not key and any(live.program != _program_of(request) for live in here)
+
+
+def _program_of(request: web.Request) -> Program:
+    call = call_of(request)
+    return Program(call.address, call.agent)

@@ -16,6 +16,12 @@ from engine.errors import InvalidRequest
 _KOBOLD = ("top_k", "top_a", "top_p", "tfs", "typical_p", "temperature", "repetition_penalty")
 """What KoboldCpp means by 0 to 6."""
 
+MAX_SAMPLERS = 64
+"""In an order: more than clients know, under all their names."""
+
+_LONGEST_TEXT = 64 * MAX_SAMPLERS
+"""Characters of an order that are looked at: more than the longest names take."""
+
 _ALIASES = {"tfs_z": "tfs", "typ_p": "typical_p", "typical": "typical_p", "penalties": "repetition_penalty"}
 _MOVED = ("temperature", "dynamic_temperature", "quadratic_sampling")
 """What text-generation-webui puts last where temperature_last is set."""
@@ -69,9 +75,11 @@ def dynamic_alone(params: SamplingParams) -> SamplingParams:
 
 def _names(value: object, param: str) -> list[str]:
     """The samplers in the order that the client wants."""
-    items = value.replace(",", "\n").split() if isinstance(value, str) else value
+    items = value[:_LONGEST_TEXT].replace(",", "\n").split() if isinstance(value, str) else value
     if not isinstance(items, list):
         raise InvalidRequest(f"{param} should be an array of samplers", param=param)
+    if len(items) > MAX_SAMPLERS:
+        raise InvalidRequest(f"{param} has more than {MAX_SAMPLERS} samplers", param=param)
     return [_name(item, param) for item in items]
 
 

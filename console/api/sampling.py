@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from pydantic import Field, WithJsonSchema
 
-from console.api.biases import bans, biases
+from console.api.biases import bans, biases, check_count
 from console.api.body import Body
 from console.api.body_schema import BANNED_STRINGS, BIASES, SAMPLERS, STOP_STRINGS, STOPS, TOKEN_IDS
 from console.api.clamped import SAMPLING_CLAMPED
@@ -176,6 +176,7 @@ def sampling_params(
         raise InvalidRequest(
             f"max_tokens is {shown(max_tokens)}; it must be at least {fewest_tokens}", param="max_tokens"
         )
+    check_count(len(fields.stop_token_ids), "stop_token_ids")
     model.check_token_ids(fields.stop_token_ids, "stop_token_ids")
     params = msgspec.structs.replace(
         _draw(fields, model),

@@ -17,6 +17,16 @@ from engine.text.tokenizer import Tokenizer, TokenSpan
 
 LONG_TEXT = 16_384
 MANY_TOKENS = 4096
+
+MAX_COUNTED_TOKENS = 2**18
+"""Tokens of a text that is counted, where the context has fewer: the tokenizer takes 140 bytes for each."""
+
+_PIECE = 65_536
+"""Characters that are tokenized at once to find out whether a long text has too many tokens."""
+
+_SPARE = 64
+"""What is cut out of a text begins and ends with other tokens than it has in the whole: so many more at most."""
+
 RETRY_LOADING_S = 5.0
 
 _NO_NAMES = frozenset({"dummy", "tgi"})
@@ -47,22 +57,41 @@ class ServedModel:
         text = "\n".join((product_version(), self.key, self.adapter, *computed))
         return f"fp_{hashlib.blake2s(text.encode(), digest_size=5).hexdigest()}"
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[list[int]]:
         """Ids of each text; long ones are tokenized beside the event loop, which the tokenizer leaves free meanwhile.
 
-        Raises ContextLengthExceeded, before the work, for a text that cannot fit however few tokens it makes.
+        max_tokens: of each, where they are to be no prompt, which the context bounds.
+        Raises ContextLengthExceeded, before most of the work, for a text that has far more.
         """
         if sum(map(len, texts)) < LONG_TEXT:
             return self.tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
-        self._refuse_endless(max(map(len, texts)))
-        return await asyncio.to_thread(self.tokenizer.encode_all, texts, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._encode, texts, add_special_tokens, max_tokens)
+
+    async def count(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text that is to be no prompt, and so may be longer than one. Raises InvalidRequest."""
+        [ids] = await self.encode([text], add_special_tokens=add_special_tokens, max_tokens=self._max_counted)
+        return ids
 
     async def spans(self, text: str) -> list[TokenSpan]:
-        """The tokens of a text and where they stand in it; raises as `encode` does."""
+        """The tokens of such a text and where they stand in it; raises as `count` does."""
         if len(text) < LONG_TEXT:
             return self.tokenizer.spans(text)
-        self._refuse_endless(len(text))
-        return await asyncio.to_thread(self.tokenizer.spans, text)
+        return await asyncio.to_thread(self._spans, text)
+
+    @property
+    def _max_counted(self) -> int:
+        return max(self.loaded.max_model_len, MAX_COUNTED_TOKENS)
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int | None) -> list[list[int]]:
+        for text in texts:
+            self._refuse_endless(text, max_tokens)
+        return self.tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
+
+    def _spans(self, text: str) -> list[TokenSpan]:
+        self._refuse_endless(text, self._max_counted)
+        return self.tokenizer.spans(text)
 
     async def decode(self, token_ids: list[int], param: str) -> str:
         """What a prompt of ids says; long ones are read beside the event loop.
@@ -83,11 +112,25 @@ class ServedModel:
             return self.tokenizer.decode(token_ids)
         return await asyncio.to_thread(self.tokenizer.decode, token_ids)
 
-    def _refuse_endless(self, characters: int) -> None:
-        least, most = characters // self.tokenizer.longest_token, self.loaded.max_model_len
+    def _refuse_endless(self, text: str, max_tokens: int | None) -> None:
+        """Raise ContextLengthExceeded for a prompt of too many tokens, InvalidRequest for more than `max_tokens`. Where
+        the length alone does not say so, a text that is long for that is tokenized a piece at a time: all at once, what
+        the tokenizer makes of eight MiB takes more than one GiB."""
+        most = self.loaded.max_model_len if max_tokens is None else max_tokens
+        least = len(text) // self.tokenizer.longest_token
+        starts = range(0, len(text), _PIECE) if least <= most and len(text) > max(2 * most, _PIECE) else ()
+        counted = 0
+        for start in starts:
+            [ids] = self.tokenizer.encode_all([text[start : start + _PIECE]], add_special_tokens=False)
+            counted += max(0, len(ids) - _SPARE)
+            if counted > most:
+                least = counted
+                break
+        if least > most and max_tokens is not None:
+            raise InvalidRequest(f"the text has more than {most} tokens; no more are counted", param="prompt")
         if least > most:
             raise ContextLengthExceeded(
-                f"the prompt has {characters} characters, so {least} tokens at the very least; with the answer's first "
+                f"the prompt has {len(text)} characters, so {least} tokens at the very least; with the answer's first "
                 f"token it may have {most}",
                 param="prompt",
                 prompt_tokens=least,
@@ -98,12 +141,17 @@ class ServedModel:
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequest for an id that the model has no token for."""
-        for token_id in token_ids:
-            if not 0 <= token_id < self.loaded.vocab_size:
-                last = self.loaded.vocab_size - 1
-                raise InvalidRequest(
-                    f"{param} holds {shown(token_id)}; the model's token ids lie between 0 and {last}", param=param
-                )
+        last = self.loaded.vocab_size - 1
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= last):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= last)
+            raise InvalidRequest(
+                f"{param} holds {shown(wrong)}; the model's token ids lie between 0 and {last}", param=param
+            )
+
+    def check_length(self, entries: int, param: str) -> None:
+        """Raise InvalidRequest for more entries than the context holds tokens, of which each takes one at least."""
+        if entries > (most := self.loaded.max_model_len):
+            raise InvalidRequest(f"{param} has {entries} entries; the model's context holds {most} tokens", param=param)
 
 
 async def served_model(engine: Engine, wanted: str | None, lora: str | None = None) -> ServedModel:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from console.api.json_bounds import MAX_DEPTH
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
@@ -46,7 +48,7 @@ class ApiSettings:
     address_rate: int = 6000
     max_header_bytes: int = 8 * 2**10
     max_body_bytes: int = 8 * 2**20
-    max_json_depth: int = 64
+    max_json_depth: int = MAX_DEPTH
     max_choices: int = 512
     max_schema_bytes: int = 65_536
     max_output_tokens: int | None = None

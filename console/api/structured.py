@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 
+from pydantic_core import from_json
+
 from engine.config import Grammar
 from engine.errors import InvalidRequest
 from engine.text import grammar as grammars
@@ -18,6 +20,7 @@ MAX_SCHEMA_BYTES = 65_536
 
 MAX_CHOICES = 1000
 _CHECKED_KEPT = 256
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def json_grammar(schema: object, param: str, *, lenient: bool = False, max_bytes: int = MAX_SCHEMA_BYTES) -> Grammar:
@@ -29,8 +32,8 @@ def json_grammar(schema: object, param: str, *, lenient: bool = False, max_bytes
     if isinstance(schema, str):
         _refuse_longer(schema, param, max_bytes)
         try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError):
+            schema = from_json(schema, allow_inf_nan=False)
+        except ValueError:
             raise InvalidRequest(f"{param} is not valid JSON", param=param) from None
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
@@ -38,11 +41,7 @@ def json_grammar(schema: object, param: str, *, lenient: bool = False, max_bytes
     if "x-guidance" in schema:
         raise InvalidRequest(f"{param}.x-guidance is no keyword that clients can set", param=param)
     schema = schema | {"x-guidance": {"lenient": True}} if lenient else schema
-    try:
-        source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
-    except RecursionError:
-        raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
-    return _checked(Grammar(kind="json_schema", source=source, param=param), max_bytes)
+    return _checked(Grammar(kind="json_schema", source=_json(schema, param, max_bytes), param=param), max_bytes)
 
 
 def json_object_grammar(param: str = "response_format") -> Grammar:
@@ -61,7 +60,8 @@ def choice_grammar(choices: object, param: str, *, max_bytes: int = MAX_SCHEMA_B
         raise InvalidRequest(f"{param} should be an array of strings", param=param)
     if len(choices) > MAX_CHOICES:
         raise InvalidRequest(f"{param} has {len(choices)} strings; it may have {MAX_CHOICES}", param=param)
-    return _checked(Grammar(kind="choice", source=json.dumps(choices), param=param), max_bytes)
+    source = _json(choices, param, max_bytes)
+    return _checked(Grammar(kind="choice", source=source, param=param), max_bytes)
 
 
 def lark_grammar(text: object, param: str, *, max_bytes: int = MAX_SCHEMA_BYTES) -> Grammar:
@@ -70,6 +70,23 @@ def lark_grammar(text: object, param: str, *, max_bytes: int = MAX_SCHEMA_BYTES)
     Raises InvalidRequest naming `param`.
     """
     return _checked(Grammar(kind="lark", source=_text(text, param), param=param), max_bytes)
+
+
+def _json(value: object, param: str, max_bytes: int) -> str:
+    """The value as JSON. Raises InvalidRequest as soon as that is too long, or where it is nested too deeply."""
+    pieces: list[str] = []
+    room = max_bytes
+    try:
+        for piece in _ENCODER.iterencode(value):
+            pieces.append(piece)
+            room -= len(piece)
+            if room < 0:
+                raise InvalidRequest(
+                    f"{param} has too many bytes; it may have {max_bytes}", param=param, limit=max_bytes
+                )
+    except RecursionError:
+        raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
+    return "".join(pieces)
 
 
 def _checked(grammar: Grammar, max_bytes: int) -> Grammar:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
 
-from console.api.body import json_object, read, received
+from console.api.body import read
 from console.api.body_schema import TOKEN_IDS
 from console.api.chat import ChatBody
 from console.api.chat_fields import ConversationFields
@@ -17,12 +17,13 @@ from console.api.conversation import read_messages
 from console.api.described import Described, describes, mark_as
 from console.api.errors import json_response
 from console.api.parameters import TOKENIZE_CHAT_REFUSED, TOKENIZE_INERT
+from console.api.received import document_of, of_body, offload
 from console.api.sampling import ModelFields
 from console.api.served import ServedModel
 from console.api.versions import product_version
 
 _MANY_IDS = 16_384
-"""More are decoded, or looked up, beside the event loop."""
+"""More are looked up beside the event loop."""
 
 _HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -108,13 +109,14 @@ class Utilities:
         body = await _read_tokenize(request)
         model = await self._context.served(body)
         if isinstance(body, TokenizeBody):
-            [ids] = await model.encode([body.prompt], add_special_tokens=body.add_special_tokens)
+            ids = await model.count(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
+            model.check_length(len(body.messages), "messages")
             use = await body.tool_use(model)
-            ids = list((await body.prompt(model, read_messages(body.messages), use)).ids)
-        if body.return_token_strs and len(ids) > _MANY_IDS:
-            return json_response(await asyncio.to_thread(_tokens, ids, model, with_strings=True))
-        return json_response(_tokens(ids, model, with_strings=body.return_token_strs))
+            turns = await of_body(request, partial(read_messages, body.messages))
+            ids = list((await body.prompt(model, turns, use)).ids)
+        tokens = partial(_tokens, ids, model, with_strings=body.return_token_strs)
+        return json_response(await offload(request, tokens) if len(ids) > _MANY_IDS else tokens())
 
     mark_as(
         _tokenize,
@@ -126,16 +128,17 @@ class Utilities:
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = await read(request, DetokenizeBody)
         model = await self._context.served(body)
+        model.check_length(len(body.tokens), "tokens")
         model.check_token_ids(body.tokens, "tokens")
-        if len(body.tokens) > _MANY_IDS:
-            return json_response(Text(await asyncio.to_thread(_decode, model, body.tokens)))
-        return json_response(Text(_decode(model, body.tokens)))
+        return json_response(Text(await of_body(request, partial(_decode, model, body.tokens))))
 
     @describes("The prompt that a conversation makes", body=ChatBody, answer=Rendered, example={"messages": _HELLO})
     async def _render(self, request: web.Request) -> web.Response:
         body = await read(request, ChatBody)
         model = await self._context.served(body)
-        prompt = await body.prompt(model, read_messages(body.messages), await body.tool_use(model))
+        model.check_length(len(body.messages), "messages")
+        turns = await of_body(request, partial(read_messages, body.messages))
+        prompt = await body.prompt(model, turns, await body.tool_use(model))
         limit = model.loaded.max_model_len
         rendered = Rendered(model=model.name, prompt=prompt.text, count=len(prompt.ids), max_model_len=limit)
         return json_response(rendered)
@@ -147,9 +150,8 @@ class Utilities:
 
 async def _read_tokenize(request: web.Request) -> TokenizeBody | TokenizeChatBody:
     """A body with messages is a conversation. Raises InvalidRequest."""
-    document = json_object(received(request))
-    is_conversation = document.get("messages") is not None
-    return TokenizeChatBody.of(document) if is_conversation else TokenizeBody.of(document)
+    is_conversation = (await document_of(request)).get("messages") is not None
+    return await read(request, TokenizeChatBody if is_conversation else TokenizeBody)
 
 
 def _tokens(ids: list[int], model: ServedModel, *, with_strings: bool) -> Tokens:

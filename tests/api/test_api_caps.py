@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from console.api.receiving import check_depth
 from console.api.server import ApiSettings
 from console.loading import engine_config
 from console.serving import api_settings
 from console.settings import Settings
 from engine.config import EngineConfig
-from engine.errors import InvalidRequest
 from tests.api.harness import Served, serving
 from tests.fakes.model import fake_spec
 
@@ -85,26 +80,6 @@ async def test_a_header_that_is_too_long_is_a_431(capped: Served) -> None:
     async with capped.http.get("/health", headers={"X-Long": "x" * 1100}) as response:
         assert response.status == 431
         assert (await response.json())["error"]["code"] == "headers_too_large"
-
-
-DOCUMENTS = st.recursive(
-    st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
-)
-
-
-@given(DOCUMENTS)
-def test_depth_is_counted_as_a_parser_would(document: object) -> None:
-    depth, raw = depth_of(document), json.dumps(document, ensure_ascii=False).encode(errors="surrogatepass")
-    check_depth(raw, depth)
-    if depth:
-        with pytest.raises(InvalidRequest):
-            check_depth(raw, depth - 1)
-
-
-def depth_of(document: object) -> int:
-    """How deep lists and objects nest."""
-    inner = document.values() if isinstance(document, dict) else document if isinstance(document, list) else None
-    return 0 if inner is None else 1 + max(map(depth_of, inner), default=0)
 
 
 def test_every_limit_is_a_setting_with_a_default_that_the_server_is_told() -> None:

@@ -6,6 +6,8 @@ Turns of one side that follow each other are one turn. A result of a tool is a m
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -95,15 +97,18 @@ def _call(block: Spoken) -> Spoken:
 def _merged(said: Iterable[Spoken]) -> list[Spoken]:
     """Turns of one side that follow each other as one."""
     turns: list[Spoken] = []
-    for turn in said:
-        if not turns or turn["role"] not in _ONE_TURN or turns[-1]["role"] != turn["role"]:
-            turns.append(turn)
-            continue
-        before = turns[-1]
-        before["content"] = "\n".join(filter(None, (before["content"], turn["content"])))
-        if calls := [*before.get("tool_calls", ()), *turn.get("tool_calls", ())]:
-            before["tool_calls"] = calls
+    for role, group in groupby(said, key=itemgetter("role")):
+        together = list(group)
+        turns.extend([_joined(together)] if role in _ONE_TURN else together)
     return turns
+
+
+def _joined(turns: Sequence[Spoken]) -> Spoken:
+    """Several turns of one side as one."""
+    whole: Spoken = {**turns[0], "content": "\n".join(turn["content"] for turn in turns if turn["content"])}
+    if calls := [call for turn in turns for call in turn.get("tool_calls", ())]:
+        whole["tool_calls"] = calls
+    return whole
 
 
 def _text(blocks: Iterable[Spoken]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import aclosing
+from functools import partial
 
 from aiohttp import web
 
@@ -32,6 +33,7 @@ from console.api.described import describes
 from console.api.errors import json_response
 from console.api.generation import Generation, StoppedBy
 from console.api.prompts import Prompt
+from console.api.received import of_body
 from console.api.sampling import sampling_params
 from console.api.served import ServedModel
 from console.api.stream import ChunkStream
@@ -62,9 +64,9 @@ class Messages:
         model = await self._context.served(body)
         use = await _tool_use(body, model)
         params = use.applied(sampling_params(body, model, max_tokens=body.max_tokens))
-        prompt = await _prompt(body, model, use)
+        prompt = await _prompt(request, body, model, use)
         call = _Call(model, params, use.reader("toolu_"))
-        with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
+        async with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
             if not body.stream:
                 return json_response(await call.whole(generation))
             async with ChunkStream(request, self._context.settings, EVENTS) as chunks:
@@ -75,7 +77,7 @@ class Messages:
     async def _count(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ConversationBody)
         model = await self._context.served(body)
-        prompt = await _prompt(body, model, await _tool_use(body, model))
+        prompt = await _prompt(request, body, model, await _tool_use(body, model))
         return json_response(TokensCounted(len(prompt.ids)))
 
 
@@ -83,11 +85,11 @@ async def _tool_use(body: ConversationBody, model: ServedModel) -> ToolUse:
     return await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
 
 
-async def _prompt(body: ConversationBody, model: ServedModel, use: ToolUse) -> Prompt:
-    said = read_conversation(body.system, body.messages)
-    return await chat_prompt(
-        model, read_messages(said), continue_final=goes_on(said), variables=_QUIET, tools=use.definitions
-    )
+async def _prompt(request: web.Request, body: ConversationBody, model: ServedModel, use: ToolUse) -> Prompt:
+    model.check_length(len(body.messages), "messages")
+    said = await of_body(request, partial(read_conversation, body.system, body.messages))
+    turns = await of_body(request, partial(read_messages, said))
+    return await chat_prompt(model, turns, continue_final=goes_on(said), variables=_QUIET, tools=use.definitions)
 
 
 class _Call:

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from console.api.body import read
-from console.api.context import ApiContext, client_of
+from console.api.context import ApiContext
 from console.api.described import describes
 from console.api.errors import json_response
 from console.api.kobold.body import KeyBody, KoboldBody
@@ -120,11 +120,11 @@ class Generating:
     @describes("End this client's answer; it is given as far as it came", body=KeyBody, optional=True, answer=Aborted)
     async def _abort(self, request: web.Request) -> web.Response:
         body = await read(request, KeyBody, absent=b"{}")
-        stopped: Literal["true", "false"] = "true" if self._running.stop(client_of(request), body.genkey) else "false"
+        stopped: Literal["true", "false"] = "true" if self._running.stop(request, body.genkey) else "false"
         return json_response(Aborted(stopped, stopped))
 
     def _pending(self, request: web.Request, genkey: str) -> web.Response:
-        return json_response(Checked([Pending(self._running.text(client_of(request), genkey))]))
+        return json_response(Checked([Pending(self._running.text(request, genkey))]))
 
 
 def _finish(finish: FinishReason | None) -> KoboldFinish:

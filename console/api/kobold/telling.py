@@ -118,7 +118,7 @@ class Telling:
     async def _count(self, request: web.Request) -> web.Response:
         body = await read(request, CountBody)
         model = await self._context.served(SamplingFields.of({}))
-        [ids] = await model.encode([body.prompt], add_special_tokens=body.special)
+        ids = await model.count(body.prompt, add_special_tokens=body.special)
         return json_response(Counted(len(ids), ids))
 
     async def _most(self) -> int:

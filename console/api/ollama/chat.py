@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -18,6 +19,7 @@ from console.api.ollama.answers import Chatted, Part, Said, Stopwatch, ToolCalle
 from console.api.ollama.body import ChatBody
 from console.api.ollama.conversation import goes_on, read_conversation
 from console.api.ollama.options import options_params
+from console.api.received import of_body
 
 
 class Chat:
@@ -46,14 +48,15 @@ class Chat:
         watch = Stopwatch()
         body = await read(request, ChatBody)
         options = body.read()
-        said = read_conversation(body.messages)
+        said = await of_body(request, partial(read_conversation, body.messages))
         model = body.as_named(await watch.loading(self._context.served(options)))
         if not said:
             return Answering(model, watch, _shape).loaded()
+        model.check_length(len(said), "messages")
         use = await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
         prompt = await chat_prompt(
             model,
-            read_messages(said),
+            await of_body(request, partial(read_messages, said)),
             continue_final=goes_on(said),
             variables=body.variables,
             tools=use.definitions,
@@ -61,7 +64,7 @@ class Chat:
         params = use.applied(options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs))
         text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
         answering = Answering(model, watch, _shape, logprobs=text, reader=use.reader())
-        with self._context.generate(request, new_id("chat"), options, model, [prompt], params) as generation:
+        async with self._context.generate(request, new_id("chat"), options, model, [prompt], params) as generation:
             return await answering.answer(request, self._context.settings, generation, body.stream)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,12 +27,12 @@ def read_conversation(messages: Sequence[object]) -> list[Spoken]:
     """All that was said. Calls without an id get one, and results without one are of the first call that is open, of
     the tool that they name. Raises InvalidRequest naming what is wrong."""
     said: list[Spoken] = []
-    open_calls: list[tuple[str, str]] = []
+    open_calls = _OpenCalls()
     for i, message in enumerate(messages):
         spoken = _message(message, f"messages[{i}]")
         for j, call in enumerate(spoken.get("tool_calls", ())):
             call["id"] = call["id"] or f"call_{i}_{j}"
-            open_calls.append((call["id"], call["function"]["name"]))
+            open_calls.add(call["id"], call["function"]["name"])
         if spoken["role"] == "tool":
             spoken["tool_call_id"] = _answered(spoken, open_calls, f"messages[{i}]")
         said.append(spoken)
@@ -44,17 +45,49 @@ def goes_on(turns: Sequence[Mapping[str, Any]]) -> bool:
     return bool(last["role"] == "assistant" and last["content"] and not last.get("tool_calls"))
 
 
-def _answered(spoken: Spoken, open_calls: list[tuple[str, str]], where: str) -> str:
+class _OpenCalls:
+    """The calls that have no result yet, in the order of their coming."""
+
+    def __init__(self) -> None:
+        self._ids: list[str] = []
+        self._open: set[int] = set()
+        self._of_id: dict[str, list[int]] = {}
+        self._of_tool: dict[str, deque[int]] = {}
+
+    def add(self, call_id: str, tool: str) -> None:
+        """Add a call."""
+        number = len(self._ids)
+        self._ids.append(call_id)
+        self._open.add(number)
+        self._of_id.setdefault(call_id, []).append(number)
+        for name in {"", tool}:
+            self._of_tool.setdefault(name, deque()).append(number)
+
+    def close(self, call_id: str) -> None:
+        """Close all calls of this id."""
+        self._open.difference_update(self._of_id.pop(call_id, ()))
+
+    def first(self, tool: str) -> str | None:
+        """Close the first open call of a tool, "" for any, and return its id."""
+        calls = self._of_tool.get(tool, deque())
+        while calls:
+            number = calls.popleft()
+            if number in self._open:
+                self._open.remove(number)
+                return self._ids[number]
+        return None
+
+
+def _answered(spoken: Spoken, open_calls: _OpenCalls, where: str) -> str:
     """The id of the call that a result is of, which is open no more."""
     given, tool = spoken.pop("tool_call_id"), spoken.pop("tool_name")
     if given:
-        open_calls[:] = [call for call in open_calls if call[0] != given]
+        open_calls.close(given)
         return str(given)
-    found = next((call for call in open_calls if tool in ("", call[1])), None)
+    found = open_calls.first(tool)
     if found is None:
         raise InvalidRequest(f"{where} is the result of a call that was not made", param=where)
-    open_calls.remove(found)
-    return found[0]
+    return found
 
 
 def _message(message: object, where: str) -> Spoken:

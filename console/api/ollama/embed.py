@@ -79,7 +79,7 @@ class Embed:
         options = _options(body)
         texts = _texts(body.input)
         model = body.as_named(await watch.loading(self._context.served(options)))
-        check_inputs(len(texts), body.dimensions, model)
+        check_inputs(len(texts), body.dimensions, model, self._context.settings)
         vectors, tokens = await self._vectors(request, options, model, texts, truncate=body.truncate)
         return json_response(
             Embedded(

@@ -53,7 +53,7 @@ class Generate:
         params = options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs)
         text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
         answering = Answering(model, watch, partial(_shape, body, prompt), logprobs=text)
-        with self._context.generate(request, new_id("gen"), options, model, [prompt], params) as generation:
+        async with self._context.generate(request, new_id("gen"), options, model, [prompt], params) as generation:
             return await answering.answer(request, self._context.settings, generation, body.stream)
 
 

@@ -6,7 +6,6 @@ import msgspec
 from aiohttp import web
 
 from console.api.body import read
-from console.api.context import client_of
 from console.api.described import describes
 from console.api.errors import json_response
 from console.api.running import Running
@@ -58,5 +57,10 @@ class Generating:
 
     @describes("End the answers of this client that are under way; each is given as far as it has come", answer=Stopped)
     async def _stop(self, request: web.Request) -> web.Response:
-        self._running.stop(client_of(request), "")
+        if self._running.is_shared(request, ""):
+            raise InvalidRequest(
+                "Several clients of this key or address have answers under way: it cannot be told which are to end. "
+                "A client that closes its connection ends its own"
+            )
+        self._running.stop(request, "")
         return json_response(Stopped())

@@ -6,16 +6,18 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 from typing import Literal
 
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from console.api.body import read
 from console.api.context import ApiContext
 from console.api.described import describes
 from console.api.errors import BadHttp, ErrorBody, InternalError
 from console.api.failing import as_told, note
-from console.api.receiving import check_depth
+from console.api.received import keep_received, of_body
 from console.api.running import Live, Running
 from console.api.textgen.body import TextgenBody
 from console.api.textgen.errors import tells
@@ -77,7 +79,7 @@ class Streaming:
 
     async def _answer(self, request: web.Request, socket: web.WebSocketResponse) -> None:
         """Take a prompt and send what comes of it."""
-        body = await self._first(socket)
+        body = await self._first(request, socket)
         if body is None:
             return
         if body.n > 1:
@@ -95,7 +97,7 @@ class Streaming:
         await self._send(request, socket, StreamEnd(number))
         await self._in_time(request, socket.close())
 
-    async def _first(self, socket: web.WebSocketResponse) -> TextgenBody | None:
+    async def _first(self, request: web.Request, socket: web.WebSocketResponse) -> TextgenBody | None:
         """What the client sends; None where it leaves, stays silent for too long, or the server stops."""
         try:
             async with self._context.waiting(self._context.settings.idle_timeout_s):
@@ -106,8 +108,9 @@ class Streaming:
         if message.type in _ENDS:
             return None
         raw = message.data if isinstance(message.data, bytes) else str(message.data).encode()
-        check_depth(raw, self._context.settings.max_json_depth)
-        return TextgenBody.parse(raw)
+        keep_received(request, raw)
+        await of_body(request, partial(self._context.json_bounds().check, raw))
+        return await read(request, TextgenBody)
 
     async def _fail(self, request: web.Request, socket: web.WebSocketResponse, error: Exception) -> None:
         """Say what went wrong and close: an answer that has no stream_end is never taken for a whole one."""

@@ -88,8 +88,7 @@ class Telling:
     async def _count(self, request: web.Request) -> web.Response:
         body = await read(request, CountBody)
         model = await self._context.served(SamplingFields.of({}))
-        [ids] = await model.encode([body.prompt])
-        return json_response(Counts([Count(len(ids))]))
+        return json_response(Counts([Count(len(await model.count(body.prompt)))]))
 
     def _name(self) -> str:
         status = self._context.engine.status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,7 +98,7 @@ class Generating:
     async def _whole(self, request: web.Request, body: TgiBody, *, compatible: bool = False) -> web.Response:
         began = time.monotonic()
         call = await self._read(body, full_text=compatible, stream=False)
-        with self._generation(request, call) as generation:
+        async with self._generation(request, call) as generation:
             answers = await generation.answers()
             generated = await told(answers, partial(_generated, call, answers))
             response = json_response([generated] if compatible else generated)
@@ -110,7 +110,7 @@ class Generating:
 
     async def _stream(self, request: web.Request, body: TgiBody, *, compatible: bool = False) -> web.StreamResponse:
         call = await self._read(body, full_text=compatible, stream=True)
-        with self._generation(request, call) as generation:
+        async with self._generation(request, call) as generation:
             async with ChunkStream(request, self._context.settings, _SSE) as chunks:
                 events = _Events(call, generation)
                 async with aclosing(generation.deltas()) as deltas:
@@ -138,13 +138,12 @@ class Generating:
             params = msgspec.structs.replace(params, grammar=await asyncio.to_thread(asked.grammar.grammar, most))
         prompt = await body.prompt(model, asked.truncate)
         full = full_text if asked.return_full_text is None else asked.return_full_text
+        if full:
+            self._context.check_echo([prompt], asked.best_of)
         return _Call(asked, fields, model, prompt, params, body.inputs if full else "")
 
-    @contextmanager
-    def _generation(self, request: web.Request, call: _Call) -> Iterator[Generation]:
-        generating = self._context.generate(request, new_id("tgi"), call.fields, call.model, [call.prompt], call.params)
-        with generating as generation:
-            yield generation
+    def _generation(self, request: web.Request, call: _Call) -> AbstractAsyncContextManager[Generation]:
+        return self._context.generate(request, new_id("tgi"), call.fields, call.model, [call.prompt], call.params)
 
 
 class _Events:

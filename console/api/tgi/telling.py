@@ -8,11 +8,13 @@ from console.api.body import read
 from console.api.context import ApiContext
 from console.api.described import describes
 from console.api.errors import json_response
+from console.api.received import of_body
 from console.api.sampling import MAX_N, SamplingFields
 from console.api.tgi.body import TgiBody
 from console.api.tgi.shapes import Info, SimpleToken
 from console.api.versions import product_version
 from engine.config import MAX_STOP_STRINGS
+from engine.text.tokenizer import TokenSpan
 
 
 class Telling:
@@ -54,8 +56,10 @@ class Telling:
         body = await read(request, TgiBody)
         truncate = body.asked().truncate
         model = await self._context.served(SamplingFields.of({"model": body.model}))
-        tokens = [
-            SimpleToken(span.token_id, body.inputs[span.start : span.stop], span.start, span.stop)
-            for span in await model.spans(body.inputs)
-        ]
-        return json_response(tokens if truncate is None else tokens[-truncate:])
+        spans = await model.spans(body.inputs)
+        shown = spans if truncate is None else spans[-truncate:]
+        return json_response(await of_body(request, lambda: [_token(body.inputs, span) for span in shown]))
+
+
+def _token(text: str, span: TokenSpan) -> SimpleToken:
+    return SimpleToken(span.token_id, text[span.start : span.stop], span.start, span.stop)

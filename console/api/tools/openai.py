@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, WithJsonSchema
 from console.api.tools.calls import Tool, ToolCall, ToolChoice
 from engine.errors import InvalidRequest
 
+MAX_TOOLS = 256
+
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _MODES: Mapping[str, ToolChoice] = {
     "none": ToolChoice("none"),
@@ -39,8 +41,15 @@ class ToolField(BaseModel):
     function: FunctionField
 
 
+def check_count(tools: Sequence[object] | None) -> None:
+    """Raise InvalidRequest for too many tools."""
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools)} tools; it may have {MAX_TOOLS}", param="tools")
+
+
 def read_tools(fields: Sequence[ToolField] | None) -> tuple[Tool, ...]:
     """The tools of a body. Raises InvalidRequest naming what is wrong."""
+    check_count(fields)
     return tuple(read_tool(field.function, f"tools[{i}].function") for i, field in enumerate(fields or ()))
 
 

@@ -18,7 +18,6 @@ from engine.config import Grammar, SamplingParams
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 
-MAX_TOOLS = 256
 AUTO = ToolChoice("auto")
 
 _ONE_CALL = "only supports single tool-calls"
@@ -117,8 +116,6 @@ def _takes_one_call(tokenizer: Tokenizer) -> bool:
 
 
 def _check(tools: Sequence[Tool], choice: ToolChoice) -> None:
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(tools)} tools; it may have {MAX_TOOLS}", param="tools")
     counts = Counter(tool.name for tool in tools)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise InvalidRequest(f"tools has two of the name {twice[0]!r}", param="tools")

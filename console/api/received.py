@@ -1,0 +1,99 @@
+"""The body of a request as it was received, and the JSON in it.
+
+Work on a long body is done beside the event loop: one piece after the other, in one thread, so that the loop and all
+that it serves never wait for more than one piece to let go of the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from aiohttp import web
+from pydantic_core import from_json
+
+from engine.errors import InvalidRequest
+
+T = TypeVar("T")
+
+LONG_BODY = 32_768
+"""Bytes: what a shorter body holds is read and checked in 3 ms at worst."""
+
+BODY_THREAD = web.AppKey("body_thread", ThreadPoolExecutor)
+
+_RECEIVED = web.RequestKey("received", bytes)
+_DOCUMENT = web.RequestKey("document", dict[str, Any])
+_IS_LONG = web.RequestKey("is_long", bool)
+
+
+def body_thread() -> ThreadPoolExecutor:
+    """The thread of an application, which begins with the first long body."""
+    return ThreadPoolExecutor(1, thread_name_prefix="bodies")
+
+
+async def offload(request: web.Request, work: Callable[[], T]) -> T:
+    """The result of `work`, done in the thread for bodies."""
+    return await asyncio.get_running_loop().run_in_executor(request.app[BODY_THREAD], work)
+
+
+async def of_body(request: web.Request, work: Callable[[], T]) -> T:
+    """The result of `work` on what the request's body holds: at once where that was short, else offloaded."""
+    return await offload(request, work) if request.get(_IS_LONG, False) else work()
+
+
+def received(request: web.Request) -> bytes:
+    """The request's body, unpacked; empty where it has none."""
+    body: bytes = request.get(_RECEIVED, b"")
+    return body
+
+
+def keep_received(request: web.Request, body: bytes) -> None:
+    """From now on `body` is the request's."""
+    request[_RECEIVED] = body
+    request[_IS_LONG] = len(body) > LONG_BODY
+
+
+async def document_of(request: web.Request, absent: bytes = b"") -> dict[str, Any]:
+    """The JSON object that the request's body is, parsed once. absent: what no body at all stands for.
+
+    Raises InvalidRequest.
+    """
+    if _DOCUMENT not in request:
+        request[_DOCUMENT] = await of_body(request, partial(json_object, received(request) or absent))
+    return request[_DOCUMENT]
+
+
+def forget_received(request: web.Request) -> None:
+    """Keep neither the body nor what was parsed, which takes several times as much: an answer may last for minutes."""
+    request[_RECEIVED], request[_DOCUMENT] = b"", {}
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`; raises InvalidRequest."""
+    try:
+        document = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise InvalidRequest(f"The body must be a JSON object, not {kind_of(document)}")
+    return document
+
+
+def kind_of(value: object) -> str:
+    """What JSON calls the value's type."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case list():
+            return "an array"
+        case _:
+            return "an object"

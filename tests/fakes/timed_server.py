@@ -1,0 +1,117 @@
+"""A server in a process of its own that tells what its event loop was held up by: run as a program, with a folder and
+the tokens that a model's context has.
+
+It says its port, and then answers each line of stdin with `Held` as JSON, of the time since the last, until stdin ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures.thread
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+
+from console.api.server import ApiServer
+from console.api.settings import ApiSettings
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.pauses import collect_rarely
+from tests.fakes.backend import FakeBackend
+from tests.fakes.model import fake_spec
+
+_STATUS = Path("/proc/self/status")
+
+
+class Held(msgspec.Struct, frozen=True):
+    """callback_s: processor time of the longest callback of the loop, and which that was.
+
+    job_s: the same of the longest piece of work in a thread.  peak_bytes: most memory that the process had.
+    """
+
+    callback_s: float
+    callback: str
+    job_s: float
+    peak_bytes: int
+
+
+class Meter:
+    """What took longest since it was last read."""
+
+    def __init__(self) -> None:
+        self._callback_s, self._callback, self._job_s = 0.0, "", 0.0
+
+    def read(self) -> Held:
+        """And begin anew."""
+        held = Held(self._callback_s, self._callback, self._job_s, _peak())
+        self._callback_s, self._callback, self._job_s = 0.0, "", 0.0
+        Path("/proc/self/clear_refs").write_text("5")
+        return held
+
+    def run_handle(self, handle: asyncio.Handle) -> None:
+        """A callback of the loop, in place of Handle._run."""
+        began_s = time.thread_time()
+        _run_handle(handle)
+        if (took_s := time.thread_time() - began_s) > self._callback_s:
+            self._callback_s, self._callback = took_s, repr(handle)
+
+    def run_job(self, job: Any) -> None:
+        """A piece of work in a thread, in place of _WorkItem.run."""
+        began_s = time.thread_time()
+        _run_job(job)
+        self._job_s = max(self._job_s, time.thread_time() - began_s)
+
+
+_run_handle = asyncio.Handle._run
+_run_job = concurrent.futures.thread._WorkItem.run
+
+
+async def _serve(folder: Path, context: int, meter: Meter) -> None:
+    engine = Engine(
+        EngineConfig(worker_host="thread"),
+        backend_factory=lambda _: FakeBackend(reply=_always_a, max_model_len=context),
+    )
+    server = ApiServer(engine, ApiSettings(port=0))
+    await engine.start()
+    try:
+        await engine.load(fake_spec(folder))
+        await server.start()
+        collect_rarely()
+        _say(b"%d" % server.status().port)
+        commands = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+        while await commands.readline():
+            _say(msgspec.json.encode(meter.read()))
+    finally:
+        await server.stop(drain_s=0.0)
+        await engine.close(drain_s=0.0)
+
+
+def _always_a(prompt_ids: Sequence[int], index: int) -> int:
+    """The default reply looks at the whole prompt for each token."""
+    return ord("a")
+
+
+def _peak() -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def _say(line: bytes) -> None:
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    measured = Meter()
+    with (
+        patch.object(asyncio.Handle, "_run", lambda handle: measured.run_handle(handle)),
+        patch.object(concurrent.futures.thread._WorkItem, "run", lambda job: measured.run_job(job)),
+    ):
+        asyncio.run(_serve(Path(sys.argv[1]), int(sys.argv[2]), measured))

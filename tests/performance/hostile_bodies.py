@@ -1,0 +1,131 @@
+"""How long /health waits while one client sends bodies that are made to hold a server up, eight of each kind at once.
+
+    python -m tests.performance.hostile_bodies [--context TOKENS] [--rounds 2] [KIND ...]
+
+The server, who asks for /health a hundred times a second, and who sends have a process each. Prints for each kind the
+answer, the longest that /health took, the processor time of the longest callback of the server's loop and of the
+longest piece of work beside it, and what the server's memory grew by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import msgspec
+
+from tests.fakes.hostile_bodies import Hostile, hostile_bodies
+from tests.fakes.timed_server import Held
+
+AT_ONCE = 8
+_PATIENCE_S = 120.0
+
+
+async def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description="How long /health waits while hostile bodies come.")
+    parser.add_argument("--context", type=int, default=131_072)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("kinds", nargs="*")
+    options = parser.parse_args()
+    print("| eight bodies of | answer | /health, longest | callback | beside the loop | memory | took |")
+    print("|---" * 7 + "|")
+    for kind, hostile in hostile_bodies().items():
+        if options.kinds and kind not in options.kinds:
+            continue
+        async with _served(options.context) as server:
+            await _measure(server, kind, hostile, options.rounds)
+
+
+async def _measure(server: asyncio.subprocess.Process, kind: str, hostile: Hostile, rounds: int) -> None:
+    port = int(await _line(server))
+    watcher = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-c", _WATCH, str(port)), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    await _line(watcher)
+    before = await _held(server)
+    began_s = time.monotonic()
+    answers: Counter[str] = Counter()
+    timeout = aiohttp.ClientTimeout(_PATIENCE_S)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout) as http:
+        for _ in range(rounds):
+            answers.update(await asyncio.gather(*(_ask(http, hostile) for _ in range(AT_ONCE))))
+    took_s = time.monotonic() - began_s
+    held = await _held(server)
+    assert watcher.stdin is not None
+    watcher.stdin.close()
+    longest_s = float(await _line(watcher))
+    await watcher.wait()
+    grew = (held.peak_bytes - before.peak_bytes) / 2**20
+    answer = answers.most_common(1)[0][0]
+    print(
+        f"| {kind} | {answer} | {longest_s * 1000:.0f} ms | {held.callback_s * 1000:.0f} ms | "
+        f"{held.job_s * 1000:.0f} ms | {grew:.0f} MiB | {took_s:.1f} s |",
+        flush=True,
+    )
+    print("   ", held.callback[:150], file=sys.stderr, flush=True)
+
+
+async def _ask(http: aiohttp.ClientSession, hostile: Hostile) -> str:
+    headers = {"Content-Type": "application/json", **hostile.headers}
+    try:
+        async with http.post(hostile.path, data=hostile.body, headers=headers) as response:
+            said = await response.text()
+            return f"{response.status} {said[:100] if response.status != 200 else len(said)}"
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return type(error).__name__
+
+
+_WATCH = """
+import http.client, select, sys, time
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=120)
+longest_s = 0.0
+print("watching", flush=True)
+try:
+    while not select.select([sys.stdin], [], [], 0.01)[0]:
+        asked_s = time.monotonic()
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        longest_s = max(longest_s, time.monotonic() - asked_s)
+except (OSError, http.client.HTTPException):
+    longest_s = float("inf")
+print(longest_s, flush=True)
+"""
+
+
+@asynccontextmanager
+async def _served(context: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    with tempfile.TemporaryDirectory() as folder:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "tests.fakes.timed_server", folder, str(context)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            yield process
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            await process.wait()
+
+
+async def _held(server: asyncio.subprocess.Process) -> Held:
+    assert server.stdin is not None
+    server.stdin.write(b"\n")
+    return msgspec.json.decode(await _line(server), type=Held)
+
+
+async def _line(process: asyncio.subprocess.Process) -> bytes:
+    assert process.stdout is not None
+    return await process.stdout.readline()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
