@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from typing import Any, cast
 
 from aiohttp import HttpVersion11, web
@@ -19,6 +20,12 @@ log = logging.getLogger("api")
 
 _LONGEST = 200
 """Characters of a line in the log, of which memory keeps thousands."""
+
+FIRST_READ_BYTES = 16_384
+MIN_READ_BYTES = 2048
+MAX_READ_BYTES = 65_536
+READ_S = 0.002
+"""What is taken of a connection at once: at first, at least and at most; and how long that should hold the loop."""
 
 REQUEST_ID = "X-Request-Id"
 SERVER = "ericllm"
@@ -59,7 +66,7 @@ class _Server(web.Server):
 class _Connection(web.RequestHandler):
     """Looks after all that is written, whole answers, streams and websockets: what nobody takes is memory of ours."""
 
-    __slots__ = ("_made", "_untaken", "_watch", "_write_timeout_s")
+    __slots__ = ("_made", "_reads", "_untaken", "_watch", "_write_timeout_s")
 
     def __init__(self, manager: web.Server, *, write_timeout_s: float, **options: Any) -> None:
         super().__init__(manager, **options)
@@ -72,6 +79,21 @@ class _Connection(web.RequestHandler):
         """It begins."""
         super().connection_made(transport)
         self._made = cast(asyncio.Transport, transport)
+        self._reads: Any = getattr(transport, "_ssl_protocol", transport)
+        self._reads.max_size = FIRST_READ_BYTES
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come. The next time as many more or fewer are taken as fits what these took: asyncio's 256 KiB,
+        in chunks or frames of a byte, would hold the loop for 100 ms."""
+        began_s = time.perf_counter()
+        super().data_received(data)
+        took_s = time.perf_counter() - began_s
+        if not data:  # aiohttp's own, where it goes on with what it had put aside
+            return
+        if took_s > READ_S:
+            self._reads.max_size = max(MIN_READ_BYTES, self._reads.max_size // 4)
+        elif took_s < READ_S / 8:
+            self._reads.max_size = min(MAX_READ_BYTES, self._reads.max_size * 2)
 
     def pause_writing(self) -> None:
         """More waits to be taken than should."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -30,8 +31,8 @@ StoppedBy = str | int | None
 MANY_LOGPROBS = 1024
 """Those of more tokens than these are put into their shape beside the event loop."""
 
-SUBMIT_S = 0.005
-"""How long the answers of one request are submitted at a stretch."""
+STRETCH_S = 0.005
+"""How long the answers of one request are submitted, or cancelled, at a stretch."""
 
 _SEEDS = 2**64
 
@@ -127,12 +128,12 @@ class Generation:
         """
         requests, self._requests = self._requests, []  # the engine has them from here on
         clock = asyncio.get_running_loop().time
-        until = clock() + SUBMIT_S
+        until = clock() + STRETCH_S
         try:
             for request in requests:
                 if clock() > until:
                     await asyncio.sleep(0)
-                    until = clock() + SUBMIT_S
+                    until = clock() + STRETCH_S
                 if self._cut_by is not None:
                     raise self._cut_by
                 self._streams.append(self._engine.submit(request))
@@ -143,8 +144,16 @@ class Generation:
     def cancel(self, reason: EngineError | None = None) -> None:
         """End every answer that has not ended; whoever reads them gets `reason`, or RequestCancelled."""
         self._cut_by = reason or self._cut_by
-        for stream in self._streams:
-            stream.cancel()
+        self._cancel_some(deque(self._streams))
+
+    def _cancel_some(self, streams: deque[RequestStream]) -> None:
+        """Hundreds of them end in several turns of the loop."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + STRETCH_S
+        while streams and loop.time() < until:
+            streams.popleft().cancel()
+        if streams:
+            loop.call_soon(self._cancel_some, streams)
 
     @property
     def size(self) -> int:

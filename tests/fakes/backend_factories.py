@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from engine.backends.base import LoadedModel, TokenEvent
+from engine.backends.base import BackendRequest, LoadedModel, TokenEvent, TokenMask
 from engine.config import ModelSpec
 from tests.fakes.backend import FakeBackend
 
@@ -21,6 +21,18 @@ class NoisyBackend(FakeBackend):
         os.write(1, b"native out\n")
         os.write(2, b"native \xff err, unfinished")
         return super().load(spec, **settings)
+
+
+class ForgetfulBackend(FakeBackend):
+    """Says the same letter for ever, whatever it is asked, and keeps no request that has ended, however many come."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(reply=lambda prompt_ids, index: ord("a"), **options)
+
+    def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
+        """Take a request."""
+        super().submit(request, mask)
+        self.submitted.clear()
 
 
 class CrashingBackend(FakeBackend):
@@ -69,3 +81,8 @@ def make_telling(spec: ModelSpec) -> FakeBackend:
     """A FakeBackend; the thread count that it finds in its environment goes to stdout."""
     os.write(1, b"OMP_NUM_THREADS=%d\n" % int(os.environ["OMP_NUM_THREADS"]))
     return FakeBackend()
+
+
+def forgetful(spec: ModelSpec) -> FakeBackend:
+    """A backend for storms of requests."""
+    return ForgetfulBackend(max_model_len=spec.max_model_len or 4096, vocab_size=200_000)

@@ -6,6 +6,10 @@ import gzip
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from console.api.biases import MAX_TOKENS_NAMED
+from console.api.json_bounds import JsonBounds
+from engine.errors import InvalidRequest
+
 BODY_BYTES = 8 * 2**20
 
 
@@ -31,6 +35,7 @@ def hostile_bodies(size: int = BODY_BYTES) -> dict[str, Hostile]:
     text, raw = "/v1/completions", '{"prompt":"x",'
     say = '{"role":"user","content":"x"},'
     call = '{"messages":[{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"b","arguments":"'
+    bias = ",".join(f'"{token_id}":1' for token_id in range(MAX_TOKENS_NAMED))
     packed = gzip.compress(b'{"prompt":"' + b"a" * (size - 13) + b'"}', 1)
     return {
         "token ids": Hostile("/detokenize", _filled('{"tokens":[', "1,", "]}", size)),
@@ -85,8 +90,49 @@ def hostile_bodies(size: int = BODY_BYTES) -> dict[str, Hostile]:
         "a text to tokenize": Hostile("/tokenize", _filled('{"prompt":"', "hello ", ' "}', size)),
         "KoboldAI's prompt": Hostile("/api/v1/generate", _filled('{"prompt":"', "hello ", ' "}', size)),
         "packed": Hostile(text, packed, {"Content-Encoding": "gzip"}),
+        "packed, nothing": Hostile(text, _empty_blocks(size), {"Content-Encoding": "deflate"}),
+        "512 answers": Hostile(text, b'{"prompt":["a","b","c","d"],"n":128}'),
+        "512 biased answers": Hostile(text, f'{{"prompt":["a","b","c","d"],"n":128,"logit_bias":{{{bias}}}}}'.encode()),
+        "64 echoes": Hostile(text, _filled('{"prompt":"', "a ", ' ","n":64,"echo":true}', 120_000)),
+        "a stream of echoes": Hostile(
+            "/generate", _filled('{"prompt":"', "a ", ' ","n":16,"stream":true,"max_tokens":100}', 60_000)
+        ),
+        "32 KB of messages": Hostile(chat, _filled('{"messages":[', say, "]}", 32_768)),
+        "32 KB of lists": Hostile(text, _filled('{"prompt":[', "[],", "]}", 32_768)),
+        "32 KB of ids": Hostile(text, _filled('{"prompt":[', "1,", "]}", 32_768)),
         "brackets": Hostile(text, b"[" * size),
         "strings of brackets": Hostile(text, _filled('{"prompt":[', '"[",', "]}", size)),
         "digits": Hostile(text, _filled(raw + '"seed":', "9", "9}", size)),
         "no JSON": Hostile(text, b"\xff" * size),
     }
+
+
+def _empty_blocks(size: int) -> bytes:
+    """A deflated body of blocks that come to nothing, each with tables that have to be made first (RFC 1951, 3.2.7)."""
+    lengths = [0] * 18
+    lengths[2] = lengths[17] = 1  # 18 is a run of zeros, 1 a code of one bit: for the end of the block, and a distance
+    fields = [(0, 1), (2, 2), (0, 5), (0, 5), (14, 4), *((length, 3) for length in lengths)]
+    fields += [(1, 1), (127, 7), (1, 1), (107, 7), (0, 1), (0, 1), (0, 1)]
+    bits = "".join(format(value, f"0{count}b")[::-1] for value, count in fields) * 4  # 45 bytes
+    blocks = bytes(int(bits[place : place + 8][::-1], 2) for place in range(0, len(bits), 8))
+    return b"\x78\x9c" + blocks * (size // len(blocks))
+
+
+def allowed_bodies(bounds: JsonBounds) -> dict[str, Hostile]:
+    """Of each kind the longest body, or nearly, that is parsed at all."""
+    allowed: dict[str, Hostile] = {}
+    size = BODY_BYTES
+    while len(allowed) < len(kinds := hostile_bodies(size)):
+        for kind, hostile in kinds.items():
+            if kind not in allowed and _is_within(bounds, hostile.body):
+                allowed[kind] = hostile
+        size = size * 7 // 8
+    return allowed
+
+
+def _is_within(bounds: JsonBounds, body: bytes) -> bool:
+    try:
+        bounds.check(body)
+    except InvalidRequest:
+        return False
+    return True

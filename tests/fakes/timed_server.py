@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures.thread
+import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,10 +19,10 @@ import msgspec
 
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
+from console.bench.engines import all_ready
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.pauses import collect_rarely
-from tests.fakes.backend import FakeBackend
 from tests.fakes.model import fake_spec
 
 _STATUS = Path("/proc/self/status")
@@ -72,14 +72,12 @@ _run_job = concurrent.futures.thread._WorkItem.run
 
 
 async def _serve(folder: Path, context: int, meter: Meter) -> None:
-    engine = Engine(
-        EngineConfig(worker_host="thread"),
-        backend_factory=lambda _: FakeBackend(reply=_always_a, max_model_len=context),
-    )
+    engine = Engine(EngineConfig(num_workers=1))
     server = ApiServer(engine, ApiSettings(port=0))
     await engine.start()
     try:
-        await engine.load(fake_spec(folder))
+        await engine.load(fake_spec(folder, max_model_len=context))
+        await all_ready(engine, 1)
         await server.start()
         collect_rarely()
         _say(b"%d" % server.status().port)
@@ -93,11 +91,6 @@ async def _serve(folder: Path, context: int, meter: Meter) -> None:
         await engine.close(drain_s=0.0)
 
 
-def _always_a(prompt_ids: Sequence[int], index: int) -> int:
-    """The default reply looks at the whole prompt for each token."""
-    return ord("a")
-
-
 def _peak() -> int:
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
@@ -109,6 +102,7 @@ def _say(line: bytes) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["ERICLLM_BACKEND_FACTORY"] = "tests.fakes.backend_factories:forgetful"
     measured = Meter()
     with (
         patch.object(asyncio.Handle, "_run", lambda handle: measured.run_handle(handle)),

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal
 
 import msgspec
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from console.api.body import read
 from console.api.context import ApiContext
@@ -24,6 +24,9 @@ from console.api.textgen.errors import tells
 from engine.errors import EngineError, InvalidRequest
 
 log = logging.getLogger(__name__)
+
+MAX_PINGS = 100
+"""Of one connection in a second. Clients send one in ten."""
 
 _ENDS = (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR)
 
@@ -64,7 +67,7 @@ class Streaming:
     @describes("A websocket: send a prompt as to POST /api/v1/generate, and read what continues it", success=101)
     async def _connect(self, request: web.Request) -> web.StreamResponse:
         settings = self._context.settings
-        socket = web.WebSocketResponse(heartbeat=settings.ping_s, max_msg_size=settings.max_body_bytes)
+        socket = web.WebSocketResponse(heartbeat=settings.ping_s, max_msg_size=settings.max_body_bytes, autoping=False)
         if not socket.can_prepare(request).ok:
             raise BadHttp(f"{request.path} is a websocket: ask to upgrade to one")
         await socket.prepare(request)
@@ -87,7 +90,7 @@ class Streaming:
         number = 0
         async with (
             self._running.answering(request, "text", body) as live,
-            _watched(socket, live),
+            _watched(request, socket, live),
             aclosing(live.pieces()) as pieces,
         ):
             async for piece in pieces:
@@ -101,7 +104,7 @@ class Streaming:
         """What the client sends; None where it leaves, stays silent for too long, or the server stops."""
         try:
             async with self._context.waiting(self._context.settings.idle_timeout_s):
-                message = await socket.receive()
+                message = await _received(request, socket)
         except TimeoutError:
             await socket.close()
             return None
@@ -141,9 +144,9 @@ class Streaming:
 
 
 @asynccontextmanager
-async def _watched(socket: web.WebSocketResponse, live: Live) -> AsyncIterator[None]:
+async def _watched(request: web.Request, socket: web.WebSocketResponse, live: Live) -> AsyncIterator[None]:
     """While an answer is sent, so that its end comes when the client leaves."""
-    watching = asyncio.create_task(_watch(socket, live))
+    watching = asyncio.create_task(_watch(request, socket, live))
     try:
         yield
     finally:
@@ -151,9 +154,31 @@ async def _watched(socket: web.WebSocketResponse, live: Live) -> AsyncIterator[N
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _watch(socket: web.WebSocketResponse, live: Live) -> None:
+async def _watch(request: web.Request, socket: web.WebSocketResponse, live: Live) -> None:
     """End the answer when the client leaves, and also when it sends a second prompt."""
-    message = await socket.receive()
+    try:
+        message = await _received(request, socket)
+    except ConnectionError:
+        live.cancel(None)
+        return
     live.cancel(
         None if message.type in _ENDS else InvalidRequest("A connection takes one prompt; open another for the next")
     )
+
+
+async def _received(request: web.Request, socket: web.WebSocketResponse) -> WSMessage:
+    """The next message; pings are answered meanwhile. A flood of them, all of which aiohttp would answer before anybody
+    else is, ends the connection; raises ConnectionError then."""
+    clock = asyncio.get_running_loop().time
+    since, pings = clock(), 0
+    while (message := await socket.receive()).type in (WSMsgType.PING, WSMsgType.PONG):
+        if clock() - since > 1.0:
+            since, pings = clock(), 0
+        pings += 1
+        if pings > MAX_PINGS and request.transport is not None:
+            note(request, BadHttp(f"More than {MAX_PINGS} pings came in a second"))
+            request.transport.abort()
+            raise ConnectionResetError("the client floods its connection with pings")
+        if message.type is WSMsgType.PING:
+            await socket.pong(message.data)
+    return message
