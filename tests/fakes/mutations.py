@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -32,7 +33,7 @@ def changed(value: Any, random: Random, times: int = 1) -> Any:
     for _ in range(times):
         places = list(_places(document))
         if not places:
-            return random.choice(ODD)
+            return deepcopy(random.choice(ODD))
         holder, key = random.choice(places)
         match random.randrange(5):
             case 0 if isinstance(holder, dict):
@@ -43,7 +44,7 @@ def changed(value: Any, random: Random, times: int = 1) -> Any:
                 other, its_key = random.choice(places)
                 holder[key] = json.loads(json.dumps(other[its_key])) if its_key in _keys(other) else None
             case _:
-                holder[key] = random.choice(ODD)
+                holder[key] = deepcopy(random.choice(ODD))
     return document
 
 

@@ -17,14 +17,11 @@ from engine.models.resolve import resolve
 from tests.fakes.bounds import outcome
 from tests.fakes.hub import FakeHub, FakeRepo, Scripted, serve_hub, use_hub
 from tests.fakes.model_folders import write_model
+from tests.fakes.mutations import changed, damaged
 
 pytestmark = pytest.mark.long
 
 SEEDS = range(400)
-VALUES: list[Any] = [
-    None, True, -1, 0, 2**31, 2**63, 10**30, 1e300, "", "..", "/", "\0", "a/../..", "\\", "x" * 5000, "\x1b]0;x\x07",
-    "\u202e", [], {}, [[]], {"a": None}, "c" * 40, "d" * 64, "additional_chat_templates/../../../x", "OUTSIDE.json",
-]  # fmt: skip
 HEADERS = [
     "", "0", "-1", "1e9", "9" * 40, "../../OUTSIDE", "/OUTSIDE", '"' + "a" * 64 + '"', 'W/"' + "b" * 40 + '"',
     "x" * 3000, "bytes 5-9/10", "gzip", "zstd, gzip", "file:///x", "//[", "/org/name/resolve/main/config.json",
@@ -48,30 +45,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield hub
 
 
-def changed(dice: random.Random, value: Any) -> Any:
-    """A JSON value with one part of it replaced, left out or doubled."""
-    if isinstance(value, dict) and value and dice.random() < 0.9:
-        name = dice.choice(list(value))
-        if dice.random() < 0.1:
-            return {key: each for key, each in value.items() if key != name}
-        return {**value, name: changed(dice, value[name])}
-    if isinstance(value, list) and value and dice.random() < 0.9:
-        place = dice.randrange(len(value))
-        if dice.random() < 0.1:
-            return value + value
-        return [*value[:place], changed(dice, value[place]), *value[place + 1 :]]
-    return dice.choice(VALUES)
-
-
-def damaged(dice: random.Random, body: bytes) -> bytes:
-    """Bytes with some of them replaced, left out or repeated."""
-    for _ in range(dice.randrange(1, 4)):
-        start = dice.randrange(len(body) + 1)
-        end = min(len(body), start + dice.randrange(50))
-        body = body[:start] + dice.choice([b"", dice.randbytes(end - start), body[start:end] * 3]) + body[end:]
-    return body
-
-
 def script_of(dice: random.Random, repo: FakeRepo) -> Any:
     """Answers like the hub's own, of which some are changed."""
 
@@ -82,9 +55,7 @@ def script_of(dice: random.Random, repo: FakeRepo) -> Any:
             files = [{"rfilename": name, "size": len(body)} for name, body in repo.files.items()]
             document: Any = {"sha": repo.commit, "siblings": files}
             headers, status = {}, 200
-            for _ in range(dice.randrange(3)):
-                document = changed(dice, document)
-            body = json.dumps(document).encode()
+            body = json.dumps(changed(document, dice, dice.randrange(3))).encode()
         else:
             body = repo.files.get(path.rpartition("/")[2], b"")
             headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "Content-Length": str(len(body))}
@@ -92,7 +63,7 @@ def script_of(dice: random.Random, repo: FakeRepo) -> Any:
         if dice.random() < 0.3:
             headers[dice.choice(HEADER_NAMES)] = dice.choice(HEADERS)
         if dice.random() < 0.3:
-            body = damaged(dice, body)
+            body = damaged(body, dice, dice.randrange(1, 4))
         return Scripted(status, headers, [body])
 
     return answer

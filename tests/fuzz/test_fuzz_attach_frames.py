@@ -1,0 +1,131 @@
+"""What an instance sends, changed at random: a console shows it or refuses it in a sentence, and stays."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+
+from console.app import EricApp
+from console.called import as_link
+from console.calls import CALLS
+from console.deltas import difference, plain, shaped
+from console.foreign_values import from_json
+from console.frames import Frame, FrameEvent
+from console.modes import MODES
+from console.remote.address import address_of
+from console.remote.connection import Connection
+from console.remote.errors import OutOfReach
+from engine.snapshot import Snapshot
+from tests.fakes import scenes
+from tests.fakes.bounds import outcome, within_bounds
+from tests.fakes.link import FakeLink
+from tests.fakes.mutations import changed, damaged
+
+pytestmark = pytest.mark.long
+
+NUMBERS = (0, -1, 2**31, 2**53 + 1, 2**63 - 1, -(2**63), 2**64, 1e-308, 1e18, -1e300, 1e308)
+SCENES = ("busy", "loading", "failed", "empty", "eight_gpus")
+
+
+def stream() -> list[Any]:
+    """The events of an instance that goes from scene to scene."""
+    frames = [Frame(snapshot=getattr(scenes, name)()) for name in SCENES]
+    changes = [FrameEvent(delta=difference(old, new)) for old, new in itertools.pairwise(frames)]
+    return [msgspec.to_builtins(event) for event in (FrameEvent(full=plain(frames[0])), *changes)]
+
+
+class Sending:
+    """An instance that sends these events, and then is gone."""
+
+    address = address_of("gpu1")
+
+    def __init__(self, events: list[bytes]) -> None:
+        self._events = events
+
+    async def events(self, path: str, **_: Any) -> AsyncIterator[Any]:
+        for event in self._events:
+            try:
+                yield from_json(event)
+            except ValueError:
+                raise OutOfReach("What gpu1 sends is refused") from None
+        raise OutOfReach("gpu1 cannot be reached: nobody listens there")
+
+    async def get(self, path: str, query: Any = None) -> Any:
+        return {"result": [3, []]}
+
+
+async def shown(events: list[bytes]) -> tuple[Frame, str]:
+    """What a connection shows when the events have come, and why it broke off."""
+
+    async def pause(seconds: float) -> None:
+        if connection.standing().reach == "lost":
+            raise asyncio.CancelledError
+
+    connection = Connection("gpu1:8000", 2.0, lambda: 0.0, pause)
+    with suppress(asyncio.CancelledError):
+        await connection.follow(Sending(events))  # type: ignore[arg-type]
+    return connection.frame, connection.standing().reason
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_any_events_are_shown_or_end_the_connection_with_one_sentence(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    dice = random.Random(seed)
+    events = [json.dumps(changed(event, dice, dice.choice((0, 1, 4)))).encode() for event in stream()]
+    if dice.random() < 0.3:
+        place = dice.randrange(len(events))
+        events[place] = damaged(events[place], dice)
+    found = outcome(lambda: asyncio.run(shown(events)), sum(map(len, events)))
+    assert isinstance(found, tuple)
+    assert isinstance(found[0], Frame)
+    assert found[1].startswith(("What gpu1 sends", "gpu1"))
+    assert all(record.exc_info is None and record.getMessage().isprintable() for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, call in CALLS.items() if call.at_once))
+def test_any_answer_to_what_a_screen_polls_is_one_or_of_another_version(name: str) -> None:
+    right = plain(CALLS[name].on(FakeLink(scenes.busy()))())
+    for seed in range(60):
+        dice = random.Random(f"{name} {seed}")
+        body = json.dumps(changed(json.loads(msgspec.json.encode(right)), dice, 2)).encode()
+        with within_bounds(len(body)), suppress(ValueError):
+            shaped(from_json(body), CALLS[name].result)
+
+
+def with_numbers(value: Any, dice: random.Random, share: float) -> Any:
+    """A plain value with a share of its numbers replaced."""
+    if isinstance(value, dict):
+        return {name: with_numbers(each, dice, share) for name, each in value.items()}
+    if isinstance(value, list):
+        return [with_numbers(each, dice, share) for each in value]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return dice.choice(NUMBERS) if is_number and dice.random() < share else value
+
+
+@pytest.mark.parametrize("mode", [mode.name for mode in MODES] + ["insight"])
+async def test_numbers_of_any_size_end_no_screen(mode: str) -> None:
+    whole = [plain(getattr(scenes, name)()) for name in SCENES]
+    link = FakeLink(scenes.busy())
+    app = EricApp(as_link(link))
+    async with app.run_test(size=(140, 44)) as pilot:
+        app.action_insight() if mode == "insight" else app.action_open(mode)
+        await pilot.pause()
+        for seed in range(25):
+            dice = random.Random(f"{mode} {seed}")
+            document = with_numbers(dice.choice(whole), dice, dice.choice([0.02, 0.2, 1.0]))
+            try:
+                link.show(shaped(from_json(msgspec.json.encode(document)), Snapshot))
+            except ValueError:  # as a console refuses it
+                continue
+            app.refresh_screen()
+            await pilot.pause()
+    assert app.return_code == 0 or app.return_code is None
