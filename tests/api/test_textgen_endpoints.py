@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import aiohttp
 import pytest
 
 from console.api.server import ApiSettings
+from console.api.textgen.streaming import MAX_PINGS
 from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate, expected_text, letters, saying
 from tests.fakes.model import EOS_ID
@@ -275,3 +277,35 @@ async def test_a_stopping_server_closes_a_websocket_that_has_asked_nothing(api: 
         stopping = asyncio.create_task(api.server.stop(drain_s=0.0))
         assert (await socket.receive()).type == aiohttp.WSMsgType.CLOSE
         await stopping
+
+
+async def test_a_prompt_of_a_websocket_holds_no_more_than_a_body(api: Served) -> None:
+    for prompt in ("[" + "[]," * 70_000 + "[]]", "[" * 100_000):
+        async with api.http.ws_connect("/api/v1/stream") as socket:
+            await socket.send_str(f'{{"prompt": {prompt}}}')
+            told = await socket.receive_json()
+            assert told["event"] == "error"
+            assert told["error"]["param"] in ("prompt", None)
+            assert "holds too much" in told["error"]["message"] or "nests deeper" in told["error"]["message"]
+
+
+@pytest.mark.parametrize("has_prompt", [False, True])
+async def test_a_flood_of_pings_ends_its_connection_and_a_few_are_answered(tmp_path: Path, has_prompt: bool) -> None:
+    async with serving(tmp_path, FakeBackend(gate=Gate(1))) as api:
+        async with api.http.ws_connect("/api/v1/stream", autoping=False) as socket:
+            if has_prompt:
+                await socket.send_str(json.dumps({"prompt": "Once", "max_new_tokens": 50}))
+                assert (await socket.receive_json())["event"] == "text_stream"
+            for _ in range(MAX_PINGS // 2):
+                await socket.ping(b"x")
+            pongs = [await socket.receive() for _ in range(MAX_PINGS // 2)]
+            assert {message.type for message in pongs} == {aiohttp.WSMsgType.PONG}
+            with suppress(ConnectionError):
+                for _ in range(100 * MAX_PINGS):
+                    await socket.ping()
+            async with asyncio.timeout(60):
+                while not socket.closed:
+                    await socket.receive()
+        if has_prompt:
+            await api.until_row(state="finished", finish="cancelled")
+        assert "100 pings" in api.server.report().failures[0].message

@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
-from console.api.connections import Runner
+from console.api import connections
+from console.api.connections import FIRST_READ_BYTES, MAX_READ_BYTES, MIN_READ_BYTES, READ_S, Runner
 
 
 class Pipe(asyncio.Transport):
     """Bytes that wait to be taken: so many at each look, and then no fewer."""
+
+    max_size = 0
 
     def __init__(self, *waiting: int) -> None:
         super().__init__()
@@ -58,3 +61,24 @@ async def test_nobody_looks_any_more_once_most_was_taken_or_the_connection_is_ov
     for _ in range(5):
         await asyncio.sleep(0)
     assert not pipe.aborted.is_set()
+
+
+async def test_less_is_taken_at_once_of_a_connection_whose_bytes_take_long(
+    connection: web.RequestHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection.connection_made(pipe := Pipe(0))
+    assert pipe.max_size == FIRST_READ_BYTES
+    for took_s, size in (
+        (2 * READ_S, FIRST_READ_BYTES // 4),
+        (READ_S / 2, FIRST_READ_BYTES // 4),
+        (0.0, FIRST_READ_BYTES // 2),
+        (2 * READ_S, MIN_READ_BYTES),
+        (2 * READ_S, MIN_READ_BYTES),
+        *((0.0, min(MAX_READ_BYTES, MIN_READ_BYTES * 2**times)) for times in range(1, 9)),
+    ):
+        moments = iter([1.0, 1.0 + took_s])
+        monkeypatch.setattr(connections.time, "perf_counter", lambda moments=moments: next(moments))
+        connection.data_received(b"GET")
+        assert pipe.max_size == size
+        monkeypatch.undo()
+    connection.connection_lost(None)

@@ -63,10 +63,16 @@ def call_grammar(
 
 
 def _check_schemas(tools: Sequence[Tool], required: bool, is_xml: bool) -> None:
+    size = 0
     for i, tool in enumerate(tools):
         where = f"tools[{i}].function.parameters"
         if required or tool.strict:
-            json_grammar(tool.schema, where, lenient=not tool.strict)
+            size += len(json_grammar(tool.schema, where, lenient=not tool.strict).source)
+            if size > MAX_GRAMMAR_BYTES:  # before all that follow are compiled
+                raise InvalidRequest(
+                    f"the schemas of tools have too many bytes; together they may have {MAX_GRAMMAR_BYTES}",
+                    param="tools",
+                )
         if (
             tool.strict
             and is_xml

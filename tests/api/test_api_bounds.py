@@ -1,0 +1,265 @@
+"""What a request may hold: each list as many entries as can mean something, each text as many tokens as can be read.
+What is more is refused in a sentence that names the field and the limit, at little cost."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from console.api.anthropic import conversation as anthropic
+from console.api.biases import MAX_TOKENS_NAMED
+from console.api.dry import MAX_BREAKER_CHARACTERS, MAX_BREAKERS
+from console.api.embeddings import INPUTS_PER_CHOICE
+from console.api.generation import STRETCH_S, Generation
+from console.api.ollama import conversation as ollama
+from console.api.prompts import Prompt
+from console.api.receiving import unpacked
+from console.api.sampler_order import MAX_SAMPLERS
+from console.api.served import MAX_COUNTED_TOKENS, ServedModel
+from console.api.server import ApiSettings
+from console.api.structured import MAX_SCHEMA_BYTES, json_grammar
+from engine.config import SamplingParams
+from engine.engine import Engine, GenerateRequest
+from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.request import compact
+from engine.text.tokenizer import Tokenizer
+from tests.api.harness import Served, serving, until
+from tests.fakes.backend import FakeBackend
+from tests.fakes.bounds import within_bounds
+from tests.fakes.hostile_bodies import hostile_bodies
+from tests.fakes.model import write_fake_model
+
+CONTEXT = 4096
+MIB = 2**20
+ECHO_BYTES = 300_000
+TALK = [{"role": "user", "content": "x"}]
+
+
+async def refused(api: Served, path: str, body: dict[str, Any]) -> str:
+    """The sentence of a 400, in whatever shape the dialect has for it."""
+    async with api.http.post(path, json=body) as response:
+        answer = await response.json()
+        assert response.status == 400, answer
+    error = answer.get("error") or answer["detail"]
+    return str(error if isinstance(error, str) else error.get("message") or error["msg"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limit"),
+    [
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": [1] * (MAX_TOKENS_NAMED + 1)}, MAX_TOKENS_NAMED),
+        ("/v1/completions", {"prompt": "x", "custom_token_bans": [1] * (MAX_TOKENS_NAMED + 1)}, MAX_TOKENS_NAMED),
+        ("/v1/completions", {"prompt": "x", "custom_token_bans": "1," * MAX_TOKENS_NAMED}, MAX_TOKENS_NAMED),
+        (
+            "/v1/completions",
+            {"prompt": "x", "logit_bias": {str(token_id): 1 for token_id in range(MAX_TOKENS_NAMED + 1)}},
+            MAX_TOKENS_NAMED,
+        ),
+        ("/v1/completions", {"prompt": "x", "sampler_priority": ["top_k"] * (MAX_SAMPLERS + 1)}, MAX_SAMPLERS),
+        ("/v1/completions", {"prompt": "x", "sampler_priority": "top_k," * (MAX_SAMPLERS + 1)}, MAX_SAMPLERS),
+        (
+            "/v1/completions",
+            {"prompt": "x", "dry_multiplier": 1, "dry_sequence_breakers": ["a" * (MAX_BREAKER_CHARACTERS + 1)]},
+            MAX_BREAKER_CHARACTERS,
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "x", "dry_multiplier": 1, "dry_sequence_breakers": '"a",' * 200_000 + '"a"'},
+            8 * MAX_BREAKERS * MAX_BREAKER_CHARACTERS,
+        ),
+        ("/v1/completions", {"prompt": "a" * 4000, "echo": True, "n": 128}, ECHO_BYTES),
+        ("/generate", {"prompt": "a" * 4000, "n": 128}, ECHO_BYTES),
+        (
+            "/generate",
+            {"inputs": "a" * 4000, "parameters": {"best_of": 128, "do_sample": True, "return_full_text": True}},
+            ECHO_BYTES,
+        ),
+        ("/v1/chat/completions", {"messages": TALK * (CONTEXT + 1)}, CONTEXT),
+        ("/v1/chat/template", {"messages": TALK * (CONTEXT + 1)}, CONTEXT),
+        ("/tokenize", {"messages": TALK * (CONTEXT + 1)}, CONTEXT),
+        ("/v1/messages", {"messages": TALK * (CONTEXT + 1), "max_tokens": 1}, CONTEXT),
+        ("/v1/messages/count_tokens", {"messages": TALK * (CONTEXT + 1)}, CONTEXT),
+        ("/api/chat", {"messages": TALK * (CONTEXT + 1)}, CONTEXT),
+        ("/detokenize", {"tokens": [97] * (CONTEXT + 1)}, CONTEXT),
+        ("/tokenize", {"prompt": "a" * (MAX_COUNTED_TOKENS * 3)}, MAX_COUNTED_TOKENS),
+        ("/tokenize", {"inputs": "a" * (MAX_COUNTED_TOKENS * 3)}, MAX_COUNTED_TOKENS),
+        ("/api/extra/tokencount", {"prompt": "a" * (MAX_COUNTED_TOKENS * 3)}, MAX_COUNTED_TOKENS),
+        ("/api/v1/token-count", {"prompt": "a" * (MAX_COUNTED_TOKENS * 3)}, MAX_COUNTED_TOKENS),
+        ("/v1/embeddings", {"input": ["x"] * (4 * INPUTS_PER_CHOICE + 1)}, 4 * INPUTS_PER_CHOICE),
+        ("/api/embed", {"input": ["x"] * (4 * INPUTS_PER_CHOICE + 1)}, 4 * INPUTS_PER_CHOICE),
+        ("/v1/completions", {"prompt": "x", "guided_json": {"enum": ["a" * 100] * 1000}}, MAX_SCHEMA_BYTES),
+        ("/v1/completions", {"prompt": "x", "guided_choice": ["a" * 100] * 1000}, MAX_SCHEMA_BYTES),
+    ],
+)
+async def test_a_list_or_text_that_can_mean_nothing_is_refused_by_its_field_and_limit(
+    tmp_path: Path, path: str, body: dict[str, Any], limit: int
+) -> None:
+    # what an answer may repeat of its prompt is what a body may hold
+    settings = ApiSettings(
+        port=0,
+        max_choices=4 if "embed" in path else 512,
+        max_body_bytes=ECHO_BYTES if limit == ECHO_BYTES else 8 * MIB,
+    )
+    async with serving(tmp_path, FakeBackend(vocab_size=10**6), settings=settings) as api:
+        sentence = await refused(api, path, body)
+    assert str(limit) in sentence
+
+
+async def test_what_is_long_and_means_something_is_answered(api: Served) -> None:
+    assert len((await api.post("/tokenize", prompt="a" * 20_000))["tokens"]) == 20_000
+    assert (await api.post("/detokenize", tokens=[97] * CONTEXT))["prompt"] == "a" * CONTEXT
+    prompts = ["a" * 4000] * 40
+    assert len((await api.post("/v1/completions", prompt=prompts, max_tokens=1))["choices"]) == 40
+    ids = [[97] * 4000] * 32
+    assert len((await api.post("/v1/completions", prompt=ids, max_tokens=1))["choices"]) == 32
+    messages = [{"role": "user", "content": "[{,"}] * 100
+    assert (await api.post("/v1/chat/completions", messages=messages, max_tokens=1))["choices"]
+    floats = await api.post("/v1/completions", prompt=[97.0] * 4000, max_tokens=1, stop_token_ids=[1.0])
+    assert floats["usage"]["prompt_tokens"] == 4000
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ServedModel:
+    """A model whose every byte is a token, with a context of 4096."""
+    tokenizer = Tokenizer.from_folder(write_fake_model(tmp_path))
+    loaded: Any = SimpleNamespace(max_model_len=CONTEXT, vocab_size=257)
+    return ServedModel(name="fake", asked="", key="", adapter="", loaded=loaded, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["prompt", "counted"])
+def test_a_text_of_megabytes_is_refused_by_its_first_tokens(model: ServedModel, counted: bool) -> None:
+    """The tokenizer takes 140 bytes for each token, and there may be eight million."""
+    text = "a b " * (2 * MIB)
+    model.tokenizer.__dict__["longest_token"] = 10_000  # its length alone does not say so
+    most = MAX_COUNTED_TOKENS if counted else None
+    with within_bounds(len(text)), pytest.raises(InvalidRequest) as error:
+        model._encode([text], True, most)
+    assert isinstance(error.value, ContextLengthExceeded) is not counted
+
+
+@pytest.mark.parametrize("unit", ["a", "é", "🙂"])
+def test_a_text_that_fits_is_never_refused_by_its_pieces(tmp_path: Path, unit: str) -> None:
+    tokenizer = Tokenizer.from_folder(write_fake_model(tmp_path))
+    tokenizer.__dict__["longest_token"] = 10_000
+    text = unit * 300_000
+    context = len(text.encode())
+    loaded: Any = SimpleNamespace(max_model_len=context, vocab_size=257)
+    served = ServedModel(name="fake", asked="", key="", adapter="", loaded=loaded, tokenizer=tokenizer)
+    assert len(served._encode([text], True, None)[0]) == context
+
+
+def test_messages_of_one_side_are_put_together_in_time_that_grows_with_them_alone() -> None:
+    messages = [{"role": "user", "content": "x" * 400}] * 20_000
+    with within_bounds():
+        turns = anthropic.read_conversation(None, messages)
+    assert [turn["role"] for turn in turns] == ["user"]
+    assert len(turns[0]["content"]) == 401 * 20_000 - 1
+
+
+def test_results_find_their_calls_in_time_that_grows_with_them_alone() -> None:
+    calls = [{"id": f"c{i}", "function": {"name": f"f{i % 7}", "arguments": {}}} for i in range(30_000)]
+    by_id = [{"role": "tool", "content": "x", "tool_call_id": f"none{i}"} for i in range(10_000)]
+    by_name = [{"role": "tool", "content": "x", "tool_name": f"f{i % 7}"} for i in range(10_000)]
+    by_turn = [{"role": "tool", "content": "x"} for _ in range(20_000)]
+    with within_bounds():
+        said = ollama.read_conversation([{"role": "assistant", "tool_calls": calls}, *by_id, *by_name, *by_turn])
+    answered = [turn["tool_call_id"] for turn in said[1 + 10_000 :]]
+    assert answered[:8] == ["c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7"]
+    assert Counter(answered) == Counter(f"c{i}" for i in range(30_000))
+
+
+def test_an_unpacked_body_is_longer_than_the_packed_one() -> None:
+    packed = hostile_bodies()["packed, nothing"].body
+    with within_bounds(len(packed)), pytest.raises(InvalidRequest, match="longer than what it unpacks to"):
+        unpacked(packed, "deflate", 8 * MIB)
+    text = b"what does not get any shorter: \x00\xff\x13\x07" * 10_000
+    assert unpacked(zlib.compress(text, 0), "deflate", 8 * MIB) == text
+
+
+@pytest.mark.parametrize("text", ['{"const": "\\ud800"}', '{"const": NaN}', "[" * 60_000, '{"a":' * 5_000])
+def test_a_schema_as_text_is_json_or_a_sentence(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"x is not valid JSON|x should be"):
+        json_grammar(text, "x")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '"\\ud800"', "NaN"])
+async def test_breakers_as_text_are_json_or_a_sentence(api: Served, text: str) -> None:
+    body = {"prompt": "x", "dry_multiplier": 1, "dry_sequence_breakers": text}
+    assert "dry_sequence_breakers should be an array" in await refused(api, "/v1/completions", body)
+
+
+@pytest.mark.parametrize("broken", ["", '"'])
+async def test_json_in_the_arguments_of_calls_holds_no_more_than_a_body(api: Served, broken: str) -> None:
+    bomb = '{"a":[' + "[]," * 40_000 + "[]]}"
+    calls = [{"id": "a", "type": "function", "function": {"name": "b", "arguments": bomb}}] * 2
+    if broken:
+        calls.insert(1, {"id": "a", "type": "function", "function": {"name": "b", "arguments": broken}})
+    body = {"messages": [{"role": "assistant", "content": "", "tool_calls": calls}]}
+    sentence = await refused(api, "/v1/chat/completions", body)
+    assert sentence.startswith(
+        "messages[].tool_calls[].function.arguments holds too much" if not broken else "messages["
+    )
+
+
+class SlowEngine:
+    """An engine whose every request takes it a thousandth of a second, on the clock that it keeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.open = 0
+
+    def submit(self, request: GenerateRequest) -> Any:
+        """Take it."""
+        self.now += 0.001
+        self.open += 1
+        return SimpleNamespace(cancel=self.cancel)
+
+    def cancel(self) -> None:
+        """It is over."""
+        self.now += 0.001
+        self.open -= 1
+
+
+async def test_hundreds_of_answers_are_submitted_and_cancelled_in_stretches(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, loop = SlowEngine(), asyncio.get_running_loop()
+    prompt = Prompt(compact([1]), "x")
+    generation = Generation(cast(Engine, engine), "x", [prompt] * 500, SamplingParams(), model=model)
+    others: list[float] = []
+
+    async def look() -> None:
+        while True:
+            others.append(engine.now)
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    monkeypatch.setattr(loop, "time", lambda: engine.now)
+    try:
+        await generation.submit()
+        assert engine.open == 500
+        generation.cancel()
+        await until(lambda: engine.open == 0)
+    finally:
+        monkeypatch.undo()
+        looking.cancel()
+    waits = [after - before for before, after in pairwise(others)]
+    assert max(waits) <= STRETCH_S + 0.002
+    assert len(waits) >= 2 * 500 * 0.001 / (STRETCH_S + 0.002)
+
+
+async def test_a_generation_that_is_cancelled_while_it_is_submitted_leaves_nothing(model: ServedModel) -> None:
+    engine = SlowEngine()
+    prompt = Prompt(compact([1]), "x")
+    generation = Generation(cast(Engine, engine), "x", [prompt], SamplingParams(), model=model)
+    generation.cancel(InvalidRequest("no more"))
+    with pytest.raises(InvalidRequest, match="no more"):
+        await generation.submit()
+    assert engine.open == 0
