@@ -20,7 +20,7 @@ from engine.errors import EngineError, UnsupportedModel
 MAX_JSON_BYTES = 4 << 20
 """Of a JSON file that is read as a whole. The largest config.json of a published model has 1 MiB."""
 
-_MAX_JSON_VALUES = 400_000
+MAX_JSON_VALUES = 100_000
 """In such a file. An empty object takes 3 bytes of the file and 64 of memory."""
 
 MAX_FILES = 10_000
@@ -109,12 +109,12 @@ def read_file(file: Path, max_bytes: int, folder: Path | None = None) -> bytes:
     return content
 
 
-def read_json(file: Path, kind: type[T], max_bytes: int = MAX_JSON_BYTES) -> T:
+def read_json(file: Path, kind: type[T], *, max_bytes: int = MAX_JSON_BYTES, max_values: int = MAX_JSON_VALUES) -> T:
     """A JSON file of a model folder, decoded as `kind`.
 
     Raises UnsupportedModel, which says what is wrong, or FileNotFoundError.
     """
-    return decode_values(read_file(file, max_bytes), kind, file)
+    return decode_values(read_file(file, max_bytes), kind, file, max_values)
 
 
 def read_json_object(file: Path) -> dict[str, object]:
@@ -125,10 +125,10 @@ def read_json_object(file: Path) -> dict[str, object]:
         return {}
 
 
-def decode_values(content: bytes, kind: type[T], file: Path) -> T:
+def decode_values(content: bytes, kind: type[T], file: Path, max_values: int = MAX_JSON_VALUES) -> T:
     """JSON decoded as `kind`, of so few values that they take little memory. Raises UnsupportedModel, naming `file`."""
-    if sum(map(content.count, _BEFORE_VALUES)) > _MAX_JSON_VALUES:
-        raise UnsupportedModel(f"{quoted(file.name)} in {file.parent} holds more than {_MAX_JSON_VALUES:,} values")
+    if sum(map(content.count, _BEFORE_VALUES)) > max_values:
+        raise UnsupportedModel(f"{quoted(file.name)} in {file.parent} holds more than {max_values:,} values")
     refuse_wide_text(content, file)
     return decode_json(content, kind, file)
 

@@ -34,6 +34,7 @@ _MAX_DIMENSION = 2**48
 """More numbers than any disk holds; a tensor without any may have a dimension as large, beside one of 0."""
 
 _MAX_INDEX_BYTES = 32 * 2**20
+_MAX_INDEX_VALUES = 2 * MAX_TENSORS + 1000
 _LENGTH_BYTES = 8
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ".safetensors"
@@ -147,7 +148,7 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
 def _indexed(folder: Path, present: list[str]) -> list[str]:
     """The files that the index names. Raises ModelLoadFailed, UnsupportedModel."""
     try:
-        needed = sorted(set(read_json(folder / _INDEX, _Index, _MAX_INDEX_BYTES).weight_map.values()))
+        needed = sorted(set(_read_index(folder).weight_map.values()))
     except FileNotFoundError:
         raise ModelLoadFailed(f"{_INDEX} in {folder} is a link to a file that is not there", file=_INDEX) from None
     if not needed:
@@ -161,6 +162,10 @@ def _indexed(folder: Path, present: list[str]) -> list[str]:
             file=quoted(missing[0]),
         )
     return needed
+
+
+def _read_index(folder: Path) -> _Index:
+    return read_json(folder / _INDEX, _Index, max_bytes=_MAX_INDEX_BYTES, max_values=_MAX_INDEX_VALUES)
 
 
 def _read_bytes(file: Path, stream: BufferedReader) -> tuple[int, bytes]:

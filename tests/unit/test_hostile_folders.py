@@ -78,6 +78,25 @@ def test_as_many_tensors_as_a_model_may_have_are_read_within_bounds(tmp_path: Pa
         assert len(read_facts(ModelSpec(path=folder, name="m")).parts.layers) == 2
 
 
+def test_a_folder_at_every_limit_at_once_is_read_within_bounds(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, junk=[f"{i:05x}" for i in range(90_000)])
+    objects = b",".join([b'{"a":1}'] * 33_000)
+    for name in ("generation_config.json", "chat_template.json"):
+        (folder / name).write_bytes(b'{"junk":[' + objects + b"]}")
+    templates = b",".join(b'{"name":"%d","template":"x"}' % i for i in range(16_000))
+    (folder / "tokenizer_config.json").write_bytes(
+        b'{"junk":[' + b"[]," * 2**23 + b'1],"chat_template":[' + templates + b"]}"
+    )
+    (folder / "model.safetensors").write_bytes(many(MAX_TENSORS // 2))
+    (folder / "other.safetensors").write_bytes(many(MAX_TENSORS // 2).replace(b"model", b"other"))
+    files = {f"{i:06}": ("model", "other")[i % 2] + ".safetensors" for i in range(160_000)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    for backend in ("torch", "exllamav2"):
+        with within_bounds(bytes_of(folder)):
+            found = inspect(folder, lambda quantisation, backend=backend: backend)
+        assert (found.chat_template, found.context_tokens) == ("own", 2048)
+
+
 def test_layers_and_experts_without_weights_are_counted_and_not_gone_through(tmp_path: Path) -> None:
     mixture: Any = {"num_experts": 10_000, "num_experts_per_tok": 2, "moe_intermediate_size": 2**10}
     folder = write_model(tmp_path, architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=10_000, **mixture)
