@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import ModelSpec
+from engine.config import BackendKind, ModelSpec
 from engine.costs import Workload, costs_of
 from engine.errors import EngineError, ModelLoadFailed, UnsupportedModel
 from engine.facts import read_facts
@@ -78,7 +78,8 @@ def test_as_many_tensors_as_a_model_may_have_are_read_within_bounds(tmp_path: Pa
         assert len(read_facts(ModelSpec(path=folder, name="m")).parts.layers) == 2
 
 
-def test_a_folder_at_every_limit_at_once_is_read_within_bounds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", "exllamav2"])
+def test_a_folder_at_every_limit_at_once_is_read_within_bounds(tmp_path: Path, backend: BackendKind) -> None:
     folder = write_model(tmp_path, junk=[f"{i:05x}" for i in range(90_000)])
     objects = b",".join([b'{"a":1}'] * 33_000)
     for name in ("generation_config.json", "chat_template.json"):
@@ -91,10 +92,9 @@ def test_a_folder_at_every_limit_at_once_is_read_within_bounds(tmp_path: Path) -
     (folder / "other.safetensors").write_bytes(many(MAX_TENSORS // 2).replace(b"model", b"other"))
     files = {f"{i:06}": ("model", "other")[i % 2] + ".safetensors" for i in range(160_000)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    for backend in ("torch", "exllamav2"):
-        with within_bounds(bytes_of(folder)):
-            found = inspect(folder, lambda quantisation, backend=backend: backend)
-        assert (found.chat_template, found.context_tokens) == ("own", 2048)
+    with within_bounds(bytes_of(folder)):
+        found = inspect(folder, lambda quantisation: backend)
+    assert (found.chat_template, found.context_tokens) == ("own", 2048)
 
 
 def test_layers_and_experts_without_weights_are_counted_and_not_gone_through(tmp_path: Path) -> None:
