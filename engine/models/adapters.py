@@ -52,7 +52,7 @@ MAX_RANK = 2**16
 MAX_ALPHA = 1e9
 
 MAX_TARGETS = 32
-"""Names of modules in an entry. Published adapters have up to ten."""
+"""Names of modules in an entry. A block has seven that are adapted."""
 
 _Rank = Annotated[int, msgspec.Meta(gt=0, le=MAX_RANK)]
 _Alpha = Annotated[float, msgspec.Meta(gt=0, le=MAX_ALPHA)]

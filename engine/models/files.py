@@ -18,13 +18,13 @@ from engine.config import quoted
 from engine.errors import EngineError, UnsupportedModel
 
 MAX_JSON_BYTES = 4 << 20
-"""Of a JSON file that is read as a whole. The largest config.json of a published model has 1 MiB."""
+"""Of a JSON file that is read as a whole. A config.json has some KiB, one with a list of what is not quantised some hundred."""
 
 MAX_JSON_VALUES = 100_000
 """In such a file. An empty object takes 3 bytes of the file and 64 of memory."""
 
 MAX_FILES = 10_000
-"""Files and folders in a model folder. The largest published models have some 200 weight files."""
+"""Files and folders in a model folder. Large models have some hundred weight files."""
 
 _BEFORE_VALUES = (b"[", b"{", b",", b":")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")

@@ -16,20 +16,20 @@ TokenToId = Callable[[str], int | None]
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 _MAX_CONFIG_BYTES = 32 * 2**20
-"""Of tokenizer_config.json, which describes each added token: the largest of a published model has 12 MiB."""
+"""Of tokenizer_config.json, which describes each added token: of speech models, tens of thousands."""
 
 _MAX_TEMPLATE_BYTES = 2**20
-"""Of a file with a chat template. Published ones have up to 30 KiB."""
+"""Of a file with a chat template. Usual ones have some KiB."""
 
 _MAX_TEMPLATES = 100
-"""Files in additional_chat_templates. Published folders have up to three."""
+"""Files in additional_chat_templates. Folders that have any have one or two."""
 
 
 _MAX_TOKEN_BYTES = 2**16
 """Of a special token and what is said of it."""
 
 _MAX_IDS = 1000
-"""Of end tokens, say. Published models have up to ten."""
+"""Of end tokens, say. Models have a handful."""
 
 
 class _TokenizerConfig(msgspec.Struct):

@@ -22,22 +22,22 @@ from engine.errors import EngineError, InvalidRequest, UnsupportedModel
 from engine.models.files import decode_json, decode_values, read_file
 
 _MAX_FILE_BYTES = 48 * 2**20
-"""The largest of a published model has 35 MiB."""
+"""Vocabularies of a quarter of a million tokens take up to 35 MiB."""
 
 _MAX_VALUES = 3_000_000
-"""Gemma's vocabulary of 262,000 and its merges are 2,100,000."""
+"""A vocabulary of 262,000 tokens and 514,000 merges, as Gemma's, has 2,100,000."""
 
 _MAX_STEP_BYTES = 2 * 2**20
-"""Of the normalizer, and of each other step beside the model. SentencePiece's table of characters has half a MiB."""
+"""Of the normalizer, and of each other step beside the model. SentencePiece's table of characters has some hundred KiB."""
 
 _MAX_PATTERN = 4096
-"""Characters of all regular expressions together. Published ones have up to a thousand."""
+"""Characters of all regular expressions together. Those of a tokenizer have some hundred."""
 
 _MAX_GROWTH = 100
 """How many characters a step may make of one. Compatibility decomposition makes 18 of U+FDFA."""
 
 _MAX_TOKEN = 4096
-"""Characters of a token. The longest of published vocabularies are some hundred spaces."""
+"""Characters of a token. The longest of most vocabularies are a hundred spaces or so."""
 
 _MAX_ADDED = 150_000
 _MAX_TEXT = 4_000_000

@@ -12,10 +12,10 @@ MAX_LAYERS = 10_000
 """Layers of a model, and experts of a layer. The largest models have hundreds; each is planned on its own."""
 
 MAX_SIZE = 2**24
-"""Elements of a dimension, a vocabulary's among them. The largest published vocabularies have a million."""
+"""Elements of a dimension, a vocabulary's among them. The largest vocabularies have a quarter of a million."""
 
 MAX_TOKENS = 2**31 - 1
-"""Tokens of a context or a window, scaled or not: what a 32-bit position reaches. Ten million is the most published."""
+"""Tokens of a context or a window, scaled or not: what a 32-bit position reaches. Llama 4 Scout has ten million."""
 
 MAX_NUMBER = 1e12
 """Of any other number: factors, bases and scales, whose products are to stay numbers."""
