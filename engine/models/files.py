@@ -18,7 +18,7 @@ from engine.config import quoted
 from engine.errors import EngineError, UnsupportedModel
 
 MAX_JSON_BYTES = 4 << 20
-"""Of a JSON file that is read as a whole. A config.json has some KiB, one with a list of what is not quantised some hundred."""
+"""Of a JSON file that is read as a whole. A config.json has some KiB, with a long list of exceptions some hundred."""
 
 MAX_JSON_VALUES = 100_000
 """In such a file. An empty object takes 3 bytes of the file and 64 of memory."""

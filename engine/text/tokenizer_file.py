@@ -28,7 +28,7 @@ _MAX_VALUES = 3_000_000
 """A vocabulary of 262,000 tokens and 514,000 merges, as Gemma's, has 2,100,000."""
 
 _MAX_STEP_BYTES = 2 * 2**20
-"""Of the normalizer, and of each other step beside the model. SentencePiece's table of characters has some hundred KiB."""
+"""Of the normalizer, and of each step beside the model. SentencePiece's table of characters has some hundred KiB."""
 
 _MAX_PATTERN = 4096
 """Characters of all regular expressions together. Those of a tokenizer have some hundred."""
