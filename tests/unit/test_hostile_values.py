@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -25,46 +26,48 @@ def refused(read: Any, num_bytes: int = 0) -> str:
 
 
 @pytest.mark.parametrize(
-    "data",
+    "make",
     [
-        b"[" + b"[]," * (5 * MIB) + b"[]]",
-        b"[" + b"{}," * (5 * MIB) + b"{}]",
-        b"[" + b'{"a":1},' * (2 * MIB) + b"{}]",
-        b"{" + b",".join(b'"%d":1' % number for number in range(10**6)) + b"}",
-        b"[" + b"1," * (8 * MIB) + b"1]",
-        b"[" * 10**6,
-        b'{"a":' * 10**6,
-        b"1" * 5000,
-        b"1" * 400,
-        b"[1e400]",
-        b"[NaN]",
-        b'"\xff"',
-        b'{"a":1',
-        b'"' + b"x" * (17 * MIB) + b'"',
-        b"",
+        lambda: b"[" + b"[]," * (5 * MIB) + b"[]]",
+        lambda: b"[" + b"{}," * (5 * MIB) + b"{}]",
+        lambda: b"[" + b'{"a":1},' * (2 * MIB) + b"{}]",
+        lambda: b"{" + b",".join(b'"%d":1' % number for number in range(10**6)) + b"}",
+        lambda: b"[" + b"1," * (8 * MIB) + b"1]",
+        lambda: b"[" * 10**6,
+        lambda: b'{"a":' * 10**6,
+        lambda: b"1" * 5000,
+        lambda: b"1" * 400,
+        lambda: b"[1e400]",
+        lambda: b"[NaN]",
+        lambda: b'"\xff"',
+        lambda: b'{"a":1',
+        lambda: b'"' + b"x" * (17 * MIB) + b'"',
+        lambda: b"",
     ],
 )
-def test_json_that_is_too_much_or_none_is_refused(data: bytes) -> None:
+def test_json_that_is_too_much_or_none_is_refused(make: Callable[[], bytes]) -> None:
+    data = make()
     assert refused(lambda: from_json(data), len(data))
 
 
 @pytest.mark.parametrize(
-    "data",
+    "make",
     [
-        b"\xdd\x00\x40\x00\x00" + b"\x90" * (4 * MIB),
-        b"\xdd\x00\x20\x00\x00" + b"\x81\xa0\xc0" * (2 * MIB),
-        b"\xdd\x00\x3f\xff\x00" + b"\xc0" * 0x3FFF00,
-        b"\xdd\xff\xff\xff\xff",
-        b"\xdf\xff\xff\xff\xff",
-        b"\xdb\xff\xff\xff\xff",
-        b"\x91" * MIB,
-        b"\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00",
-        b"\xcb\x7f\xf0\x00\x00\x00\x00\x00\x00",
-        b"\xa1\xff",
-        b"",
+        lambda: b"\xdd\x00\x40\x00\x00" + b"\x90" * (4 * MIB),
+        lambda: b"\xdd\x00\x20\x00\x00" + b"\x81\xa0\xc0" * (2 * MIB),
+        lambda: b"\xdd\x00\x3f\xff\x00" + b"\xc0" * 0x3FFF00,
+        lambda: b"\xdd\xff\xff\xff\xff",
+        lambda: b"\xdf\xff\xff\xff\xff",
+        lambda: b"\xdb\xff\xff\xff\xff",
+        lambda: b"\x91" * MIB,
+        lambda: b"\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00",
+        lambda: b"\xcb\x7f\xf0\x00\x00\x00\x00\x00\x00",
+        lambda: b"\xa1\xff",
+        lambda: b"",
     ],
 )
-def test_msgpack_that_is_too_much_or_none_is_refused(data: bytes) -> None:
+def test_msgpack_that_is_too_much_or_none_is_refused(make: Callable[[], bytes]) -> None:
+    data = make()
     assert refused(lambda: from_msgpack(data), len(data))
 
 
