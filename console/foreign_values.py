@@ -5,7 +5,6 @@ Every bound is on what the bytes would become: an empty list takes 3 bytes of JS
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -28,7 +27,8 @@ MAX_ITEMS = 20_000
 MAX_TEXT = 2**24
 """Characters of one text: an answer of the longest context, say."""
 
-MAX_INT = 2**64
+MAX_NUMBER = 2**64
+"""Integers of 64 bits; and what two fractions make of each other is no more than a float holds."""
 
 _BEFORE_VALUES = (b",", b":", b"[", b"{")
 _CONTAINERS = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
@@ -52,7 +52,7 @@ def num_values(value: Any, max_text: int = MAX_TEXT) -> int:
     """Return how many values `value` is made of, those that it holds in several places counted in each.
 
     Raises ValueError for more than MAX_VALUES, a list of more than MAX_ITEMS, a text of more than `max_text`
-    characters, an integer of more than 64 bits, and a number that is none.
+    characters, a number beyond MAX_NUMBER, and one that is none.
     """
     count, waiting = 1, [value]
     while waiting:
@@ -68,11 +68,8 @@ def num_values(value: Any, max_text: int = MAX_TEXT) -> int:
         elif kind is str:
             if len(each) > max_text:
                 raise ValueError(f"it holds a text of {len(each):,} characters")
-        elif kind is int:
-            if abs(each) > MAX_INT:
-                raise ValueError("it holds a number of too many digits")
-        elif kind is float and not math.isfinite(each):
-            raise ValueError("it holds a number that is none")
+        elif (kind is int or kind is float) and not -MAX_NUMBER <= each <= MAX_NUMBER:  # NaN is not
+            raise ValueError("it holds a number of too many digits")
     return count
 
 

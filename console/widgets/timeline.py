@@ -21,6 +21,8 @@ _ROWS = 3
 _PHASE = 22
 _MIN_PAUSES = 4
 _PAUSES = 3
+_MIN_S = 1e-6
+"""Nothing took less; a part of such a time, as it may come from elsewhere, is no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def chart(detail: RequestDetail, width: int, *, ascii_only: bool = False) -> lis
     """Tokens per second over its time, the phases below, and the times below those. The bar's fill and colour say
     which phase it is."""
     end = detail.row.age_s
-    if end <= 0:
+    if end < _MIN_S:
         return []
     lines = _tokens(detail.bursts, end, width, ascii_only) if detail.bursts else []
     return [*lines, _bar(phases(detail), end, width), _axis(detail, end, width)]

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from console.app import EricApp
-from console.called import as_link
-from console.calls import CALLS
+from console.called import CalledLink, MuteConversation, as_link
+from console.calls import CALLS, Call
 from console.deltas import difference, plain, shaped
 from console.foreign_values import from_json
 from console.frames import Frame, FrameEvent
@@ -23,15 +23,16 @@ from console.modes import MODES
 from console.remote.address import address_of
 from console.remote.connection import Connection
 from console.remote.errors import OutOfReach
-from engine.snapshot import Snapshot
-from tests.fakes import scenes
+from engine.snapshot import LogEntry, Snapshot
+from tests.fakes import bench_scenes, scenes
 from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.link import FakeLink
 from tests.fakes.mutations import changed, damaged
 
 pytestmark = pytest.mark.long
 
-NUMBERS = (0, -1, 2**31, 2**53 + 1, 2**63 - 1, -(2**63), 2**64, 1e-308, 1e18, -1e300, 1e308)
+INTEGERS = (0, -1, 2**31, 2**53 + 1, 2**63 - 1, -(2**63), 2**64)
+FLOATS = (0.0, -1.0, 1e-308, 1e18, -1e19, 1e300)
 SCENES = ("busy", "loading", "failed", "empty", "eight_gpus")
 
 
@@ -102,13 +103,13 @@ def test_any_answer_to_what_a_screen_polls_is_one_or_of_another_version(name: st
 
 
 def with_numbers(value: Any, dice: random.Random, share: float) -> Any:
-    """A plain value with a share of its numbers replaced."""
+    """A plain value with a share of its numbers replaced by others of their types."""
     if isinstance(value, dict):
         return {name: with_numbers(each, dice, share) for name, each in value.items()}
     if isinstance(value, list):
         return [with_numbers(each, dice, share) for each in value]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return dice.choice(NUMBERS) if is_number and dice.random() < share else value
+    others = {int: INTEGERS, float: FLOATS}.get(type(value))
+    return dice.choice(others) if others and dice.random() < share else value
 
 
 @pytest.mark.parametrize("mode", [mode.name for mode in MODES] + ["insight"])
@@ -129,3 +130,51 @@ async def test_numbers_of_any_size_end_no_screen(mode: str) -> None:
             app.refresh_screen()
             await pilot.pause()
     assert app.return_code == 0 or app.return_code is None
+
+
+class Answering(CalledLink):
+    """A link whose every answer has other numbers than the fake's behind it."""
+
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__(self)
+        self.conversation = MuteConversation(self, lambda: OutOfReach("it does not chat"))
+        self._fake = FakeLink(scenes.busy())
+        self._fake.benches.results = bench_scenes.results()
+        self._dice = dice
+        self.snapshot, self.api_status = self._fake.snapshot, self._fake.api_status
+
+    def logs(self, after: int = 0) -> tuple[int, Sequence[LogEntry]]:
+        """The fake's, logged at other times."""
+        found: tuple[int, Sequence[LogEntry]] = self._other(CALLS["engine.logs"], self._fake.logs(after))
+        return len(self._fake.lines), found[1]
+
+    def at_once(self, call: Call, arguments: Mapping[str, object]) -> object:
+        return self._other(call, call.on(self._fake)(**arguments))
+
+    async def ask(self, call: Call, arguments: Mapping[str, object]) -> object:
+        return self._other(call, await call.on(self._fake)(**arguments))
+
+    def _other(self, call: Call, answer: object) -> Any:
+        document = with_numbers(plain(answer), self._dice, self._dice.choice([0.1, 0.5, 1.0]))
+        try:
+            return shaped(from_json(msgspec.json.encode(document)), call.result)
+        except ValueError:  # as a console refuses it
+            return answer
+
+
+SCREENS = [mode.name for mode in MODES] + ["benches", "doctor", "autotune"]
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+async def test_numbers_of_any_size_in_answers_end_no_screen(screen: str) -> None:
+    for seed in range(2):
+        app = EricApp(as_link(Answering(random.Random(f"{screen} {seed}"))))
+        async with app.run_test(size=(140, 44)) as pilot:
+            if screen in ("benches", "doctor", "autotune"):
+                await app.run_action(screen)
+            else:
+                app.action_open(screen)
+            for key in ("down", "enter", "tab", "enter", "escape"):
+                await pilot.pause()
+                app.refresh_screen()
+                await pilot.press(key)
