@@ -32,6 +32,7 @@ MAX_TEXT = 2**16
 MAX_COPIED = 10**6
 """Items that one change may copy: several times all that a value can hold, and some 20 ms."""
 
+_NUMBERS = frozenset({int, float, bool, type(None)})
 _NAMES = ("id", "key", "at", "name", "device", "code")
 """Fields that tell the items of a list apart, the first that there is. A poor choice costs bytes, never truth."""
 
@@ -141,7 +142,7 @@ class PatchedValue:
         return items
 
     def _new(self, value: Any) -> Any:
-        self._add(num_values(value, MAX_TEXT))
+        self._add(1 if type(value) in _NUMBERS else num_values(value, MAX_TEXT))
         return value
 
     def _add(self, count: int) -> None:

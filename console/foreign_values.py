@@ -5,6 +5,7 @@ Every bound is on what the bytes would become: an empty list takes 3 bytes of JS
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -54,22 +55,24 @@ def num_values(value: Any, max_text: int = MAX_TEXT) -> int:
     Raises ValueError for more than MAX_VALUES, a list of more than MAX_ITEMS, a text of more than `max_text`
     characters, a number beyond MAX_NUMBER, and one that is none.
     """
-    count, waiting = 1, [value]
+    count = 1
+    waiting: list[Iterable[Any]] = [(value,)]
     while waiting:
-        each = waiting.pop()
-        kind = type(each)
-        if kind is dict or kind is list or kind is tuple:
-            count += len(each)
-            if count > MAX_VALUES:
-                raise ValueError(f"it holds more than {MAX_VALUES:,} values")
-            if kind is not dict and len(each) > MAX_ITEMS:
-                raise ValueError(f"it holds a list of {len(each):,} items")
-            waiting.extend(each.values() if kind is dict else each)
-        elif kind is str:
-            if len(each) > max_text:
-                raise ValueError(f"it holds a text of {len(each):,} characters")
-        elif (kind is int or kind is float) and not -MAX_NUMBER <= each <= MAX_NUMBER:  # NaN is not
-            raise ValueError("it holds a number of too many digits")
+        for each in waiting.pop():
+            kind = type(each)
+            if kind is int or kind is float:
+                if not -MAX_NUMBER <= each <= MAX_NUMBER:  # NaN is not
+                    raise ValueError("it holds a number of too many digits")
+            elif kind is str:
+                if len(each) > max_text:
+                    raise ValueError(f"it holds a text of {len(each):,} characters")
+            elif kind is dict or kind is list or kind is tuple:
+                count += len(each)
+                if count > MAX_VALUES:
+                    raise ValueError(f"it holds more than {MAX_VALUES:,} values")
+                if kind is not dict and len(each) > MAX_ITEMS:
+                    raise ValueError(f"it holds a list of {len(each):,} items")
+                waiting.append(each.values() if kind is dict else each)
     return count
 
 

@@ -154,7 +154,7 @@ def with_field(path: tuple[str, ...], value: object) -> bytes:
         (whole(b"data: [1, 2]\n\n"), "is of another version"),
         (whole(b"data: 5\n\n"), "is of another version"),
         (whole(b'data: {"error": 5}\n\n'), "it did not say why"),
-        (whole(b'data: {"error": {"code": [], "message": {}, "param": 1e300}}\n\n'), "{}"),
+        (whole(b'data: {"error": {"code": [], "message": {}, "param": 1e18}}\n\n'), "{}"),
         (whole(event({"error": {"message": "\x1b]0;x\x07" * 10_000}})), r"\x1b]0;x\x07"),
         (whole(event({"full": 5})), "is of another version"),
         (whole(event({"full": [], "delta": {}})), "is of another version"),

@@ -132,3 +132,22 @@ def test_a_replay_looks_right_on_a_small_terminal_in_the_light_theme(night: Path
     clock.now += 200
     app = ReplayApp(replay, theme="ericllm-light")
     assert snap_compare(app, terminal_size=(80, 24), press=["space"])  # type: ignore[operator]
+
+
+@pytest.fixture
+def cut(night: Path, tmp_path: Path) -> Path:
+    """The recording without its last byte."""
+    path = tmp_path / "cut.rec"
+    path.write_bytes(night.read_bytes()[:-1])
+    return path
+
+
+async def test_a_recording_that_is_cut_off_says_so_at_once_and_at_its_end(cut: Path) -> None:
+    replay, _ = replay_of(cut)
+    app = ReplayApp(replay)
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await pilot.pause()
+        assert [toast.message for toast in app._notifications] == [replay.recording.damage]
+        assert "◆ recording" in rows(app)[0]
+        await pilot.press("end")
+        await until(pilot, lambda: "is damaged or cut off" in screen_text(app) and "recording" not in rows(app)[0])

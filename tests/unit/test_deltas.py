@@ -17,7 +17,7 @@ from engine.config import ModelSpec
 from engine.errors import ErrorInfo
 from engine.snapshot import DeviceReading, Mark, ModelStatus, RequestRow, Second, Snapshot, Totals, WorkerReading
 
-numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
+numbers = st.floats(-(2.0**63), 2.0**63, width=32)
 counts = st.integers(0, 5)
 names = st.sampled_from(["a", "b", "c", "d"])
 errors = st.none() | st.builds(ErrorInfo, code=names, message=names, details=st.dictionaries(names, counts, max_size=2))
