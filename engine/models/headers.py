@@ -20,8 +20,8 @@ from engine.config import quoted
 from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
 from engine.models.files import file_names, open_file, read_json, refuse_wide_text
 
-MAX_TENSORS = 190_000
-"""In a model folder. EXL2 weights of 94 layers of 128 experts, as Qwen3-235B's, come to 181,000."""
+MAX_TENSORS = 160_000
+"""In a model folder. GPTQ weights of 94 layers of 128 experts, as Qwen3-235B's, come to 147,000."""
 
 _MAX_FILE_TENSORS = 100_000
 """In one file, whose header is decoded in one go."""
