@@ -260,7 +260,7 @@ class Deployment:
                 _log.exception("%s: the model's state could not be changed", self.spec.name)
                 await self._collapse(error)
         self._arrived(self._load_error or self._cancelled())
-        self.tokenizer = None  # whose chat template's process ends with its last user
+        await self._drop_tokenizer()
         self.gone.set()
         self._context.changed()
 
@@ -353,6 +353,8 @@ class Deployment:
             return
         self._load_error = error
         await self._stop_workers()
+        if not self._slept:
+            await self._drop_tokenizer()  # before any look at what is desired
         if self._slept:
             self._desired = "asleep" if self._desired == "serving" else self._desired
             self._go("idle")
@@ -421,8 +423,15 @@ class Deployment:
         self._load_error = failure
         self._abandon(failure)
         await self._stop_workers()
+        await self._drop_tokenizer()
         if self.state != "failed":
             self._fail(failure.info)
+
+    async def _drop_tokenizer(self) -> None:
+        """Give its memory back, and end the process of its chat template."""
+        tokenizer, self.tokenizer = self.tokenizer, None
+        if tokenizer is not None:
+            await tokenizer.close()
 
     def _drained(self) -> bool:
         """No request is left, and none of those that another model was to take may come back."""
@@ -456,8 +465,6 @@ class Deployment:
     def _fail(self, error: ErrorInfo) -> None:
         """No worker can answer: what waits ends with the reason."""
         self._allow("failed")
-        if self._pool is None:  # else a dead worker may be restarted
-            self.tokenizer = None
         self._status = ModelStatus(state="failed", spec=self.spec, error=error, since_s=time.time())
         _log.error("%s: failed: %s", self.spec.name, error.message)
         handover = self.retired_by or self.handover

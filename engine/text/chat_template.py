@@ -52,9 +52,9 @@ LIMITS = TemplateLimits()
 class ChatTemplate:
     """One template, which runs in a process of its own: a model's template is a program of unknown origin.
 
-    The process starts with the first use, serves one rendering after another, and ends with this object. One that takes
-    too much is killed; the next rendering has a new one. Of those that wait the shortest is next, so that the long
-    conversations of one client, however many, hold up no short ones of others.
+    The process starts with the first use, serves one rendering after another, and ends with `close` or this object. One
+    that takes too much is killed; the next rendering has a new one. Of those that wait the shortest is next, so that
+    the long conversations of one client, however many, hold up no short ones of others.
     variables: what the template may use besides the messages, bos_token and eos_token among them.
     """
 
@@ -66,11 +66,18 @@ class ChatTemplate:
         self._waiting: PriorityQueue[tuple[int, int, bytes, Future[str]]] = PriorityQueue()
         self._order = count()
         self._process: _Process | None = None
+        self._is_closed = False
         self._broken = ""
 
     def warm_up(self) -> Future[object]:
         """Start the process and compile the template, so that the first rendering waits for neither."""
         return self._thread.submit(self._compiled)
+
+    def close(self) -> Future[None]:
+        """End the process once nothing waits to be rendered; the future is done then. What is still asked for after
+        that is rendered too, each time in a process that ends at once."""
+        self._is_closed = True
+        return self._thread.submit(self._end_if_unused)
 
     def uses(self, variable: str) -> bool:
         """Return whether an expression or a statement of the template has that name in it."""
@@ -135,6 +142,12 @@ class ChatTemplate:
             answer.set_exception(error)
         finally:
             del answer  # it has the error, whose traceback leads here: nothing that is a cycle ends soon
+            self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        if self._is_closed and self._waiting.empty() and self._process is not None:
+            self._process.end()
+            self._process = None
 
     def _compiled(self) -> _Process:
         """The process, with the template in it. A template that cannot be compiled is not tried again."""
@@ -188,7 +201,7 @@ class _Process:
         assert self._child.stdin is not None and self._child.stdout is not None
         self._jobs, self._answers = self._child.stdin.fileno(), self._child.stdout.fileno()
         os.set_blocking(self._jobs, False)
-        weakref.finalize(self, _end, self._child)
+        self.end = weakref.finalize(self, _end, self._child)
 
     @property
     def has_ended(self) -> bool:

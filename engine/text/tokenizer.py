@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,8 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.folder import TokenizerFolder
 from engine.text.pieces import TokenPieces
 from engine.text.tokenizer_file import NO_TEXT, NO_TOKENS, read_tokenizer, refusing_panics
+
+_CLOSE_S = 2.0
 
 
 class TokenSpan(NamedTuple):
@@ -143,9 +146,20 @@ class Tokenizer:
 
     def warm_up(self) -> None:
         """Have the chat templates ready to render soon; a folder may hold more than are ever used."""
-        for template in {self._chat_template, self.tool_template}:
-            if template is not None:
-                template.warm_up()
+        for template in self._used_templates:
+            template.warm_up()
+
+    async def close(self) -> None:
+        """End the chat templates' processes. A rendering that takes long is not waited for; its process ends after it.
+
+        What is still asked for works, but is slow.
+        """
+        if ending := [asyncio.wrap_future(template.close()) for template in self._used_templates]:
+            await asyncio.wait(ending, timeout=_CLOSE_S)
+
+    @property
+    def _used_templates(self) -> set[ChatTemplate]:
+        return {template for template in (self._chat_template, self.tool_template) if template is not None}
 
     @property
     def _chat_template(self) -> ChatTemplate | None:

@@ -10,6 +10,7 @@ import pytest
 
 from engine.config import AdapterSpec, SamplingParams
 from engine.errors import InsufficientMemory, InvalidRequest, ModelNotFound, NoModelLoaded
+from engine.models import deployment
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
 from tests.fakes.engines import Backends, DyingBackend, ask, read, started, until
 from tests.fakes.renderers import renderers
@@ -33,6 +34,18 @@ async def test_the_process_that_renders_a_models_chat_template_ends_with_the_mod
             assert renderers() <= before
     finally:
         gc.enable()
+
+
+async def test_a_model_that_goes_while_its_chat_template_is_compiled_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployment, "_WARM_UP_S", 0.0)
+    before = renderers()
+    async with started() as engine:
+        await engine.load(named(tmp_path, "a"))
+        await until(lambda: renderers() - before)
+        await engine.unload()
+        assert renderers() <= before
 
 
 # -- two at once --------------------------------------------------------------------------------------------------

@@ -219,6 +219,28 @@ async def test_a_renderer_ends_with_its_template() -> None:
     assert process not in renderers()
 
 
+async def test_a_renderer_that_is_starting_ends_with_the_close_of_its_template() -> None:
+    before, template = renderers(), ChatTemplate("{{ messages[0].content }}", {})
+    template.warm_up()
+    await asyncio.wrap_future(template.close())
+    assert renderers() <= before
+
+
+async def test_a_closed_template_renders_what_waits_and_what_still_comes_and_leaves_no_process() -> None:
+    before, template, begins = renderers(), ChatTemplate("{{ messages[0].content }}", {}), threading.Event()
+    template._thread.submit(begins.wait)
+    waiting = [asyncio.create_task(template.render(HELLO)) for _ in range(3)]
+    await asyncio.sleep(0)
+    closed = asyncio.wrap_future(template.close())
+    begins.set()
+    assert await asyncio.gather(*waiting) == ["hello"] * 3
+    await closed
+    assert renderers() <= before
+    assert await template.render(HELLO) == "hello"
+    await asyncio.wrap_future(template.close())
+    assert renderers() <= before
+
+
 async def test_a_renderer_whose_machine_stands_still_is_given_up() -> None:
     before, template = renderers(), ChatTemplate("{{ messages[0].content }}", {})
     template.warm_up().result()
