@@ -20,7 +20,7 @@ from console.api.observing import observing
 from console.api.openapi import OpenApi
 from console.api.operations import Operations
 from console.api.pages.pages import Pages
-from console.api.received import BODY_THREAD, body_thread
+from console.api.received import BODY_THREAD
 from console.api.receiving import ending, receivable, receiving
 from console.api.turns import Turns, taking_turns
 from console.link import EngineLink
@@ -54,7 +54,7 @@ def application(
         ],
         client_max_size=settings.max_body_bytes,
     )
-    app[BODY_THREAD] = body_thread()
+    app[BODY_THREAD] = context.body_thread
     endpoints = [Operations(context).routes(), dialects.routes(), Pages().routes(), OpenApi(dialects).routes()]
     if context.operator is not None:
         endpoints.append(Admin(context, context.operator).routes())

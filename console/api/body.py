@@ -81,6 +81,7 @@ class Body(BaseModel):
     rules: JSON schemas of what must hold of several fields together; for /openapi.json alone.
     ranges: lowest and highest values of numbers, as they are checked later; likewise.
     prompt_field: which of them becomes the prompt; errors about that name it.
+    max_entries: how many an array or object may have, where what is in it takes long to validate.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -94,6 +95,7 @@ class Body(BaseModel):
     rules: ClassVar[Sequence[JsonSchema]] = ()
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
     prompt_field: ClassVar[str] = "prompt"
+    max_entries: ClassVar[Mapping[str, int]] = {}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -145,6 +147,8 @@ class Body(BaseModel):
                     continue
                 if field in kept and kept[field] != value:
                     raise InvalidRequest(f"{name} and {sent_as[field]} differ; send one of them", param=name)
+                if isinstance(value, list | dict) and len(value) > (most := cls.max_entries.get(field, len(value))):
+                    raise InvalidRequest(f"{name} has {len(value)} entries; it may have {most}", param=name)
                 kept[field], sent_as[field] = value, name
             elif name in cls.refused:
                 cls.refused[name].check(name, value)

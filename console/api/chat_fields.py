@@ -16,8 +16,11 @@ from console.api.parameters import MESSAGE_REFUSED, Refusal
 from console.api.prompts import Prompt
 from console.api.served import ServedModel
 from console.api.tools import ToolUse, tool_use
-from console.api.tools.openai import ToolField, read_choice, read_tools
+from console.api.tools.openai import MAX_TOOLS, ToolField, read_choice, read_tools
 from engine.errors import InvalidRequest
+
+MAX_TEMPLATE_VARIABLES = 64
+"""More than any template looks at."""
 
 
 class ConversationFields(Body):
@@ -32,6 +35,7 @@ class ConversationFields(Body):
 
     refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {"messages[].": MESSAGE_REFUSED}
     prompt_field = "messages"
+    max_entries: ClassVar[Mapping[str, int]] = {"tools": MAX_TOOLS, "chat_template_kwargs": MAX_TEMPLATE_VARIABLES}
 
     messages: Annotated[list[Any], MESSAGES]
     tools: list[ToolField] | None = None

@@ -18,6 +18,7 @@ from console.api.observing import add_work
 from console.api.operator import Operator
 from console.api.prompts import Prompt
 from console.api.sampling import ModelFields, SamplingFields
+from console.api.serial_thread import SerialThread
 from console.api.served import ServedModel, served_model
 from console.api.settings import ApiSettings
 from console.api.traffic import Traffic
@@ -36,7 +37,7 @@ class ApiContext:
     """The engine, the settings, and the requests under way, which a stopping server ends.
 
     operator: who carries out what the admin endpoints are asked; None where there are none.
-    watchers: who is told of every request.
+    watchers: who is told of every request.  body_thread: does what takes long for a long body.
     """
 
     engine: Engine
@@ -44,6 +45,7 @@ class ApiContext:
     operator: Operator | None = None
     traffic: Traffic = field(default_factory=Traffic)
     watchers: Watchers = field(default_factory=Watchers)
+    body_thread: SerialThread = field(default_factory=lambda: SerialThread("bodies"))
     _running: set[Generation] = field(default_factory=set)
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
     _contexts: set[int] = field(default_factory=set)
@@ -64,7 +66,7 @@ class ApiContext:
             await asyncio.to_thread(body.format, self.settings.max_schema_bytes)
         try:
             async with self.waiting():
-                return await served_model(self.engine, body.model, body.lora)
+                return await served_model(self.engine, self.body_thread, body.model, body.lora)
         except TimeoutError:
             raise _stopped() from None
 

@@ -124,6 +124,7 @@ def _items(value: object, param: str) -> list[object]:
 async def _read_ids(item: object, model: ServedModel, param: str) -> Prompt:
     if not isinstance(item, list):
         raise _misshapen(param)
+    model.check_fits(len(item))
     ids = cast(list[int], whole_numbers(item))
     if not set(map(type, ids)) <= {int}:
         raise _misshapen(param)

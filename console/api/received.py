@@ -1,20 +1,15 @@
-"""The body of a request as it was received, and the JSON in it.
-
-Work on a long body is done beside the event loop: one piece after the other, in one thread, so that the loop and all
-that it serves never wait for more than one piece to let go of the interpreter.
-"""
+"""The body of a request as it was received, and the JSON in it. Work on a long one is done beside the event loop."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
 from pydantic_core import from_json
 
+from console.api.serial_thread import SerialThread
 from engine.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -22,21 +17,16 @@ T = TypeVar("T")
 LONG_BODY = 32_768
 """Bytes: what a shorter body holds is read and checked in 3 ms at worst."""
 
-BODY_THREAD = web.AppKey("body_thread", ThreadPoolExecutor)
+BODY_THREAD = web.AppKey("body_thread", SerialThread)
 
 _RECEIVED = web.RequestKey("received", bytes)
 _DOCUMENT = web.RequestKey("document", dict[str, Any])
 _IS_LONG = web.RequestKey("is_long", bool)
 
 
-def body_thread() -> ThreadPoolExecutor:
-    """The thread of an application, which begins with the first long body."""
-    return ThreadPoolExecutor(1, thread_name_prefix="bodies")
-
-
 async def offload(request: web.Request, work: Callable[[], T]) -> T:
     """The result of `work`, done in the thread for bodies."""
-    return await asyncio.get_running_loop().run_in_executor(request.app[BODY_THREAD], work)
+    return await request.app[BODY_THREAD].run(work)
 
 
 async def of_body(request: web.Request, work: Callable[[], T]) -> T:
@@ -67,8 +57,10 @@ async def document_of(request: web.Request, absent: bytes = b"") -> dict[str, An
 
 
 def forget_received(request: web.Request) -> None:
-    """Keep neither the body nor what was parsed, which takes several times as much: an answer may last for minutes."""
-    request[_RECEIVED], request[_DOCUMENT] = b"", {}
+    """Keep neither the body nor what was parsed, which takes several times as much: an answer may last for minutes, and
+    a connection without a request keeps the last."""
+    request.pop(_RECEIVED, None)
+    request.pop(_DOCUMENT, None)
 
 
 def json_object(raw: bytes) -> dict[str, Any]:

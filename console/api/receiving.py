@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 from console.api.errors import BodyTooLarge, BodyTooSlow, UnknownEncoding, UnknownExpectation
 from console.api.failing import call_of
 from console.api.json_bounds import JsonBounds
-from console.api.received import LONG_BODY, keep_received, offload
+from console.api.received import LONG_BODY, forget_received, keep_received, offload
 from console.api.scopes import LOOKING
 from console.api.settings import ApiSettings
 from engine.errors import InvalidRequest, RequestTimeout
@@ -37,11 +37,11 @@ def receiving(settings: ApiSettings, bounds: Callable[[], JsonBounds]) -> Middle
     @web.middleware
     async def receive(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.can_read_body and request.method not in LOOKING and request.match_info.http_exception is None:
-            encoding = _encoding_of(request)
-            raw = await _body(request, settings)
-            check = partial(_checked, raw, encoding, settings.max_body_bytes, bounds())
-            keep_received(request, await offload(request, check) if encoding or len(raw) > LONG_BODY else check())
-        return await handler(request)
+            await _take(request, settings, bounds())
+        try:
+            return await handler(request)
+        finally:
+            forget_received(request)
 
     return receive
 
@@ -60,22 +60,43 @@ async def _check_expectation(request: web.Request) -> None:
         raise UnknownExpectation(f"Expect is {expected[:100]}; only {_LEAVE} is understood")
 
 
+async def _take(request: web.Request, settings: ApiSettings, bounds: JsonBounds) -> None:
+    """Read the body of a request, unpack it and look whether it is within bounds. Nothing but the request has it then:
+    an answer may last for minutes."""
+    encoding = _encoding_of(request)
+    raw = await _body(request, settings)
+    check = partial(_checked, raw, encoding, settings.max_body_bytes, bounds)
+    keep_received(request, await offload(request, check) if encoding or len(raw) > LONG_BODY else check())
+
+
 async def _body(request: web.Request, settings: ApiSettings) -> bytes:
     """The body as it was sent; most are there with their heads, and need no time-out. Raises BodyTooLarge, before any
     of it is read where its length is declared, and BodyTooSlow."""
     if (request.content_length or 0) > settings.max_body_bytes:
         raise too_large(settings.max_body_bytes)
     if request.content.is_eof():
-        return await request.read()
+        return await _read(request, settings.max_body_bytes)
     if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == _LEAVE:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the answer itself has not begun
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-            return await request.read()
+            return await _read(request, settings.max_body_bytes)
     except TimeoutError:
         within_s = settings.body_timeout_s
         raise BodyTooSlow(f"The body did not come within {within_s:g} s", limit_s=within_s) from None
+
+
+async def _read(request: web.Request, most: int) -> bytes:
+    """What aiohttp's own `read` gives, which would keep it as long as the connection is open."""
+    pieces: list[bytes] = []
+    size = 0
+    while piece := await request.content.readany():
+        pieces.append(piece)
+        size += len(piece)
+        if size > most:
+            raise too_large(most)
+    return b"".join(pieces)
 
 
 def _encoding_of(request: web.Request) -> str:

@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from console.api.serial_thread import SerialThread
 from console.api.versions import product_version
 from engine.backends.base import LoadedModel
 from engine.config import shown
@@ -38,6 +40,7 @@ class ServedModel:
     """A model that is ready. name: what its answers call it, as the client did where it named one.
 
     asked: what the client named, "" for nothing.  key, adapter: as in GenerateRequest.
+    thread: for what holds the interpreter for long.
     shares_system: whether its workers share what they computed of system prompts among all clients.
     """
 
@@ -47,6 +50,7 @@ class ServedModel:
     adapter: str
     loaded: LoadedModel
     tokenizer: Tokenizer
+    thread: SerialThread
     shares_system: bool = False
 
     @property
@@ -99,18 +103,11 @@ class ServedModel:
         Raises InvalidRequest naming `param` for an id that the model has no token for, and ContextLengthExceeded,
         before the work, for more of them than can fit.
         """
-        if len(token_ids) > (most := self.loaded.max_model_len):
-            raise ContextLengthExceeded(
-                f"the prompt has {len(token_ids)} tokens; with the answer's first token it may have {most}",
-                param="prompt",
-                prompt_tokens=len(token_ids),
-                limit=most - 1,
-                max_model_len=most,
-            )
+        self.check_fits(len(token_ids))
         self.check_token_ids(token_ids, param)
         if len(token_ids) < MANY_TOKENS:
             return self.tokenizer.decode(token_ids)
-        return await asyncio.to_thread(self.tokenizer.decode, token_ids)
+        return await self.thread.run(partial(self.tokenizer.decode, token_ids))
 
     def _refuse_endless(self, text: str, max_tokens: int | None) -> None:
         """Raise ContextLengthExceeded for a prompt of too many tokens, InvalidRequest for more than `max_tokens`. Where
@@ -139,6 +136,17 @@ class ServedModel:
                 max_model_len=most,
             )
 
+    def check_fits(self, tokens: int) -> None:
+        """Raise ContextLengthExceeded for a prompt of more tokens than can fit."""
+        if tokens > (most := self.loaded.max_model_len):
+            raise ContextLengthExceeded(
+                f"the prompt has {tokens} tokens; with the answer's first token it may have {most}",
+                param="prompt",
+                prompt_tokens=tokens,
+                limit=most - 1,
+                max_model_len=most,
+            )
+
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequest for an id that the model has no token for."""
         last = self.loaded.vocab_size - 1
@@ -154,9 +162,11 @@ class ServedModel:
             raise InvalidRequest(f"{param} has {entries} entries; the model's context holds {most} tokens", param=param)
 
 
-async def served_model(engine: Engine, wanted: str | None, lora: str | None = None) -> ServedModel:
+async def served_model(
+    engine: Engine, thread: SerialThread, wanted: str | None, lora: str | None = None
+) -> ServedModel:
     """The model that `wanted` names (the first where it is empty), once it answers, with the adapter that `wanted` or
-    `lora` names.
+    `lora` names. thread: what decodes long prompts.
 
     Raises what Engine.serving does, ModelNotFound for an adapter that the model lacks, and InvalidRequest where its
     backend takes none per request.
@@ -175,6 +185,7 @@ async def served_model(engine: Engine, wanted: str | None, lora: str | None = No
         adapter=_adapter(serving, lora),
         loaded=serving.model,
         tokenizer=serving.tokenizer,
+        thread=thread,
         shares_system=engine.prefix_sharing == "system",
     )
 

@@ -4,6 +4,8 @@ What is more is refused in a sentence that names the field and the limit, at lit
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import zlib
 from collections import Counter
 from itertools import pairwise
@@ -22,6 +24,7 @@ from console.api.ollama import conversation as ollama
 from console.api.prompts import Prompt
 from console.api.receiving import unpacked
 from console.api.sampler_order import MAX_SAMPLERS
+from console.api.serial_thread import SerialThread
 from console.api.served import MAX_COUNTED_TOKENS, ServedModel
 from console.api.server import ApiSettings
 from console.api.structured import MAX_SCHEMA_BYTES, json_grammar
@@ -33,7 +36,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend
 from tests.fakes.bounds import within_bounds
-from tests.fakes.hostile_bodies import hostile_bodies
+from tests.fakes.hostile_bodies import KINDS
 from tests.fakes.model import write_fake_model
 
 CONTEXT = 4096
@@ -129,8 +132,14 @@ async def test_what_is_long_and_means_something_is_answered(api: Served) -> None
 def model(tmp_path: Path) -> ServedModel:
     """A model whose every byte is a token, with a context of 4096."""
     tokenizer = Tokenizer.from_folder(write_fake_model(tmp_path))
-    loaded: Any = SimpleNamespace(max_model_len=CONTEXT, vocab_size=257)
-    return ServedModel(name="fake", asked="", key="", adapter="", loaded=loaded, tokenizer=tokenizer)
+    return served_by(tokenizer, CONTEXT)
+
+
+def served_by(tokenizer: Tokenizer, context: int) -> ServedModel:
+    """A model with a context of so many tokens."""
+    loaded: Any = SimpleNamespace(max_model_len=context, vocab_size=257)
+    thread = SerialThread("test")
+    return ServedModel(name="fake", asked="", key="", adapter="", loaded=loaded, tokenizer=tokenizer, thread=thread)
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["prompt", "counted"])
@@ -150,8 +159,7 @@ def test_a_text_that_fits_is_never_refused_by_its_pieces(tmp_path: Path, unit: s
     tokenizer.__dict__["longest_token"] = 10_000
     text = unit * 300_000
     context = len(text.encode())
-    loaded: Any = SimpleNamespace(max_model_len=context, vocab_size=257)
-    served = ServedModel(name="fake", asked="", key="", adapter="", loaded=loaded, tokenizer=tokenizer)
+    served = served_by(tokenizer, context)
     assert len(served._encode([text], True, None)[0]) == context
 
 
@@ -176,7 +184,7 @@ def test_results_find_their_calls_in_time_that_grows_with_them_alone() -> None:
 
 
 def test_an_unpacked_body_is_longer_than_the_packed_one() -> None:
-    packed = hostile_bodies()["packed, nothing"].body
+    packed = KINDS["packed, nothing"](8 * MIB).body
     with within_bounds(len(packed)), pytest.raises(InvalidRequest, match="longer than what it unpacks to"):
         unpacked(packed, "deflate", 8 * MIB)
     text = b"what does not get any shorter: \x00\xff\x13\x07" * 10_000
@@ -206,6 +214,24 @@ async def test_json_in_the_arguments_of_calls_holds_no_more_than_a_body(api: Ser
     assert sentence.startswith(
         "messages[].tool_calls[].function.arguments holds too much" if not broken else "messages["
     )
+
+
+async def test_nothing_keeps_a_body_while_its_answer_is_made_or_its_connection_waits(paced_api: Served) -> None:
+    """Of connections there may be thousands, and an answer may last for minutes."""
+    text = json.dumps({"prompt": "x", "max_tokens": 2, "metadata": {"a": "b" * MIB}}).encode()
+    gone = text.replace(b'"x"', b'[""]')
+    reader, writer = await asyncio.open_connection("127.0.0.1", paced_api.server.status().port)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n"
+    writer.write(head.format(len(gone)).encode() + gone)
+    assert b" 400 " in await reader.readuntil(b"\r\n\r\n")
+    writer.write(head.format(len(text)).encode() + text)
+    sizes = (len(text), len(gone))
+    del text, gone
+    await paced_api.until_row(state="prefill")
+    gc.collect()
+    referred = (value for each in gc.get_objects() for value in gc.get_referents(each))
+    assert not any(type(value) in (bytes, bytearray) and len(value) in sizes for value in referred)
+    writer.close()
 
 
 class SlowEngine:

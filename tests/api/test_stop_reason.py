@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from console.api.serial_thread import SerialThread
 from console.api.served import served_model
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, saying
@@ -74,7 +75,7 @@ async def test_every_answer_and_chunk_has_one_fingerprint(api: Served, path: str
 
 
 async def test_a_fingerprint_changes_with_what_computes_the_answer(api: Served) -> None:
-    model = await served_model(api.engine, "")
+    model = await served_model(api.engine, SerialThread("test"), "")
     loaded = model.loaded
     others = [
         msgspec.structs.replace(loaded, dtype="bfloat16"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class NoisyBackend(FakeBackend):
 
 
 class ForgetfulBackend(FakeBackend):
-    """Says the same letter for ever, whatever it is asked, and keeps no request that has ended, however many come."""
+    """Says the same letter for ever, at the pace of a small model, and keeps no request that has ended."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(reply=lambda prompt_ids, index: ord("a"), **options)
@@ -33,6 +34,11 @@ class ForgetfulBackend(FakeBackend):
         """Take a request."""
         super().submit(request, mask)
         self.submitted.clear()
+
+    def step(self) -> Sequence[TokenEvent]:
+        """A token for everybody, after a while."""
+        time.sleep(0.004)
+        return super().step()
 
 
 class CrashingBackend(FakeBackend):

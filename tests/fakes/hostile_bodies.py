@@ -29,82 +29,90 @@ def _filled(start: str, unit: str | Callable[[int], str], end: str, size: int) -
     return f"{start}{middle[:-1]}{end}".encode()
 
 
-def hostile_bodies(size: int = BODY_BYTES) -> dict[str, Hostile]:
-    """A body of about `size` bytes of each kind."""
-    chat, talk = "/v1/chat/completions", '{"messages":[{"role":"user","content":"x"}],'
-    text, raw = "/v1/completions", '{"prompt":"x",'
-    say = '{"role":"user","content":"x"},'
-    call = '{"messages":[{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"b","arguments":"'
-    bias = ",".join(f'"{token_id}":1' for token_id in range(MAX_TOKENS_NAMED))
-    packed = gzip.compress(b'{"prompt":"' + b"a" * (size - 13) + b'"}', 1)
-    return {
-        "token ids": Hostile("/detokenize", _filled('{"tokens":[', "1,", "]}", size)),
-        "a prompt of ids": Hostile(text, _filled('{"prompt":[', "1,", "]}", size)),
-        "a prompt of texts": Hostile(text, _filled('{"prompt":[', '"a",', "]}", size)),
-        "a prompt of lists": Hostile(text, _filled('{"prompt":[', "[],", "]}", size)),
-        "a prompt of objects": Hostile(text, _filled('{"prompt":[', '{"a":0},', "]}", size)),
-        "a long text": Hostile(text, _filled('{"prompt":"', "hello, world ", ' "}', size)),
-        "a text of quotes": Hostile(text, _filled('{"prompt":"', '\\" [,', ' "}', size)),
-        "500 prompts": Hostile(text, _filled('{"prompt":[', f'"{"a " * (size // 1010)}",', "]}", size)),
-        "messages": Hostile(chat, _filled('{"messages":[', say, "]}", size)),
-        "Anthropic messages": Hostile("/v1/messages", _filled('{"max_tokens":1,"messages":[', say, "]}", size)),
-        "Ollama messages": Hostile("/api/chat", _filled('{"messages":[', say, "]}", size)),
-        "parts of a message": Hostile(
-            chat, _filled('{"messages":[{"role":"user","content":[', '{"type":"text","text":"x"},', "]}]}", size)
-        ),
-        "arguments of a call": Hostile(chat, _filled(call + '{\\"a\\":[', "[],", ']}"}}]}]}', size)),
-        "tools": Hostile(chat, _filled(talk + '"tools":[', '{"type":"function","function":{"name":"a"}},', "]}", size)),
-        "a tool's schema": Hostile(
-            chat,
-            _filled(
-                talk + '"tool_choice":"required","tools":[{"type":"function","function":{"name":"a","parameters":{'
-                '"type":"object","properties":{',
-                lambda i: f'"{i:06}":{{"type":"string"}},',
-                "}}}}]}",
-                size,
-            ),
-        ),
-        "template variables": Hostile(
-            chat, _filled(talk + '"chat_template_kwargs":{', lambda i: f'"{i:07}":0,', "}}", size)
-        ),
-        "biases": Hostile(text, _filled(raw + '"logit_bias":{', lambda i: f'"{i + 10**6}":1,', "}}", size)),
-        "unknown fields": Hostile(text, _filled(raw, lambda i: f'"{i:07}":0,', "}", size)),
-        "banned strings": Hostile(text, _filled(raw + '"banned_strings":[', '"a",', "]}", size)),
-        "stop strings": Hostile(text, _filled(raw + '"stop":[', '"a",', "]}", size)),
-        "stop token ids": Hostile(text, _filled(raw + '"stop_token_ids":[', "1,", "]}", size)),
-        "wrong stop token ids": Hostile(text, _filled(raw + '"stop_token_ids":[', '"",', "]}", size)),
-        "banned tokens as text": Hostile(text, _filled(raw + '"custom_token_bans":"', "1,", '1"}', size)),
-        "samplers as text": Hostile(text, _filled(raw + '"sampler_priority":"', "a,", 'a"}', size)),
-        "breakers as text": Hostile(
-            text, _filled(raw + '"dry_multiplier":1,"dry_sequence_breakers":"', '\\"a\\",', '\\"a\\""}', size)
-        ),
-        "choices": Hostile(text, _filled(raw + '"guided_choice":[', '"a",', "]}", size)),
-        "a schema": Hostile(text, _filled(raw + '"guided_json":{"enum":[', "1,", "]}}", size)),
-        "texts to embed": Hostile("/v1/embeddings", _filled('{"input":[', '"a",', "]}", size)),
-        "Ollama's texts to embed": Hostile("/api/embed", _filled('{"input":[', '"a",', "]}", size)),
-        "Ollama's context": Hostile("/api/generate", _filled('{"prompt":"x","context":[', "1,", "]}", size)),
-        "Ollama's options": Hostile(
-            "/api/generate", _filled('{"prompt":"x","options":{', lambda i: f'"{i:07}":0,', "}}", size)
-        ),
-        "TGI's inputs": Hostile("/generate", _filled('{"inputs":"', "hello ", ' "}', size)),
-        "a text to tokenize": Hostile("/tokenize", _filled('{"prompt":"', "hello ", ' "}', size)),
-        "KoboldAI's prompt": Hostile("/api/v1/generate", _filled('{"prompt":"', "hello ", ' "}', size)),
-        "packed": Hostile(text, packed, {"Content-Encoding": "gzip"}),
-        "packed, nothing": Hostile(text, _empty_blocks(size), {"Content-Encoding": "deflate"}),
-        "512 answers": Hostile(text, b'{"prompt":["a","b","c","d"],"n":128}'),
-        "512 biased answers": Hostile(text, f'{{"prompt":["a","b","c","d"],"n":128,"logit_bias":{{{bias}}}}}'.encode()),
-        "64 echoes": Hostile(text, _filled('{"prompt":"', "a ", ' ","n":64,"echo":true}', 120_000)),
-        "a stream of echoes": Hostile(
-            "/generate", _filled('{"prompt":"', "a ", ' ","n":16,"stream":true,"max_tokens":100}', 60_000)
-        ),
-        "32 KB of messages": Hostile(chat, _filled('{"messages":[', say, "]}", 32_768)),
-        "32 KB of lists": Hostile(text, _filled('{"prompt":[', "[],", "]}", 32_768)),
-        "32 KB of ids": Hostile(text, _filled('{"prompt":[', "1,", "]}", 32_768)),
-        "brackets": Hostile(text, b"[" * size),
-        "strings of brackets": Hostile(text, _filled('{"prompt":[', '"[",', "]}", size)),
-        "digits": Hostile(text, _filled(raw + '"seed":', "9", "9}", size)),
-        "no JSON": Hostile(text, b"\xff" * size),
-    }
+_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
+_TALK = '{"max_tokens":1,"messages":[{"role":"user","content":"x"}],'
+_SAID = '{"role":"user","content":"x"},'
+_PROMPT = '{"max_tokens":1,"prompt":"x",'
+_CALL = '{"messages":[{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"b","arguments":"'
+_SCHEMA = (
+    '"tool_choice":"required","tools":[{"type":"function","function":{"name":"a","parameters":{"type":"object",'
+    '"properties":{'
+)
+
+
+def _of(path: str, start: str, unit: str | Callable[[int], str], end: str) -> Callable[[int], Hostile]:
+    return lambda size: Hostile(path, _filled(start, unit, end, size))
+
+
+def _short(path: str, body: str) -> Callable[[int], Hostile]:
+    return lambda size: Hostile(path, body.encode())
+
+
+def _some_prompts(size: int) -> Hostile:
+    return Hostile(_TEXT, _filled('{"max_tokens":1,"prompt":[', f'"{"a " * 500}",', "]}", min(size, 500_000)))
+
+
+def _packed(size: int) -> Hostile:
+    return Hostile(_TEXT, gzip.compress(b'{"prompt":"' + b"a" * (size - 13) + b'"}', 1), {"Content-Encoding": "gzip"})
+
+
+def _biased(size: int) -> Hostile:
+    biases = ",".join(f'"{token_id}":1' for token_id in range(MAX_TOKENS_NAMED))
+    return Hostile(_TEXT, f'{{"prompt":["a","b"],"n":32,"max_tokens":1,"logit_bias":{{{biases}}}}}'.encode())
+
+
+KINDS: Mapping[str, Callable[[int], Hostile]] = {
+    "token ids": _of("/detokenize", '{"tokens":[', "1,", "]}"),
+    "a prompt of ids": _of(_TEXT, '{"prompt":[', "1,", "]}"),
+    "a prompt of texts": _of(_TEXT, '{"prompt":[', '"a",', "]}"),
+    "a prompt of lists": _of(_TEXT, '{"prompt":[', "[],", "]}"),
+    "a prompt of objects": _of(_TEXT, '{"prompt":[', '{"a":0},', "]}"),
+    "a long text": _of(_TEXT, '{"prompt":"', "hello, world ", ' "}'),
+    "a text of quotes": _of(_TEXT, '{"prompt":"', '\\" [,', ' "}'),
+    "500 prompts": _some_prompts,
+    "messages": _of(_CHAT, '{"max_tokens":1,"messages":[', _SAID, "]}"),
+    "Anthropic messages": _of("/v1/messages", '{"max_tokens":1,"messages":[', _SAID, "]}"),
+    "Ollama messages": _of("/api/chat", '{"options":{"num_predict":1},"messages":[', _SAID, "]}"),
+    "parts of a message": _of(
+        _CHAT, '{"max_tokens":1,"messages":[{"role":"user","content":[', '{"type":"text","text":"x"},', "]}]}"
+    ),
+    "arguments of a call": _of(_CHAT, _CALL + '{\\"a\\":[', "[],", ']}"}}]}]}'),
+    "tools": _of(_CHAT, _TALK + '"tools":[', '{"type":"function","function":{"name":"a"}},', "]}"),
+    "a tool's schema": _of(_CHAT, _TALK + _SCHEMA, lambda i: f'"{i:06}":{{"type":"string"}},', "}}}}]}"),
+    "template variables": _of(_CHAT, _TALK + '"chat_template_kwargs":{', lambda i: f'"{i:07}":0,', "}}"),
+    "biases": _of(_TEXT, _PROMPT + '"logit_bias":{', lambda i: f'"{i + 10**6}":1,', "}}"),
+    "unknown fields": _of(_TEXT, _PROMPT, lambda i: f'"{i:07}":0,', "}"),
+    "banned strings": _of(_TEXT, _PROMPT + '"banned_strings":[', '"a",', "]}"),
+    "stop strings": _of(_TEXT, _PROMPT + '"stop":[', '"a",', "]}"),
+    "stop token ids": _of(_TEXT, _PROMPT + '"stop_token_ids":[', "1,", "]}"),
+    "wrong stop token ids": _of(_TEXT, _PROMPT + '"stop_token_ids":[', '"",', "]}"),
+    "banned tokens as text": _of(_TEXT, _PROMPT + '"custom_token_bans":"', "1,", '1"}'),
+    "samplers as text": _of(_TEXT, _PROMPT + '"sampler_priority":"', "a,", 'a"}'),
+    "breakers as text": _of(_TEXT, _PROMPT + '"dry_multiplier":1,"dry_sequence_breakers":"', '\\"a\\",', '\\"a\\""}'),
+    "choices": _of(_TEXT, _PROMPT + '"guided_choice":[', '"a",', "]}"),
+    "a schema": _of(_TEXT, _PROMPT + '"guided_json":{"enum":[', "1,", "]}}"),
+    "texts to embed": _of("/v1/embeddings", '{"input":[', '"a",', "]}"),
+    "Ollama's texts to embed": _of("/api/embed", '{"input":[', '"a",', "]}"),
+    "Ollama's context": _of("/api/generate", '{"prompt":"x","context":[', "1,", "]}"),
+    "Ollama's options": _of("/api/generate", '{"prompt":"x","options":{', lambda i: f'"{i:07}":0,', "}}"),
+    "TGI's inputs": _of("/generate", '{"inputs":"', "hello ", ' "}'),
+    "a text to tokenize": _of("/tokenize", '{"prompt":"', "hello ", ' "}'),
+    "KoboldAI's prompt": _of("/api/v1/generate", '{"max_length":1,"prompt":"', "hello ", ' "}'),
+    "packed": _packed,
+    "packed, nothing": lambda size: Hostile(_TEXT, _empty_blocks(size), {"Content-Encoding": "deflate"}),
+    "brackets": lambda size: Hostile(_TEXT, b"[" * size),
+    "strings of brackets": _of(_TEXT, '{"prompt":[', '"[",', "]}"),
+    "digits": _of(_TEXT, _PROMPT + '"seed":', "9", "9}"),
+    "no JSON": lambda size: Hostile(_TEXT, b"\xff" * size),
+    "512 answers": _short(_TEXT, '{"prompt":["a","b","c","d"],"n":128,"max_tokens":1}'),
+    "64 biased answers": _biased,
+    "64 echoes": _short(_TEXT, f'{{"prompt":"{"a " * 10_000}","n":64,"echo":true,"max_tokens":1}}'),
+    "a stream of echoes": _short("/generate", f'{{"prompt":"{"a " * 30_000}","n":16,"stream":true,"max_tokens":8}}'),
+    "32 KiB of messages": lambda size: KINDS["messages"](32_768),
+    "32 KiB of lists": lambda size: KINDS["a prompt of lists"](32_768),
+    "32 KiB of ids": lambda size: KINDS["a prompt of ids"](32_768),
+}
+"""What makes a body of about so many bytes of each kind; some kinds are short."""
 
 
 def _empty_blocks(size: int) -> bytes:
@@ -118,16 +126,12 @@ def _empty_blocks(size: int) -> bytes:
     return b"\x78\x9c" + blocks * (size // len(blocks))
 
 
-def allowed_bodies(bounds: JsonBounds) -> dict[str, Hostile]:
-    """Of each kind the longest body, or nearly, that is parsed at all."""
-    allowed: dict[str, Hostile] = {}
+def allowed_body(kind: str, bounds: JsonBounds) -> Hostile:
+    """The longest body of a kind, or nearly, that is parsed at all."""
     size = BODY_BYTES
-    while len(allowed) < len(kinds := hostile_bodies(size)):
-        for kind, hostile in kinds.items():
-            if kind not in allowed and _is_within(bounds, hostile.body):
-                allowed[kind] = hostile
+    while not _is_within(bounds, (hostile := KINDS[kind](size)).body):
         size = size * 7 // 8
-    return allowed
+    return hostile
 
 
 def _is_within(bounds: JsonBounds, body: bytes) -> bool:

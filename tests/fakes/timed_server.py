@@ -11,6 +11,7 @@ import concurrent.futures.thread
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -53,22 +54,27 @@ class Meter:
         Path("/proc/self/clear_refs").write_text("5")
         return held
 
-    def run_handle(self, handle: asyncio.Handle) -> None:
-        """A callback of the loop, in place of Handle._run."""
-        began_s = time.thread_time()
-        _run_handle(handle)
-        if (took_s := time.thread_time() - began_s) > self._callback_s:
-            self._callback_s, self._callback = took_s, repr(handle)
+    def timed_handle(self, run: Callable[[asyncio.Handle], None]) -> Callable[[asyncio.Handle], None]:
+        """Handle._run, which runs a callback of the loop."""
 
-    def run_job(self, job: Any) -> None:
-        """A piece of work in a thread, in place of _WorkItem.run."""
-        began_s = time.thread_time()
-        _run_job(job)
-        self._job_s = max(self._job_s, time.thread_time() - began_s)
+        def run_handle(handle: asyncio.Handle) -> None:
+            began_s = time.thread_time()
+            run(handle)
+            if (took_s := time.thread_time() - began_s) > self._callback_s:
+                self._callback_s, self._callback = took_s, repr(handle)
 
+        return run_handle
 
-_run_handle = asyncio.Handle._run
-_run_job = concurrent.futures.thread._WorkItem.run
+    def timed_job(self, run: Callable[[Any], None]) -> Callable[[Any], None]:
+        """_WorkItem.run, which does a piece of work in a thread."""
+
+        def run_job(job: Any) -> None:
+            began_s = time.thread_time()
+            run(job)
+            del job  # it refers to its error, whose traceback refers to this frame
+            self._job_s = max(self._job_s, time.thread_time() - began_s)
+
+        return run_job
 
 
 async def _serve(folder: Path, context: int, meter: Meter) -> None:
@@ -103,9 +109,9 @@ def _say(line: bytes) -> None:
 
 if __name__ == "__main__":
     os.environ["ERICLLM_BACKEND_FACTORY"] = "tests.fakes.backend_factories:forgetful"
-    measured = Meter()
+    measured, work_item = Meter(), concurrent.futures.thread._WorkItem
     with (
-        patch.object(asyncio.Handle, "_run", lambda handle: measured.run_handle(handle)),
-        patch.object(concurrent.futures.thread._WorkItem, "run", lambda job: measured.run_job(job)),
+        patch.object(asyncio.Handle, "_run", measured.timed_handle(asyncio.Handle._run)),
+        patch.object(work_item, "run", measured.timed_job(work_item.run)),
     ):
         asyncio.run(_serve(Path(sys.argv[1]), int(sys.argv[2]), measured))

@@ -22,6 +22,7 @@ from console.api.parameters import (
 from console.api.sampling import SamplingFields
 from console.api.served import ServedModel
 from console.api.tools import ToolChoice, ToolUse, tool_use
+from console.api.tools.openai import MAX_TOOLS
 
 
 class ConversationBody(SamplingFields):
@@ -39,6 +40,8 @@ class ConversationBody(SamplingFields):
         "tools[].": ANTHROPIC_TOOLS_REFUSED,
     }
     aliases: ClassVar[Mapping[str, str]] = {**SamplingFields.aliases, "stop_sequences": "stop"}
+
+    max_entries: ClassVar[Mapping[str, int]] = {"tools": MAX_TOOLS}
 
     messages: Annotated[list[Any], ANTHROPIC_MESSAGES]
     system: Annotated[object, ANTHROPIC_SYSTEM] = None

@@ -12,7 +12,7 @@ from console.api.formats import Named
 from console.api.parameters import ANTHROPIC_OUTPUT_REFUSED, ANTHROPIC_TOOLS_REFUSED
 from console.api.structured import json_grammar
 from console.api.tools import Tool, ToolChoice
-from console.api.tools.openai import FunctionField, check_count, read_tool
+from console.api.tools.openai import FunctionField, read_tool
 from engine.errors import InvalidRequest
 
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -89,7 +89,6 @@ class OutputConfig(BaseModel):
 
 def read_tools(fields: Sequence[ToolField] | None) -> tuple[Tool, ...]:
     """The tools of a body. Raises InvalidRequest naming what is wrong."""
-    check_count(fields)
     return tuple(_read(field, f"tools[{i}]") for i, field in enumerate(fields or ()))
 
 

@@ -16,7 +16,7 @@ from console.api.ollama.options import Options, read_options
 from console.api.parameters import OLLAMA_MESSAGE_REFUSED, OLLAMA_REFUSED, Refusal
 from console.api.served import ServedModel
 from console.api.tools import ToolUse, tool_use
-from console.api.tools.openai import ToolField, read_tools
+from console.api.tools.openai import MAX_TOOLS, ToolField, read_tools
 from engine.config import MAX_LOGPROBS
 from engine.errors import InvalidRequest
 
@@ -124,6 +124,8 @@ class ChatBody(AnswerBody):
     """What /api/chat takes."""
 
     refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {"messages[].": OLLAMA_MESSAGE_REFUSED}
+
+    max_entries: ClassVar[Mapping[str, int]] = {"tools": MAX_TOOLS}
 
     messages: Annotated[list[Any], Field(default_factory=list), OLLAMA_MESSAGES]
     tools: list[ToolField] | None = None

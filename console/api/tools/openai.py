@@ -41,15 +41,8 @@ class ToolField(BaseModel):
     function: FunctionField
 
 
-def check_count(tools: Sequence[object] | None) -> None:
-    """Raise InvalidRequest for too many tools."""
-    if tools is not None and len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(tools)} tools; it may have {MAX_TOOLS}", param="tools")
-
-
 def read_tools(fields: Sequence[ToolField] | None) -> tuple[Tool, ...]:
     """The tools of a body. Raises InvalidRequest naming what is wrong."""
-    check_count(fields)
     return tuple(read_tool(field.function, f"tools[{i}].function") for i, field in enumerate(fields or ()))
 
 
