@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from console.api.operator import LoadOrder
 from console.setting_fields import fields
@@ -22,6 +22,8 @@ from engine.snapshot import ModelStatus
 
 if TYPE_CHECKING:
     from console.runtime import Runtime
+
+T = TypeVar("T")
 
 _PATH_STARTS = ("/", ".", "~")
 _SETTINGS = {
@@ -49,7 +51,7 @@ class RuntimeOperator:
 
     async def load_model(self, order: LoadOrder) -> None:
         """Find, fetch and load a model."""
-        name = await asyncio.to_thread(self._admitted, order.model)
+        name = await asyncio.to_thread(_looked_up, self._admitted, order.model, "model")
         await self._runtime.load(name, called=order.name, beside=order.beside, changes=_changes(order))
 
     async def cancel_load(self) -> None:
@@ -62,7 +64,7 @@ class RuntimeOperator:
 
     async def estimate(self, order: LoadOrder) -> Estimate:
         """What the load would take of each device now."""
-        name = await asyncio.to_thread(self._admitted, order.model)
+        name = await asyncio.to_thread(_looked_up, self._admitted, order.model, "model")
         return await self._runtime.estimate(name, _changes(order), beside=order.beside)
 
     async def admit(self, kind: Literal["model", "adapter", "setting"], name: str) -> str:
@@ -74,12 +76,13 @@ class RuntimeOperator:
                 )
             return name
         if kind == "adapter":
-            return str(await asyncio.to_thread(self._adapter_folder, name))
-        return await asyncio.to_thread(self._admitted, name)
+            return str(await asyncio.to_thread(_looked_up, self._adapter_folder, name, "path"))
+        return await asyncio.to_thread(_looked_up, self._admitted, name, "model")
 
     async def find_adapter(self, name: str, path: str, scale: float) -> AdapterSpec:
         """The adapter in a folder of ours, or found there under that name."""
-        return AdapterSpec(name=name, path=await asyncio.to_thread(self._adapter_folder, path), scale=scale)
+        folder = await asyncio.to_thread(_looked_up, self._adapter_folder, path, "path")
+        return AdapterSpec(name=name, path=folder, scale=scale)
 
     def _admitted(self, name: str) -> str:
         """The name by which the settings find the model; one that is loaded and is found by none goes by its folder.
@@ -120,6 +123,15 @@ class RuntimeOperator:
     def _loaded(self) -> dict[str, Path]:
         models = self._runtime.engine.snapshot().models
         return {model.name: model.status.spec.path for model in models if model.status.spec is not None}
+
+
+def _looked_up(look_up: Callable[[str], T], name: str, param: str) -> T:
+    """What a name from outside stands for. Raises InvalidRequest also for one that no file can have, or that may not be
+    looked at."""
+    try:
+        return look_up(name)
+    except OSError as error:
+        raise InvalidRequest(f"{param} cannot be looked up: {error.strerror}", param=param) from None
 
 
 def _plain(folder: Path) -> Path:

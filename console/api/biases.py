@@ -23,7 +23,6 @@ def biases(by_text: Mapping[str, float], model: ServedModel) -> dict[int, float]
 
     Raises InvalidRequest.
     """
-    check_count(len(by_text), "logit_bias")
     if not all(_TOKEN_ID.fullmatch(key) for key in by_text):
         raise InvalidRequest("logit_bias should have token ids as its keys", param="logit_bias")
     by_id = {int(key): bias for key, bias in by_text.items()}
@@ -41,15 +40,12 @@ def bans(custom: object, model: ServedModel, *, end_tokens: bool) -> dict[int, f
     return dict.fromkeys(ids, BANNED)
 
 
-def check_count(tokens: int, param: str) -> None:
-    """Raise InvalidRequest for more tokens than a field may name."""
-    if tokens > MAX_TOKENS_NAMED:
-        raise InvalidRequest(f"{param} has {tokens} tokens; it may have {MAX_TOKENS_NAMED}", param=param)
-
-
 def _banned_ids(value: object) -> list[int]:
-    if isinstance(value, str | list):
-        check_count(value.count(",") + 1 if isinstance(value, str) else len(value), "custom_token_bans")
+    tokens = value.count(",") + 1 if isinstance(value, str) else len(value) if isinstance(value, list) else 0
+    if tokens > MAX_TOKENS_NAMED:
+        raise InvalidRequest(
+            f"custom_token_bans has {tokens} tokens; it may have {MAX_TOKENS_NAMED}", param="custom_token_bans"
+        )
     items = [text.strip() for text in value.split(",") if text.strip()] if isinstance(value, str) else value or []
     if not isinstance(items, list) or not all(_TOKEN_ID.fullmatch(str(item)) for item in items):
         raise InvalidRequest(

@@ -81,7 +81,7 @@ class Body(BaseModel):
     rules: JSON schemas of what must hold of several fields together; for /openapi.json alone.
     ranges: lowest and highest values of numbers, as they are checked later; likewise.
     prompt_field: which of them becomes the prompt; errors about that name it.
-    max_entries: how many an array or object may have, where what is in it takes long to validate.
+    max_entries: how many an array or object may have, which is looked at before anything in it; those of its bases too.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -108,7 +108,7 @@ class Body(BaseModel):
         """What the body takes, as /openapi.json tells it."""
         schema = handler.resolve_ref_schema(handler(core))
         others = cls.refused, cls.inert, cls.aliases, cls.clamped, cls.internal
-        schema.update(completed(schema, cls._docs(), *others, cls.rules, cls.ranges))
+        schema.update(completed(schema, cls._docs(), *others, cls.rules, cls.ranges, cls._limits()))
         return schema
 
     @classmethod
@@ -116,6 +116,14 @@ class Body(BaseModel):
         """What is said of its fields, the nearest first."""
         bases = [base for base in cls.__mro__ if issubclass(base, Body) and base is not Body]
         return [inspect.cleandoc(base.__doc__ or "") for base in bases]
+
+    @classmethod
+    def _limits(cls) -> dict[str, int]:
+        """Entries that its fields may have."""
+        limits: dict[str, int] = {}
+        for base in reversed(cls.__mro__):
+            limits |= vars(base).get("max_entries", {})
+        return limits
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
@@ -140,6 +148,7 @@ class Body(BaseModel):
         """Only the fields that we honour, and how each was called; raises for others unless inert or neutral."""
         kept: dict[str, object] = {}
         sent_as: dict[str, str] = {}
+        limits = cls._limits()
         for name, value in document.items():
             field = cls.aliases.get(name, name)
             if field in cls.model_fields:
@@ -147,7 +156,7 @@ class Body(BaseModel):
                     continue
                 if field in kept and kept[field] != value:
                     raise InvalidRequest(f"{name} and {sent_as[field]} differ; send one of them", param=name)
-                if isinstance(value, list | dict) and len(value) > (most := cls.max_entries.get(field, len(value))):
+                if isinstance(value, list | dict) and len(value) > (most := limits.get(field, len(value))):
                     raise InvalidRequest(f"{name} has {len(value)} entries; it may have {most}", param=name)
                 kept[field], sent_as[field] = value, name
             elif name in cls.refused:

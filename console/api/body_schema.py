@@ -227,17 +227,19 @@ def completed(
     internal: Collection[str],
     rules: Sequence[JsonSchema],
     ranges: Mapping[str, tuple[float, float]],
+    limits: Mapping[str, int],
 ) -> JsonSchema:
     """The schema of a body whose fields are those of `schema`. null is the same as leaving a field out.
 
     docs: the docstrings that say what the fields mean, the nearest first.  rules: what must hold besides.
-    ranges: lowest and highest values of fields that say none of their own.
+    ranges: lowest and highest values of fields that say none of their own.  limits: entries of arrays and objects.
     """
     docs = list(docs)
     fields, required = schema.get("properties", {}), schema.get("required", [])
     known = {name: field for name, field in fields.items() if name not in internal}
     untitled = {name: {key: field[key] for key in field if key != "title"} for name, field in known.items()}
     untitled |= {name: _within(untitled[name], *bounds) for name, bounds in ranges.items() if name in untitled}
+    untitled |= {name: _counted(untitled[name], limit) for name, limit in limits.items() if name in untitled}
     properties = {name: field if name in required else _or_null(field) for name, field in untitled.items()}
     for name, meaning in meanings(docs).items():
         if name in properties:
@@ -287,6 +289,14 @@ def _within(field: JsonSchema, low: float, high: float) -> JsonSchema:
     least = {"exclusiveMinimum": 0} if low == TINY else {"minimum": low}
     own = {} if "minimum" in field else least
     return {"maximum": high, **own, **field}
+
+
+def _counted(field: JsonSchema, limit: int) -> JsonSchema:
+    """The field, no array and no object of which has more than `limit` entries."""
+    if "anyOf" in field:
+        return {**field, "anyOf": [_counted(kind, limit) for kind in field["anyOf"]]}
+    most = {"array": "maxItems", "object": "maxProperties"}.get(field.get("type", ""))
+    return field if most is None else {most: limit, **field}
 
 
 def _or_null(field: JsonSchema) -> JsonSchema:

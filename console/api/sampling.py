@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 from pydantic import Field, WithJsonSchema
 
-from console.api.biases import bans, biases, check_count
+from console.api.biases import MAX_TOKENS_NAMED, bans, biases
 from console.api.body import Body
 from console.api.body_schema import BANNED_STRINGS, BIASES, SAMPLERS, STOP_STRINGS, STOPS, TOKEN_IDS
 from console.api.clamped import SAMPLING_CLAMPED
@@ -83,6 +83,7 @@ class SamplingFields(ModelFields, FormatFields):
     aliases = _ALIASES
     clamped = SAMPLING_CLAMPED
     ranges = RANGES
+    max_entries: ClassVar[Mapping[str, int]] = {"logit_bias": MAX_TOKENS_NAMED, "stop_token_ids": MAX_TOKENS_NAMED}
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     best_of: Annotated[int | None, Field(ge=1, le=MAX_N)] = None
@@ -176,7 +177,6 @@ def sampling_params(
         raise InvalidRequest(
             f"max_tokens is {shown(max_tokens)}; it must be at least {fewest_tokens}", param="max_tokens"
         )
-    check_count(len(fields.stop_token_ids), "stop_token_ids")
     model.check_token_ids(fields.stop_token_ids, "stop_token_ids")
     params = msgspec.structs.replace(
         _draw(fields, model),

@@ -13,6 +13,7 @@ import console.api.dialects
 from console.api.context import ApiContext
 from console.api.dialects import DIALECTS, Dialect
 from console.api.errors import json_response
+from console.api.received import received
 from console.api.server import ApiSettings
 from console.api.stream import ChunkStream
 from engine.errors import EngineError, InvalidRequest
@@ -30,7 +31,7 @@ class Shouted:
         return [web.post("/generate", self._post), web.post("/shout", self._post), web.get("/v1/models", self._post)]
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
-        match request.method, (await request.read()).decode():
+        match request.method, received(request).decode():
             case "GET", _:
                 return json_response("SHOUTED MODELS")
             case _, body if "bad" in body:
