@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -20,8 +19,8 @@ from engine.config import quoted
 from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
 from engine.models.files import file_names, open_file, read_json, refuse_wide_text
 
-MAX_TENSORS = 160_000
-"""In a model folder. GPTQ weights of 94 layers of 128 experts, as Qwen3-235B's, come to 147,000."""
+MAX_TENSORS = 190_000
+"""In a model folder. EXL2 weights of 94 layers of 128 experts, as Qwen3-235B's, come to 181,000."""
 
 _MAX_FILE_TENSORS = 100_000
 """In one file, whose header is decoded in one go."""
@@ -54,10 +53,11 @@ _Offset = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TensorHeader(msgspec.Struct, frozen=True, gc=False):
-    """One tensor: dtype in safetensors' words ("BF16"), and its shape."""
+    """One tensor: dtype in safetensors' words ("BF16"), its shape, and where it begins and ends behind the header."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str = ""
+    shape: Annotated[tuple[_Dimension, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)] = ()
+    data_offsets: tuple[_Offset, _Offset] = (0, 0)
 
     @property
     def elements(self) -> int:
@@ -67,22 +67,15 @@ class TensorHeader(msgspec.Struct, frozen=True, gc=False):
     @property
     def stored_bytes(self) -> int:
         """What it takes in the file."""
-        return math.prod(self.shape) * _BITS[self.dtype] // 8
-
-
-class _Entry(msgspec.Struct, gc=False):
-    """A tensor as the header has it. data_offsets: where it begins and ends behind the header."""
-
-    dtype: str = ""
-    shape: Annotated[tuple[_Dimension, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)] = ()
-    data_offsets: tuple[_Offset, _Offset] = (0, 0)
+        begin, end = self.data_offsets
+        return end - begin
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str] = {}
 
 
-_HEADER = msgspec.json.Decoder(dict[str, _Entry])
+_HEADER = msgspec.json.Decoder(dict[str, TensorHeader])
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -130,19 +123,19 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     with open_file(file) as stream:
         size, header = _read_bytes(file, stream)
     try:
-        entries = _HEADER.decode(header)
+        tensors = _HEADER.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged(file, f"its header is not valid: {quoted(str(error), 200)}") from error
-    entries.pop("__metadata__", None)
-    promised = _LENGTH_BYTES + len(header) + max((entry.data_offsets[1] for entry in entries.values()), default=0)
+    tensors.pop("__metadata__", None)
+    promised = _LENGTH_BYTES + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if promised != size:
         raise ModelLoadFailed(
             f"{quoted(file.name)} is cut short or damaged: it has {size} bytes, its header promises {promised}",
             file_bytes=size,
             promised_bytes=promised,
         )
-    _check_places(file, entries)
-    return {name: _checked(file, name, entry) for name, entry in entries.items()}
+    _check_places(file, tensors)
+    return tensors
 
 
 def _indexed(folder: Path, present: list[str]) -> list[str]:
@@ -196,26 +189,26 @@ def _read_bytes(file: Path, stream: BufferedReader) -> tuple[int, bytes]:
     return size, header
 
 
-def _check_places(file: Path, entries: Mapping[str, _Entry]) -> None:
+def _check_places(file: Path, tensors: Mapping[str, TensorHeader]) -> None:
     reached = 0
-    for begin, end in sorted(entry.data_offsets for entry in entries.values()):
+    for begin, end in sorted([tensor.data_offsets for tensor in tensors.values()]):
         if begin != reached:
             raise _damaged(file, f"its tensors overlap or leave a gap at byte {min(begin, reached)} after the header")
         reached = end
+    bits, prod = _BITS, math.prod  # there may be a hundred thousand
+    for name, tensor in tensors.items():
+        begin, end = tensor.data_offsets
+        if tensor.dtype not in bits or prod(tensor.shape) * bits[tensor.dtype] != 8 * (end - begin):
+            raise _damaged(file, _mismatch(name, tensor))
 
 
-def _checked(file: Path, name: str, entry: _Entry) -> TensorHeader:
-    bits = _BITS.get(entry.dtype)
-    if bits is None:
-        raise _damaged(file, f"its tensor {quoted(name)} is of a dtype that there is not, {quoted(entry.dtype)}")
-    begin, end = entry.data_offsets
-    if math.prod(entry.shape) * bits != 8 * (end - begin):
-        raise _damaged(
-            file,
-            f"its tensor {quoted(name)} of {entry.dtype} and shape {list(entry.shape)} is said to take "
-            f"{end - begin} bytes",
-        )
-    return TensorHeader(sys.intern(entry.dtype), entry.shape)
+def _mismatch(name: str, tensor: TensorHeader) -> str:
+    if tensor.dtype not in _BITS:
+        return f"its tensor {quoted(name)} is of a dtype that there is not, {quoted(tensor.dtype)}"
+    return (
+        f"its tensor {quoted(name)} of {tensor.dtype} and shape {list(tensor.shape)} is said to take "
+        f"{tensor.stored_bytes} bytes"
+    )
 
 
 def _damaged(file: Path, why: str) -> ModelLoadFailed:

@@ -158,7 +158,7 @@ def test_pages_follow_prompts_then_memory_then_are_refused() -> None:
 
 def test_bytes_of_modules_add_up_whatever_the_names() -> None:
     tensors = {
-        name: TensorHeader("U8", (size,))
+        name: TensorHeader("U8", (size,), (0, size))
         for name, size in (("emb.weight", 10), ("layer.attn.q.weight", 6), ("layer.qkv.weight", 4), ("odd.w", 7))
     }
     assert module_bytes(tensors, [["emb"], ["layer.attn.q", "layer"], ["layer.mlp", "layer"]]) == [12, 12, 3]
@@ -177,7 +177,7 @@ def test_a_cache_that_is_still_referred_to_keeps_its_bytes(folder: Path, gpus: F
 
 def test_a_token_goes_through_some_of_the_experts_parameters() -> None:
     stem = "model.layers.0.block_sparse_moe.experts"
-    experts = {f"{stem}.{number}.w1.weight": TensorHeader("F16", (30, 10)) for number in range(8)}
-    tensors = {"model.embed_tokens.weight": TensorHeader("F16", (10, 10)), **experts}
+    experts = {f"{stem}.{number}.w1.weight": TensorHeader("F16", (30, 10), (0, 600)) for number in range(8)}
+    tensors = {"model.embed_tokens.weight": TensorHeader("F16", (10, 10), (0, 200)), **experts}
     assert active_parameters(tensors, experts=8, per_token=2) == 100 + 2 * 300
     assert active_parameters(tensors, experts=0, per_token=0) == 100 + 8 * 300
