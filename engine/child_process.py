@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import sysconfig
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import engine
@@ -21,6 +23,9 @@ ROOT = Path(engine.__file__).resolve().parent.parent
 _PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"})
 HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT"}) | _PROXIES
 """Variables for a process that fetches from the hub."""
+
+_STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+"""A terminal and a service manager send these to every process of a program at once."""
 
 _SECRET_NAME = re.compile(
     r"(?:PASSWORD|PASSWD|PASSPHRASE|API_?KEY|_PWD|(?:^|_)(?:KEY|TOKEN|SECRET|CREDENTIALS?))$"
@@ -36,6 +41,23 @@ _SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 def python_command(*arguments: str) -> list[str]:
     """Return the command that runs this interpreter with `arguments`, importing nothing from the current folder."""
     return [sys.executable, "-P", *arguments]
+
+
+@contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Start a child within that calls `ignore_stop_signals`: none ends it before it does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_stop_signals() -> None:
+    """Leave it to the parent, which has been sent them as well, when this process is to end."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
 
 def child_environment(keep: Collection[str] = ()) -> dict[str, str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import socket
 import sys
 
+from engine.child_process import ignore_stop_signals
 from engine.cluster.driver import Driver
 
 
@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True)
     sock = socket.socket(fileno=parser.parse_args().fd)
     sock.set_inheritable(False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_stop_signals()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     Driver(sock).run()
     return 0

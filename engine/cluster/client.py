@@ -16,7 +16,7 @@ from typing import IO
 
 import msgspec
 
-from engine.child_process import HUB_SECRETS, python_command
+from engine.child_process import HUB_SECRETS, python_command, stop_signals_blocked
 from engine.cluster import messages
 from engine.errors import ClusterUnavailable, from_info
 from engine.worker.channel import socket_pair
@@ -167,12 +167,13 @@ class DriverClient:
 def _spawn(sock: socket.socket) -> subprocess.Popen[bytes]:
     """Start it with the keys that Ray itself takes, and the hub's: a node that lacks the model fetches it."""
     own = {name for name in os.environ if name.startswith("RAY_")}
-    return subprocess.Popen(
-        python_command("-m", "engine.cluster", "--fd", str(sock.fileno())),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=(sock.fileno(),),
-        start_new_session=True,
-        env=worker_environment(HUB_SECRETS | own),
-    )
+    with stop_signals_blocked():
+        return subprocess.Popen(
+            python_command("-m", "engine.cluster", "--fd", str(sock.fileno())),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(sock.fileno(),),
+            start_new_session=True,
+            env=worker_environment(HUB_SECRETS | own),
+        )

@@ -170,9 +170,9 @@ class Cluster:
             model=model,
         )
 
-    def signal_worker(self, key: str, number: int) -> None:
-        """Send a signal to the worker."""
-        self._driver.call_soon(messages.Signal(key=key, number=number))
+    def kill_worker(self, key: str) -> None:
+        """Kill the worker."""
+        self._driver.call_soon(messages.Kill(key=key))
 
     def forget_worker(self, key: str) -> None:
         """It has ended: give back what was reserved."""

@@ -93,9 +93,9 @@ class Driver:
                 return self._require_agents().look(pids)
             case messages.Start():
                 return self._start(request)
-            case messages.Signal(key=key, number=number):
+            case messages.Kill(key=key):
                 if key in self._running:
-                    self._running[key].actor.signal.remote(number)
+                    self._running[key].actor.kill.remote()
             case messages.Discard(key=key):
                 self._discard(key)
         return messages.Done()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -19,7 +18,7 @@ from engine.cluster.names import Translation, gpu_share, is_gpu, translation
 from engine.cluster.wire import dial, new_token
 from engine.config import ModelSpec
 from engine.errors import NodeGone
-from engine.worker.hosts import KILL_PATIENCE_S, TERMINATE_PATIENCE_S, ChannelHost, WorkerExit
+from engine.worker.hosts import KILL_PATIENCE_S, ChannelHost, WorkerExit
 from engine.worker.protocol import Command, Event, Hello, Load, Loaded, LogLine, SetThreads, Shutdown
 
 DIAL_S = 10.0
@@ -38,8 +37,8 @@ class HostingCluster(Protocol):
         Raises WorkerFailed and its children.
         """
 
-    def signal_worker(self, key: str, number: int) -> None:
-        """Send a signal to the worker."""
+    def kill_worker(self, key: str) -> None:
+        """Kill the worker."""
 
     def forget_worker(self, key: str) -> None:
         """It has ended: give back what was reserved."""
@@ -115,14 +114,11 @@ class RayHost(ChannelHost):
         super().send(command)
 
     async def stop(self, timeout_s: float) -> None:
-        """Shutdown and wait, then SIGTERM, then SIGKILL; what cannot be told any more is given up. Idempotent."""
+        """Shutdown and wait, then SIGKILL; what cannot be told any more is given up. Idempotent."""
         if not self._started:
             return
         self.send(Shutdown())
         if await self._told_within(timeout_s):
-            return
-        self._cluster.signal_worker(self.key, signal.SIGTERM)
-        if await self._told_within(TERMINATE_PATIENCE_S):
             return
         self.kill()
         if not await self._told_within(KILL_PATIENCE_S):
@@ -132,7 +128,7 @@ class RayHost(ChannelHost):
     def kill(self) -> None:
         """SIGKILL; on_exit follows."""
         if self._started:
-            self._cluster.signal_worker(self.key, signal.SIGKILL)
+            self._cluster.kill_worker(self.key)
 
     # -- what is heard, on the engine's loop --------------------------------------------------------------------
 

@@ -53,11 +53,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     model: ModelPlace
 
 
-class Signal(msgspec.Struct, frozen=True, kw_only=True, tag="signal"):
-    """Send a signal to a worker."""
+class Kill(msgspec.Struct, frozen=True, kw_only=True, tag="kill"):
+    """Kill a worker."""
 
     key: str
-    number: int
 
 
 class Discard(msgspec.Struct, frozen=True, kw_only=True, tag="discard"):
@@ -66,7 +65,7 @@ class Discard(msgspec.Struct, frozen=True, kw_only=True, tag="discard"):
     key: str
 
 
-Request = Join | Look | Start | Signal | Discard
+Request = Join | Look | Start | Kill | Discard
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

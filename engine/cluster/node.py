@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -96,12 +95,12 @@ class WorkerActor:
             self._lines.clear()
             return Output(lines=lines, exit=self._exit)
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the worker; before it has started, any signal stops it from starting."""
+    def kill(self) -> None:
+        """Kill the worker, or stop it from starting."""
         self._cancelled.set()
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+                self._process.kill()
 
     # -- the worker's thread, which the kernel takes for its parent: it lives as long as the worker does ----------
 
@@ -152,7 +151,7 @@ class WorkerActor:
 
         reap(self._process, reaped)
         if self._cancelled.is_set():
-            self.signal(signal.SIGTERM)
+            self.kill()
         code = await ended
         output.finish()
         how = WorkerExit(code=code) if code >= 0 else WorkerExit(signal=signal_name(-code))

@@ -19,7 +19,7 @@ from itertools import count
 from queue import PriorityQueue
 from typing import Any
 
-from engine.child_process import ROOT, child_environment, python_command
+from engine.child_process import ROOT, child_environment, python_command, stop_signals_blocked
 from engine.errors import EngineError, InvalidRequest
 from engine.text.printable import printable
 from engine.text.template_protocol import LENGTH, OUT_OF_MEMORY, Answer
@@ -186,16 +186,17 @@ class _Process:
         self._limits = limits
         command = python_command("-m", "engine.text.template_sandbox", str(limits.cpu_s), str(limits.memory_bytes))
         try:
-            self._child = subprocess.Popen(
-                command,
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd=ROOT,
-                env=child_environment() | _ALLOCATION,
-                start_new_session=True,
-            )
+            with stop_signals_blocked():
+                self._child = subprocess.Popen(
+                    command,
+                    bufsize=0,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    cwd=ROOT,
+                    env=child_environment() | _ALLOCATION,
+                    start_new_session=True,
+                )
         except OSError as error:
             raise _Lost(f"no process can be started for it ({error.strerror})") from error
         assert self._child.stdin is not None and self._child.stdout is not None

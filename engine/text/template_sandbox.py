@@ -24,6 +24,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.child_process import ignore_stop_signals
 from engine.text.template_protocol import LENGTH, OUT_OF_MEMORY, Answer
 
 _BYTES_FOR_EACH = 32
@@ -140,6 +141,7 @@ def _wrap_arguments(messages: Sequence[dict[str, Any]]) -> None:
 def main(cpu_s: float, memory_bytes: int) -> None:
     """Serve jobs until stdin ends. A job that takes more than `cpu_s` of processor time, or `memory_bytes` beside what
     its own size explains, ends the process."""
+    ignore_stop_signals()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})  # whoever started it may have had it blocked
     _read_ahead()

@@ -17,6 +17,7 @@ import sys
 import time
 from typing import cast
 
+from engine.child_process import ignore_stop_signals
 from engine.pauses import collect_rarely
 from engine.worker.channel import WorkerChannel
 from engine.worker.factory import BackendFactory, create_backend
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_stop_signals()
     if not _die_with(options.parent):
         return 1
     sock = socket.socket(fileno=options.fd)

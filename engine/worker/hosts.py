@@ -25,7 +25,6 @@ from engine.worker.native import NativeOutput
 from engine.worker.process import reap, signal_name, spawn
 from engine.worker.protocol import Command, Event, Shutdown
 
-TERMINATE_PATIENCE_S = 2.0
 KILL_PATIENCE_S = 10.0
 
 __all__ = [
@@ -69,7 +68,7 @@ class WorkerHost(Protocol):
         """Queue a command; never blocks, and is ignored once the worker has ended."""
 
     async def stop(self, timeout_s: float) -> None:
-        """Shutdown and wait, then terminate, then kill; on_exit has been called when this returns. Idempotent."""
+        """Shutdown and wait, then kill; on_exit has been called when this returns. Idempotent."""
 
     def kill(self) -> None:
         """End it at once: SIGKILL for a process; a thread is abandoned. on_exit follows."""
@@ -179,14 +178,11 @@ class ProcessHost(ChannelHost):
             self._output.started()
 
     async def stop(self, timeout_s: float) -> None:
-        """Shutdown and wait, then SIGTERM, then SIGKILL; the process is gone and reaped when this returns."""
+        """Shutdown and wait, then SIGKILL; the process is gone and reaped when this returns."""
         if self._process is None:
             return
         self.send(Shutdown())
         if await self._told_within(timeout_s):
-            return
-        self._process.terminate()
-        if await self._told_within(TERMINATE_PATIENCE_S):
             return
         self.kill()
         if not await self._told_within(KILL_PATIENCE_S):

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection
 
 from engine.backends.torch.native.available import kernels_at_hand
-from engine.child_process import child_environment, python_command
+from engine.child_process import child_environment, python_command, stop_signals_blocked
 
 SPIN_TURNS, SPIN_TURNS_BETWEEN_OPERATIONS = 3000, 10000
 """How long torch's threads spin at a barrier before they sleep: with our kernels, which meet there seldom, and without,
@@ -24,18 +24,19 @@ def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Pop
     terminal passes it by. Call it on a thread that lives as long as the worker may: on Linux the kernel kills the
     child when the thread that started it ends, which is how no worker outlives a killed engine.
     """
-    return subprocess.Popen(
-        [
-            *python_command("-m", "engine.worker"),
-            *("--id", worker_id, "--fd", str(sock.fileno()), "--parent", str(os.getpid())),
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=output_fd,
-        stderr=output_fd,
-        pass_fds=(sock.fileno(),),
-        start_new_session=True,
-        env=worker_environment(),
-    )
+    with stop_signals_blocked():
+        return subprocess.Popen(
+            [
+                *python_command("-m", "engine.worker"),
+                *("--id", worker_id, "--fd", str(sock.fileno()), "--parent", str(os.getpid())),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=output_fd,
+            stderr=output_fd,
+            pass_fds=(sock.fileno(),),
+            start_new_session=True,
+            env=worker_environment(),
+        )
 
 
 def worker_environment(keep: Collection[str] = ()) -> dict[str, str]:

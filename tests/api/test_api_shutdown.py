@@ -16,6 +16,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.fakes.paced import FACTORY, PACE_FILE
@@ -139,6 +140,21 @@ def test_a_stream_under_way_ends_whole_while_new_requests_are_turned_away(start:
     address = command.url.removeprefix("http://").split(":")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((address[0], int(address[1])), timeout=PATIENCE_S)
+
+
+def test_a_signal_to_all_processes_at_once_drains_as_one_to_the_server_does(start: Any) -> None:
+    command = start()
+    stream = command.stream()
+    for worker in psutil.Process(command.process.pid).children(recursive=True):
+        worker.terminate()
+    command.terminate()
+    command.step(TOKENS - 1)
+    rest = events(stream)
+    assert rest[-1] == "[DONE]"
+    assert rest[-2]["usage"]["completion_tokens"] == TOKENS
+    assert command.ended() == 0
+    assert command.process.stderr is not None
+    assert "restarted" not in command.process.stderr.read()
 
 
 def test_a_second_signal_ends_it_at_once_and_tells_the_client(start: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,7 +72,7 @@ async def test_it_runs_the_worker_that_a_local_host_would(tmp_path: Path) -> Non
     await probe.load(tmp_path)
     probe.send(submit_command("r", "hello", max_tokens=20))
     assert (await probe.answer("r"))[0] == expected_text(b"hello", 20)
-    host.actor.signal(signal.SIGKILL)
+    host.actor.kill()
     assert (await host.exit()).signal == "SIGKILL"
 
 

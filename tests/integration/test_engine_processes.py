@@ -68,6 +68,28 @@ async def test_a_worker_killed_mid_stream_changes_nothing_in_the_answers(
         assert sum(worker.restarts for worker in engine.snapshot().workers) == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_to_all_processes_leaves_it_to_the_engine_when_its_workers_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    hold = Hold(monkeypatch, tmp_path)
+    async with processes(monkeypatch, tmp_path, factory="held:make") as engine:
+        await engine.load(fake_spec(tmp_path))
+        chat = [{"role": "user", "content": "hello"}]
+        tokenizer = (await engine.serving("fake")).tokenizer
+        assert "hello" in await tokenizer.apply_chat_template(chat)
+        hold.begin()
+        reading = asyncio.create_task(read(engine.submit(ask("x", max_tokens=50))))
+        await until(lambda: any(row.output_tokens > 5 for row in engine.snapshot().requests))
+        before = children()
+        for child in before:
+            os.kill(child, number)
+        hold.end()
+        assert (await reading).text == expected_text(b"x", 50)
+        assert "hello" in await tokenizer.apply_chat_template(chat)
+        assert children() == before, "the worker and the template's process are those that they were"
+
+
 async def test_workers_killed_during_the_load_fail_it_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
