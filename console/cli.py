@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from console.config_file import sample
-from console.output import say, write
+from console.output import redirected_stream, say, write
 from console.setting_arguments import add_settings, flag_name, no_such_flag
 from console.settings import APP_NAME, TUNED_FILE, Settings, config_path, data_dir, log_dir, state_dir
 from console.sources import Sources, load_settings
@@ -143,8 +143,8 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     from console.loading import choose_model
 
     choice = choose_model(settings)
-    if not settings.headless and not sys.stdout.isatty():
-        say("stdout is no terminal; running headless")
+    if not settings.headless and (stream := redirected_stream()):
+        say(f"{stream} is no terminal; running headless")
         settings = settings.model_copy(update={"headless": True})
     if settings.headless:
         if settings.read_only:

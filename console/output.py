@@ -1,10 +1,14 @@
-"""What commands print: results on stdout, sentences on stderr. Nothing that it quotes steers a terminal."""
+"""What commands print: results on stdout, sentences on stderr. Nothing that it quotes steers a terminal.
+
+And whether there is a terminal that a screen can be shown in."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 from console.settings import APP_NAME
+from engine.errors import InvalidRequest
 from engine.text.printable import printable, printable_json, printable_lines
 
 
@@ -17,3 +21,13 @@ def say(sentence: str) -> None:
     """Print a line on stderr, its end with it: the log may write there from another thread."""
     sys.stderr.write(f"{APP_NAME}: {printable(sentence)}\n")
     sys.stderr.flush()
+
+
+def redirected_stream() -> str:
+    """The name of a standard stream that is no terminal, "" where all three are: keys come from stdin, the screen goes to
+    stderr. Raises InvalidRequest for a terminal that can show no screen."""
+    streams = {"stdout": sys.__stdout__, "stderr": sys.__stderr__, "stdin": sys.__stdin__}
+    found = next((name for name, stream in streams.items() if stream is None or not stream.isatty()), "")
+    if not found and os.environ.get("TERM") == "dumb":
+        raise InvalidRequest("This terminal can show no screen (TERM=dumb); --headless serves without one")
+    return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from console.called import as_link
 from console.logs import logging_to
+from console.output import redirected_stream
 from console.readonly import ReadOnlyLink
 from console.recording.link import ReplayLink
 from console.remote.link import RemoteLink
@@ -37,8 +37,9 @@ def show_recording(link: ReplayLink, theme: str | None) -> int:
 
 def _options(theme: str | None) -> dict[str, Any]:
     """How this person likes the console. Raises InvalidRequest for bad settings, and where there is no terminal."""
-    if not sys.stdout.isatty():
-        raise InvalidRequest(f"There is no terminal to show it in; '{APP_NAME} top' says how an instance is in a line")
+    if stream := redirected_stream():
+        how = f"'{APP_NAME} top' says how an instance is in a line"
+        raise InvalidRequest(f"There is no terminal to show it in, as {stream} is none; {how}")
     settings = load_settings({} if theme is None else {"theme": theme})
     return {"theme": settings.theme, "refresh_hz": settings.refresh_hz}
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
+import subprocess
+import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.fakes.tiny_models import make_tiny_model
-from tests.integration.headless import Headless
+from tests.integration.headless import ROOT, Headless
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -50,6 +56,52 @@ def test_without_a_terminal_it_says_so_serves_and_leaves_nothing_behind(
     _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
     assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.mark.parametrize("redirected", ["stdin", "stdout", "stderr"])
+def test_where_one_of_the_three_streams_is_no_terminal_it_says_which_and_shows_no_screen(
+    tmp_path: Path, model: Path, redirected: str
+) -> None:
+    with in_terminal(tmp_path, "--model", str(model), "--port", "0", redirected=redirected) as (process, read):
+        said = read("listening on")
+        process.terminate()
+        said += read("stopping")
+        assert process.wait(timeout=60) == 0
+    assert said.startswith(f"ericllm: {redirected} is no terminal; running headless")
+    assert "\x1b[?1049h" not in said
+
+
+def test_a_dumb_terminal_is_refused_in_one_sentence(tmp_path: Path, model: Path) -> None:
+    with in_terminal(tmp_path, "--model", str(model), TERM="dumb") as (process, read):
+        assert process.wait(timeout=60) == 2
+        assert read("\n") == "ericllm: This terminal can show no screen (TERM=dumb); --headless serves without one\r\n"
+
+
+@contextmanager
+def in_terminal(
+    home: Path, *flags: str, redirected: str = "", **variables: str
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str], str]]]:
+    """`ericllm` in a terminal but for one of its streams, and what reads its stderr until a text has come."""
+    terminal, theirs = pty.openpty()
+    env = {**os.environ, "XDG_STATE_HOME": str(home), "XDG_CONFIG_HOME": str(home), "TERM": "xterm", **variables}
+    with (home / "redirected").open("wb") as file:
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), theirs) | {redirected: file}
+        streams.pop("", None)
+        process = subprocess.Popen([sys.executable, "-m", "console", *flags], cwd=ROOT, env=env, **streams)
+        os.close(theirs)
+
+        def read(text: str) -> str:
+            said = b""
+            while text.encode() not in said:
+                said = Path(file.name).read_bytes() if redirected == "stderr" else said + os.read(terminal, 4096)
+            return said.decode()
+
+        try:
+            yield process, read
+        finally:
+            process.kill()
+            process.wait()
+            os.close(terminal)
 
 
 def test_a_port_that_is_taken_is_one_sentence_and_exit_code_1(
