@@ -25,7 +25,7 @@ from engine.models.hub_cache import (
 )
 from engine.models.hub_client import HubClient
 from engine.models.hub_errors import explain
-from engine.models.hub_files import fetch_file, require_space
+from engine.models.hub_files import fetch_file, opener_without_links, require_space
 from engine.models.hub_plan import Plan, kept, kept_bytes, plan_of, present
 
 T = TypeVar("T")
@@ -199,7 +199,8 @@ def _write_reference(plan: Plan, revision: str) -> None:
     if not is_commit(revision):
         reference = repo_folder(plan.repo_id) / "refs" / revision
         reference.parent.mkdir(parents=True, exist_ok=True)
-        reference.write_text(plan.commit, "ascii")
+        with open(reference, "w", encoding="ascii", opener=opener_without_links) as file:
+            file.write(plan.commit)
 
 
 def _offline(repo_id: str, revision: str | None) -> Path:

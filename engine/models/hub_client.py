@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 from urllib.parse import quote, urljoin, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import msgspec
 
@@ -25,6 +26,12 @@ MAX_LISTING_BYTES = 8 * 2**20
 
 MAX_LISTING_S = 60.0
 """For a whole list of files; each read has the library's own timeout besides."""
+
+MIN_CHUNK_BYTES = 256
+"""Of an answer's chunks on average: each takes some 20 µs of the interpreter, whatever is in it."""
+
+MAX_SMALL_CHUNKS = 10_000
+"""Before their average counts: the packets of a slow beginning are small, too."""
 
 MAX_REDIRECTS = 8
 """The hub itself needs two: a repository's new name, and where the file is stored."""
@@ -37,6 +44,8 @@ _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SIZE = re.compile(r"[0-9]{1,18}")
 _SECONDS = re.compile(r"(?:^|;\s*t\s*=\s*)([0-9]{1,6})\s*(?:$|;)")
 _RETRIED_STATUSES = (408, 429)
+_HTTP_LOGGERS = ("httpx", "httpx2", "httpcore", "httpcore2")
+"""They log whole addresses. Where a file is stored has the right to fetch it in its query."""
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +96,8 @@ class HubClient:
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # exported lazily
 
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the screen belongs to someone else
+        for name in _HTTP_LOGGERS:
+            logging.getLogger(name).setLevel(logging.WARNING)
         self._url = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
         self._origin = _origin(self._url)
         self.endpoint = self._url.replace(f"{urlsplit(self._url).netloc.rpartition('@')[0]}@", "", 1)
@@ -133,15 +144,24 @@ class HubClient:
     @contextmanager
     def content(self, url: str, first_byte: int) -> Iterator[tuple[bool, Iterator[bytes]]]:
         """Yield (whether it goes on at `first_byte`, its chunks) of a file; else it begins at its start."""
-        with self._answer("GET", url, first_byte=first_byte) as response:
+        with self._answer("GET", url, first_byte=first_byte, is_digested=True) as response:
             self._require_plain(response)
-            yield response.status_code == 206, response.iter_raw()
+            yield response.status_code == 206, self._chunks(response)
 
     @contextmanager
     def _answer(
-        self, method: str, url: str, *, first_byte: int = 0, is_last: Callable[[Any], bool] = lambda answer: False
+        self,
+        method: str,
+        url: str,
+        *,
+        first_byte: int = 0,
+        is_digested: bool = False,
+        is_last: Callable[[Any], bool] = lambda answer: False,
     ) -> Iterator[Any]:
-        """Yield the answer that redirections end at, its body not read yet. is_last: ends them before."""
+        """Yield the answer that redirections end at, its body not read yet. is_last: ends them before.
+
+        is_digested: whether what comes is compared with a digest; else none of them leads from HTTPS to plain HTTP.
+        """
         from huggingface_hub.utils import get_session  # type: ignore[attr-defined]  # exported lazily
 
         for _ in range(MAX_REDIRECTS + 1):
@@ -159,7 +179,11 @@ class HubClient:
                         raise _refused(response)
                     yield response
                     return
-                url = _redirected(url, response.headers)
+                before, url = url, _redirected(url, response.headers)
+            if not is_digested and urlsplit(before).scheme == "https" != urlsplit(url).scheme:
+                raise ModelLoadFailed(
+                    f"the hub at {self.endpoint} redirects to plain HTTP, where its answer could be changed on the way"
+                )
         raise ModelLoadFailed(f"the hub at {self.endpoint} redirects without an end")
 
     def _body(self, response: Any) -> bytes:
@@ -167,7 +191,7 @@ class HubClient:
         self._require_plain(response)
         body = bytearray()
         until = time.monotonic() + MAX_LISTING_S
-        for chunk in response.iter_raw():
+        for chunk in self._chunks(response):
             body += chunk
             if len(body) > MAX_LISTING_BYTES:
                 raise ModelLoadFailed(
@@ -177,6 +201,15 @@ class HubClient:
             if time.monotonic() > until:
                 raise ModelLoadFailed(f"the hub at {self.endpoint} takes more than {MAX_LISTING_S:.0f} s to answer")
         return bytes(body)
+
+    def _chunks(self, response: Any) -> Iterator[bytes]:
+        """Yield the body as it comes."""
+        received = 0
+        for count, chunk in enumerate(response.iter_raw()):
+            received += len(chunk)
+            if count > MAX_SMALL_CHUNKS + received // MIN_CHUNK_BYTES:
+                raise ModelLoadFailed(f"the hub at {self.endpoint} sends its answer in pieces of a few bytes")
+            yield chunk
 
     def _require_plain(self, response: Any) -> None:
         """Compressed, a short answer can be of any length."""
@@ -206,11 +239,12 @@ def _origin(url: str) -> tuple[str, str, int]:
 
 
 def _is_private(url: str) -> bool:
-    """Return whether nobody on the way reads what is sent: TLS, or a server on this machine."""
+    """Return whether nobody on the way reads what is sent: TLS, or a server on this machine that no proxy leads to."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
         is_here = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_here = host == "localhost" or host.endswith(".localhost")
-    return parts.scheme == "https" or is_here
+    is_proxied = not {"http", "all"}.isdisjoint(getproxies()) and not proxy_bypass(host)
+    return parts.scheme == "https" or (is_here and not is_proxied)

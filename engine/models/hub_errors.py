@@ -24,6 +24,10 @@ def explain(
         return _refusal(error, repo_id, revision, endpoint, token)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ModelLoadFailed(f"the disk is full: {repo_id} could not be written to the hub cache", model=repo_id)
+    if isinstance(error, OSError) and error.errno == errno.ELOOP:
+        return ModelLoadFailed(
+            f"{error.filename} is a link, which another user may have put into the hub cache; remove it", model=repo_id
+        )
     if isinstance(error, PermissionError):
         return ModelLoadFailed(f"the hub cache cannot be written: {error.filename}", model=repo_id)
     reason = quoted((str(error).splitlines() or [type(error).__name__])[0], _MAX_REASON)

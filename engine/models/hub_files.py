@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -65,8 +67,8 @@ def fetch_file(
     if blob.is_file():
         part.unlink(missing_ok=True)
     else:
-        with part.open("a+b") as stream:
-            _hold(stream, name)
+        with open(part, "a+b", opener=opener_without_links) as stream:
+            _hold(stream, part, name)
             transfer = _FileTransfer(hub, stored, name, size, stream, count)
             try:
                 transfer.complete(pause)
@@ -75,6 +77,12 @@ def fetch_file(
                 raise
             part.replace(blob)
     _link(repo_folder(repo_id) / "snapshots" / commit / name, blob)
+
+
+def opener_without_links(path: str, flags: int) -> int:
+    """Opener for `open`: what a file is called in a cache that several users share may be another's link to a file
+    of ours. Raises OSError for a link."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 class _Unannounced(ModelLoadFailed):
@@ -179,12 +187,13 @@ def _retry_after_s(error: Exception) -> float | None:
     return _RETRY_S if is_transient else None
 
 
-def _hold(stream: BinaryIO, name: str) -> None:
-    """Until it is closed nobody else writes it."""
-    try:
+def _hold(stream: BinaryIO, part: Path, name: str) -> None:
+    """Until it is closed nobody else writes it. Who had it before may have completed and moved it meanwhile."""
+    with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ModelLoadFailed(f"{name} is being downloaded already; try again when that has ended") from None
+        if os.path.samestat(os.fstat(stream.fileno()), part.lstat()):
+            return
+    raise ModelLoadFailed(f"{name} is being downloaded already; try again when that has ended")
 
 
 def _link(pointer: Path, blob: Path) -> None:
@@ -194,5 +203,7 @@ def _link(pointer: Path, blob: Path) -> None:
     depth = len(pointer.relative_to(blob.parent.parent).parents) - 1
     try:
         pointer.symlink_to(Path(*[".."] * depth, "blobs", blob.name))
+    except FileExistsError:  # another download of this commit was quicker
+        pass
     except OSError:  # a file system without links
         shutil.copyfile(blob, pointer)

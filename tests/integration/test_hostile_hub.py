@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import itertools
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -187,6 +191,14 @@ def test_a_list_of_files_of_any_number_takes_little_memory(hub: FakeHub, repo: F
     assert hub.fetched() == []
 
 
+@pytest.mark.parametrize("of", ["/api/models/org/name", WEIGHTS])
+def test_an_answer_in_pieces_of_a_few_bytes_is_ended_soon(hub: FakeHub, repo: FakeRepo, of: str) -> None:
+    repo.files[WEIGHTS] = bytes(2**20)
+    pieces = Scripted(200, {"Transfer-Encoding": "chunked"}, itertools.repeat(b"1\r\n\0\r\n" * 2000))
+    hub.script = lambda method, path: pieces if method == "GET" and path.endswith(of) else None
+    assert "in pieces of a few bytes" in refused()
+
+
 @pytest.mark.parametrize("status", [404, 500])
 def test_a_refusal_without_an_end_is_not_held(hub: FakeHub, status: int) -> None:
     hub.script = lambda method, path: Scripted(status, {}, itertools.repeat(b"no" * 2**15))
@@ -197,6 +209,65 @@ def test_a_compressed_answer_is_not_unpacked(hub: FakeHub) -> None:
     bomb = gzip.compress(bytes(2**28))
     hub.script = lambda method, path: Scripted(200, {"Content-Encoding": "gzip"}, [bomb])
     assert "sends compressed content" in refused()
+
+
+# -- a cache that several users share ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planted", ["part", "reference"])
+def test_a_link_that_another_user_put_into_the_cache_is_not_written_through(
+    hub: FakeHub, repo: FakeRepo, tmp_path: Path, planted: str
+) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("what only I may change, and longer than a commit or a config.json" * 10)
+    before = mine.read_text()
+    reference = repo_folder("org/name") / "refs" / "main"
+    link = reference if planted == "reference" else part_file("org/name", repo.commit, "config.json")
+    link.parent.mkdir(parents=True)
+    link.symlink_to(mine)
+    assert f"{link} is a link" in refused()
+    assert mine.read_text() == before
+    assert link.is_symlink()
+
+
+def test_a_cache_behind_a_link_of_ones_own_is_used(hub: FakeHub, repo: FakeRepo, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "large-disk"
+    elsewhere.mkdir()
+    repo_folder("org/name").parent.mkdir(parents=True)
+    repo_folder("org/name").symlink_to(elsewhere)
+    assert (resolve("org/name", []) / WEIGHTS).read_bytes() == repo.files[WEIGHTS]
+
+
+def test_a_file_that_another_download_completes_meanwhile_is_left_as_it_is(
+    hub: FakeHub, repo: FakeRepo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = part_file("org/name", repo.commit, "config.json")
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"the whole of it, as the other had it")
+    blob = part.with_name("blob")
+    lock = fcntl.flock
+
+    def late(stream: BinaryIO, how: int) -> None:
+        if Path(stream.name) == part:
+            part.rename(blob)
+        lock(stream, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    assert "config.json is being downloaded already" in refused()
+    assert blob.read_bytes() == b"the whole of it, as the other had it"
+
+
+def test_two_downloads_may_put_the_same_file_in_its_place(
+    hub: FakeHub, repo: FakeRepo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Path.symlink_to
+
+    def late(self: Path, target: Path) -> None:
+        link(self, target)  # the other one's
+        link(self, target)
+
+    monkeypatch.setattr(Path, "symlink_to", late)
+    assert (resolve("org/name", []) / WEIGHTS).read_bytes() == repo.files[WEIGHTS]
 
 
 # -- content ----------------------------------------------------------------------------------------------------------
@@ -356,6 +427,58 @@ def test_the_token_does_not_cross_a_network_in_the_clear(
     assert hub.tokens == []
     assert "HF_TOKEN is not sent to http://hub.example" in caplog.text
     assert "hf_secret" not in caplog.text
+
+
+def test_the_token_is_not_given_to_a_proxy_on_the_way_to_a_hub_on_this_machine(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import close_session
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HTTP_PROXY", hub.url)  # which stands in for both
+    close_session()
+    try:
+        for bypassed, given in ("", False), ("127.0.0.1", True):
+            monkeypatch.setenv("NO_PROXY", bypassed)
+            monkeypatch.setenv("no_proxy", bypassed)
+            hub.repos["org/name"].commit = "ef"[given] * 40
+            resolve("org/name@main", [])
+            assert bool(hub.tokens) == given
+            close_session()
+    finally:
+        close_session()
+
+
+def test_what_a_hub_says_of_a_model_does_not_come_over_plain_http_where_it_was_asked_by_https(
+    monkeypatch: pytest.MonkeyPatch, hub: FakeHub
+) -> None:
+    from huggingface_hub import get_session
+
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
+    http = import_module(type(get_session()).__module__.partition(".")[0])
+
+    def answer(request: Any) -> Any:
+        assert request.url.scheme == "https"
+        return http.Response(302, headers={"location": str(request.url.copy_with(scheme="http"))})
+
+    session = http.Client(transport=http.MockTransport(answer))
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: session)
+    assert "redirects to plain HTTP" in refused()
+
+
+def test_addresses_of_files_are_in_no_log(hub: FakeHub, repo: FakeRepo, caplog: pytest.LogCaptureFixture) -> None:
+    digest = hashlib.sha256(repo.files[WEIGHTS]).hexdigest()
+    stored = {"Location": f"{hub.url}/org/name/resolve/main/{WEIGHTS}?X-Amz-Signature=s3cret", "X-Linked-Etag": digest}
+    asked: list[str] = []
+
+    def redirected(method: str) -> Scripted | None:
+        asked.append(method)
+        return Scripted(302, stored) if asked.count(method) == 1 else None
+
+    hub.script = for_file(WEIGHTS, redirected)
+    with caplog.at_level(logging.DEBUG):
+        assert (resolve("org/name", []) / WEIGHTS).read_bytes() == repo.files[WEIGHTS]
+    assert "s3cret" not in caplog.text
 
 
 def test_a_password_in_the_endpoint_is_in_no_message(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
