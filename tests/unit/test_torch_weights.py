@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.backends.base import LoadProgress
+from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import LoadCancelled, ModelLoadFailed, UnsafeWeights, UnsupportedModel
@@ -67,6 +68,21 @@ def test_a_file_that_is_no_safetensors_is_refused_by_name(tmp_path: Path) -> Non
     (make_tiny_model(tmp_path) / SINGLE).write_bytes(b"<html>not found</html>" * 50)
     with pytest.raises(ModelLoadFailed, match=r"model\.safetensors"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed", [torch.zeros(64, 32), torch.zeros(32, 64, 2), torch.zeros(64, 64), torch.zeros(32, 64, dtype=torch.int8)]
+)
+def test_a_tensor_that_changes_after_its_header_was_checked_is_not_computed_with(
+    tmp_path: Path, changed: torch.Tensor
+) -> None:
+    file = make_tiny_model(tmp_path, dtype="bfloat16") / SINGLE
+    name, weights = "model.layers.0.self_attn.k_proj.weight", load_file(file)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.read(name)[0].shape == (32, 64)
+    save_file({**weights, name: changed}, file)
+    with pytest.raises(ModelLoadFailed, match=f"has changed while it was read: its tensor {name}"):
+        Checkpoint({name: checkpoint.info(name)}).read(name)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

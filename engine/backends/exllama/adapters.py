@@ -11,11 +11,12 @@ from engine.backends.exllama.sizes import stored_bytes
 from engine.config import quoted
 from engine.errors import InvalidRequest, UnsafeWeights, UnsupportedModel
 from engine.models.files import read_json_object, refuse_links
-from engine.models.headers import read_header
+from engine.models.headers import TensorHeader, read_header
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
+_FACTORS = (".lora_A.weight", ".lora_B.weight")
 _OVERLOOKED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layer_replication", "lora_bias")
 """Keys of PEFT's config that change what is computed and that the library ignores or fails on."""
 
@@ -46,7 +47,9 @@ def read_adapter(folder: Path) -> Adapter:
     if not config:
         raise UnsupportedModel(f"{folder} holds no LoRA adapter: it has no {_CONFIG}")
     _refuse_overlooked(config)
-    return Adapter(folder / _CONFIG, weights, stored_bytes(read_header(weights)))
+    tensors = read_header(weights)
+    _refuse_unpaired(tensors)
+    return Adapter(folder / _CONFIG, weights, stored_bytes(tensors))
 
 
 def load_adapter(lora: Any, model: Any, adapter: Adapter) -> Any:
@@ -61,6 +64,17 @@ def load_adapter(lora: Any, model: Any, adapter: Adapter) -> Any:
     except KeyError as error:
         missing = str(error.args[0]) if error.args else "a layer"
     raise UnsupportedModel(f"the LoRA adapter does not fit the model, which has no {missing}")
+
+
+def _refuse_unpaired(tensors: Mapping[str, TensorHeader]) -> None:
+    """Raise UnsupportedModel for factors that share no rank: the library's kernels go by that of one of them."""
+    modules = {name.removesuffix(each) for name in tensors for each in _FACTORS if name.endswith(each)}
+    for module in sorted(modules):
+        a, b = (tensors.get(module + each) for each in _FACTORS)
+        if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+            raise UnsupportedModel(
+                f"the factors of {quoted(module)} in {_WEIGHTS} share no rank", module=quoted(module)
+            )
 
 
 def _refuse_overlooked(config: Mapping[str, object]) -> None:

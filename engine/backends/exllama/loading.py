@@ -15,6 +15,7 @@ from engine.backends.exllama.memory import CudaGpus, Gpus
 from engine.backends.exllama.parts import PAGE_TOKENS, Library, LoadedParts
 from engine.backends.exllama.plan import LoadPlan, ModelSource, plan_load
 from engine.backends.exllama.progress import WeightsProgress
+from engine.backends.exllama.quantised import refuse_malformed
 from engine.backends.exllama.shares import device_shares
 from engine.backends.exllama.sizes import active_parameters, cache_pages, page_bytes_by_device, parameters
 from engine.backends.exllama.split import whole
@@ -76,6 +77,8 @@ class _Loader:
         tokenizer = plan.library.tokenizer(plan.sources[0].config)
         models = self.holdings.models
         models += [Held(plan.library.model(source.config)) for source in plan.sources]
+        for held, source in zip(models, plan.sources, strict=True):
+            refuse_malformed(source.folder.path, held.model, self._progress.raise_if_cancelled)
         if plan.split.kind == "automatic":
             self._load_as_it_fits(models)
         else:

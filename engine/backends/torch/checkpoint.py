@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.config import quoted
 from engine.errors import ModelLoadFailed
 from engine.models.files import open_file
 from engine.models.headers import read_header, weight_files
@@ -99,8 +100,15 @@ class Checkpoint:
         try:
             opened = self._file.open(info)
             tensor: Tensor = opened.get_slice(stored_as)[info.at] if info.at else opened.get_tensor(stored_as)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, IndexError) as error:
             raise _damaged(info.file, error) from None
+        # The file was opened anew. What computes with a tensor goes by its shape, the native kernels without looking.
+        if tensor.shape != info.shape or tensor.nbytes != info.stored_bytes:
+            raise ModelLoadFailed(
+                f"{quoted(info.file.name)} in {info.file.parent} has changed while it was read: its tensor "
+                f"{quoted(name)} is another one now",
+                file=quoted(info.file.name),
+            )
         return tensor
 
 
@@ -128,4 +136,7 @@ class _LastFile:
 
 
 def _damaged(file: Path, error: Exception) -> ModelLoadFailed:
-    return ModelLoadFailed(f"{file.name} in {file.parent} is damaged or cut short: {error}", file=file.name)
+    return ModelLoadFailed(
+        f"{quoted(file.name)} in {file.parent} is damaged or cut short: {quoted(str(error), 200)}",
+        file=quoted(file.name),
+    )

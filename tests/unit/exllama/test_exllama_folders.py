@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from engine.errors import EngineError, UnsafeWeights, UnsupportedModel
 from tests.fakes.exllama_loads import edit_config, load, write_adapter
@@ -84,6 +86,20 @@ def test_an_adapter_that_would_not_be_honoured_in_full_is_refused(
 ) -> None:
     with pytest.raises(EngineError, match=reason):
         load(folder, gpus, lora=write_adapter(tmp_path / "lora", **config))
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (8,), None])
+def test_factors_that_share_no_rank_are_refused_before_native_code_multiplies_them(
+    folder: Path, gpus: FakeGpus, tmp_path: Path, shape: tuple[int, ...] | None
+) -> None:
+    adapter = write_adapter(tmp_path / "lora")
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "lora_B" in name)
+    del tensors[name]
+    save_file(tensors | ({name: torch.zeros(shape)} if shape else {}), file)
+    with pytest.raises(UnsupportedModel, match=r"q_proj in adapter_model\.safetensors share no rank"):
+        load(folder, gpus, lora=adapter)
 
 
 def test_an_adapter_for_another_model_is_refused_and_leaves_nothing(
