@@ -12,7 +12,7 @@ import msgspec
 
 from console.doctor_security import security_findings
 from console.loading import backend_for, choose_model
-from console.settings import Settings
+from console.settings import APP_NAME, Settings
 from console.sources import Sources
 from engine.config import BackendKind
 from engine.doctor.examine import examine
@@ -21,6 +21,7 @@ from engine.doctor.report import Finding, Report
 from engine.errors import EngineError
 from engine.models.inspect import inspect
 from engine.models.resolve import resolve_local
+from ericllm_main import PACKAGES, owners
 
 WIDEST = 110
 NARROWEST = 50
@@ -44,8 +45,20 @@ def diagnose(
     report = examine(facts, chosen_backend(settings))
     finding = model_finding(settings, report)
     refusal = finding.value if finding.state == "broken" else ""
-    findings = (*report.findings, *security_findings(settings, sources), finding)
+    findings = (_program(), *report.findings, *security_findings(settings, sources), finding)
     return msgspec.structs.replace(report, findings=findings, refusal=refusal)
+
+
+def _program() -> Finding:
+    """Whether another distribution has packages of our names: what is installed or removed last breaks the other."""
+    area, name = "Program", "packages"
+    shared = {package: [each for each in owners(package) if each != APP_NAME] for package in PACKAGES}
+    others = [f"{package} of {' and '.join(found)}" for package, found in shared.items() if found]
+    if not others:
+        return Finding(area, name, "ok", f"{' and '.join(PACKAGES)} are {APP_NAME}'s alone")
+    value = f"here is also the package {', '.join(others)}; whichever is installed or removed next breaks the other"
+    advice = f"Install {APP_NAME} in an environment of its own: `pipx` and `uv tool` make one."
+    return Finding(area, name, "broken", value, advice)
 
 
 def chosen_backend(settings: Settings) -> BackendKind:

@@ -33,6 +33,9 @@ Read from the environment alone, when the program starts.
 | variable | |
 |---|---|"""
 _VARIABLES = {
+    "`ERICLLM_HOME`": "a folder for all that is kept, in place of the four `XDG_*_HOME` below: "
+    "`config/ericllm/config.toml` in it is read, `data`, `state` and `cache` (with models of the hub) are written. "
+    "For a service, or a user without a home",
     "`ERICLLM_CONFIG`": "the config.toml to read, in place of the one in the config folder",
     "`ERICLLM_NATIVE`": "`0` keeps the native CPU kernels off, and torch computes; `ericllm doctor` says which do",
     "`ATEN_CPU_CAPABILITY`": "`avx2` or `default` bounds the instructions of torch's kernels, and of ours with them",

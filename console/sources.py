@@ -18,7 +18,7 @@ from engine.errors import InvalidRequest
 
 _KEYS = {"api_key", "api_key_file"}
 """Two ways to give one key."""
-_NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_BACKEND_FACTORY", "ERICLLM_NATIVE"}
+_NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_HOME", "ERICLLM_BACKEND_FACTORY", "ERICLLM_NATIVE"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 from tests.docs.declared import ROOT, declared, imports_of, installed_with
 
-OURS = {"console", "engine"}
+OURS = {"console", "engine", "ericllm_main"}
 WITHOUT = {
     "exllamav2": ("cuda", {"engine/doctor/probe.py", "engine/worker/factory.py"}),
     "ray": ("ray", {"engine/cluster"}),

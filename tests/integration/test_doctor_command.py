@@ -62,6 +62,17 @@ def test_torch_can_run_here_and_the_demo_be_loaded() -> None:
     assert "\x1b" not in result.stdout
 
 
+def test_a_package_that_another_distribution_has_too_is_named(tmp_path: Path) -> None:
+    info = tmp_path / "stranger-0.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 0.9\n")
+    (info / "RECORD").write_text("console/__init__.py,,\n")
+    result = doctor("--backend", "torch", "--json", PYTHONPATH=str(tmp_path))
+    finding = next(each for each in json.loads(result.stdout)["findings"] if each["name"] == "packages")
+    assert finding["state"] == "broken"
+    assert "the package console of stranger;" in finding["value"]
+
+
 def test_exllamav2_cannot_run_without_a_gpu_and_one_sentence_says_so() -> None:
     result = doctor("--backend", "exllamav2")
     assert result.returncode == 1
