@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from engine.backends.torch.settings import apply_settings, refuse_settings
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest, UnsupportedModel
 from tests.fakes.tiny_models import tiny_config
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0] * 8,
+    "original_max_position_embeddings": 128,
+}
 
 
 def read(folder: Path, architecture: str = "LlamaForCausalLM", **overrides: Any) -> ModelConfig:
@@ -66,6 +75,13 @@ def test_quantised_weights_that_are_read_are_known_by_their_method(tmp_path: Pat
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "factor"),
+        ({"rope_scaling": YARN | {"beta_fast": 0}}, "beta_fast"),
+        ({"rope_scaling": YARN | {"beta_slow": -1}}, "beta_slow"),
+        ({"rope_scaling": YARN | {"rope_theta": 1.0}}, "rope_theta of 1"),
+        ({"rope_scaling": YARN | {"factor": math.e, "mscale": 1, "mscale_all_dim": -10}}, "mscale below 0"),
+        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 1}}, "high_freq_factor"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7 + [0]}}, "long_factor"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps = -1e-06"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
@@ -75,6 +91,22 @@ def test_a_config_that_makes_no_model_is_refused_by_what_is_wrong(
     with pytest.raises(UnsupportedModel) as refusal:
         read(tmp_path, **overrides)
     assert named in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        {"rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 16.0, "finetuned": True, "original_max_position_embeddings": 8192}},
+        {"rope_scaling": YARN | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0}},
+        {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "attention_factor": None}},
+        {"rope_scaling": LONGROPE | {"type": "su", "long_factor": [1.08, 1.1, 1.2, 2, 8, 32, 63.5, 64]}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2}, "max_position_embeddings": 10**9},
+        {"rope_scaling": None, "rope_theta": 10_000_000, "head_dim": None, "pad_token_id": None, "rms_norm_eps": 1e-8},
+    ],
+)
+def test_what_published_configs_say_is_taken(tmp_path: Path, published: dict[str, Any]) -> None:
+    assert read(tmp_path, **published).max_model_len >= 512
 
 
 def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:

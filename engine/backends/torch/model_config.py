@@ -105,7 +105,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=number(raw, "layer_norm_eps" if traits.norm == "layer" else "rms_norm_eps", 1e-6),
+        norm_eps=_norm_eps(raw, "layer_norm_eps" if traits.norm == "layer" else "rms_norm_eps"),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         rope=rope,
         max_model_len=_native_length(rope, max_positions),
@@ -152,6 +152,13 @@ def _activation(raw: RawConfig) -> Activation:
             f"{', '.join(map(str, _ACTIVATIONS))}"
         )
     return _ACTIVATIONS[name]
+
+
+def _norm_eps(raw: RawConfig, key: str) -> float:
+    value = number(raw, key, 1e-6)
+    if value < 0:
+        raise UnsupportedModel(f"config.json has {key} = {value:g}; it must be 0 or more")
+    return value
 
 
 def _refuse_parts_of_heads(architecture: Architecture, ropes: Iterable[RopeConfig]) -> None:

@@ -93,8 +93,8 @@ def _read_rope(raw: RawConfig, found: RawConfig, max_positions: int, head_dim: i
         max_positions=max_positions,
         low_freq_factor=number(rope, "low_freq_factor", 1.0),
         high_freq_factor=number(rope, "high_freq_factor", 4.0),
-        beta_fast=number(rope, "beta_fast", 32.0),
-        beta_slow=number(rope, "beta_slow", 1.0),
+        beta_fast=positive_number(rope, "beta_fast", 32.0),
+        beta_slow=positive_number(rope, "beta_slow", 1.0),
         attention_factor=optional_number(rope, "attention_factor"),
         mscale=optional_number(rope, "mscale"),
         mscale_all_dim=optional_number(rope, "mscale_all_dim"),
@@ -126,6 +126,15 @@ def _refuse_misfit(rope: RopeConfig, head_dim: int) -> None:
     for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
         if rope.kind == "longrope" and len(factors) != dims // 2:
             raise UnsupportedModel(f"config.json has {len(factors)} numbers in {name}; it takes {dims // 2}")
+        if any(factor <= 0 for factor in factors):
+            raise UnsupportedModel(f"config.json has numbers in {name} that are not more than 0")
+    if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+        raise UnsupportedModel(
+            f"config.json has high_freq_factor = {rope.high_freq_factor:g}; it must be more than low_freq_factor, "
+            f"{rope.low_freq_factor:g}"
+        )
+    if rope.kind == "yarn" and (rope.theta <= 1 or min(rope.mscale or 0.0, rope.mscale_all_dim or 0.0) < 0):
+        raise UnsupportedModel("config.json has yarn with a rope_theta of 1 or less, or with an mscale below 0")
     if rope.kind == "longrope" and (rope.original_max_positions < 2 or not math.isfinite(rope.factor)):
         raise UnsupportedModel("config.json has longrope with no original_max_position_embeddings to stretch")
 
