@@ -8,15 +8,23 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from console.addresses import is_loopback
+from console.api.certificates import certificate_of
+from console.api.errors import CannotListen
+from console.api.key_file import NAME as KEYS
+from console.api.key_file import KeyFile, KeysUnavailable
+from console.api.settings import ApiSettings
 from console.key_warnings import key_warnings
-from console.secret_file import exposed
+from console.secret_file import exposed, read_secret
 from console.settings import Settings, data_dir, log_dir, state_dir
 from console.sources import Sources
 from engine.backends.torch.native.build import cache_folder, untrusted
 from engine.doctor.report import Finding
+from engine.errors import InvalidRequest
+from engine.models.files import home_expanded
 
 _AREA = "Security"
 _TLS = "Serve HTTPS: `--tls-cert FILE --tls-key FILE`; or listen on 127.0.0.1 and have a proxy with TLS before it."
+_MAKE_KEY = "`ericllm api-keys make NAME`"
 _OTHERS = 0o077
 
 
@@ -32,15 +40,36 @@ def security_findings(settings: Settings, sources: Sources) -> Iterator[Finding]
 
 def _listening(settings: Settings) -> Finding:
     name = "API"
+    try:
+        certificate_of(ApiSettings(tls_cert=settings.tls_cert, tls_key=settings.tls_key))
+    except CannotListen as error:
+        return Finding(_AREA, name, "broken", error.message, "Name both files: `--tls-cert FILE --tls-key FILE`.")
+    has_key = _has_key(settings)
     if is_loopback(settings.host):
-        return Finding(_AREA, name, "ok", f"on {settings.host}, for programs of this machine")
-    if settings.no_auth:
-        advice = "Leave --no-auth out, and make a key: `ericllm api-keys make NAME`."
+        if has_key:
+            return Finding(_AREA, name, "ok", f"on {settings.host}, for programs of this machine that have a key")
+        value = f"on {settings.host} without a key: every user of this machine may ask, load models and read the log"
+        return Finding(_AREA, name, "ok", value, f"Make a key where that is more than you: {_MAKE_KEY}.")
+    if settings.no_auth and not has_key:
+        advice = f"Leave --no-auth out, and make a key: {_MAKE_KEY}."
         return Finding(_AREA, name, "broken", f"--no-auth: whoever reaches {settings.host} needs no key", advice)
+    if not has_key:
+        value = f"not to be had on {settings.host} without a key: everybody who reaches it could ask"
+        return Finding(_AREA, name, "broken", value, f"Make one: {_MAKE_KEY}.")
     if settings.tls_cert is None:
         value = f"on {settings.host} without TLS: keys and texts can be read on the way"
         return Finding(_AREA, name, "broken", value, _TLS)
     return Finding(_AREA, name, "ok", f"on {settings.host}, with keys and TLS")
+
+
+def _has_key(settings: Settings) -> bool:
+    if settings.api_key is not None or settings.api_key_file is not None:
+        return True
+    try:
+        records = KeyFile(state_dir()).read()
+    except KeysUnavailable:  # which has a row of its own
+        return True
+    return records is not None and bool(records.keys)
 
 
 def _admin(settings: Settings) -> Finding:
@@ -54,7 +83,19 @@ def _admin(settings: Settings) -> Finding:
 
 
 def _keys(settings: Settings, sources: Sources) -> Finding:
-    problems = [*key_warnings(settings, sources), *filter(None, [exposed(state_dir() / "keys.json")])]
+    file = settings.api_key_file
+    try:
+        if file is not None and not home_expanded(file).is_fifo():  # what is in a pipe can be read once
+            read_secret(file, "--api-key-file")
+        KeyFile(state_dir()).read()
+    except InvalidRequest as error:
+        return Finding(
+            _AREA, "keys", "broken", error.message, "Put a key there, or name another: `--api-key-file FILE`."
+        )
+    except KeysUnavailable as error:
+        advice = f"Mend it, or make its keys anew: `mv {state_dir() / KEYS} {state_dir() / KEYS}.old`."
+        return Finding(_AREA, "keys", "broken", error.message, advice)
+    problems = [*key_warnings(settings, sources), *filter(None, [exposed(state_dir() / KEYS)])]
     if not problems:
         return Finding(_AREA, "keys", "ok", "no other user of this machine can read them")
     value = "other users of this machine can read one"
@@ -91,9 +132,15 @@ def _kernel_cache() -> Finding:
 
 def _hub() -> Finding:
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    address = urlsplit(endpoint)
-    host = address.hostname or ""
-    if address.scheme != "http" or is_loopback(host):
+    try:
+        address = urlsplit(endpoint)
+        host, _ = address.hostname or "", address.port
+    except ValueError:
+        host = ""
+    if not host or address.scheme not in ("http", "https"):
+        advice = "Write it as the hub's own: `export HF_ENDPOINT=https://huggingface.co`."
+        return Finding(_AREA, "hub", "broken", "HF_ENDPOINT is no address of a hub", advice)
+    if address.scheme == "https" or is_loopback(host):
         return Finding(_AREA, "hub", "ok", f"{address.scheme}://{host}")
     advice = f"Ask it by HTTPS: `export HF_ENDPOINT=https://{host}`."
     withheld = ", and it is not sent HF_TOKEN" if os.environ.get("HF_TOKEN") else ""

@@ -1,8 +1,10 @@
-"""Where keys of the settings can be seen by others."""
+"""Where other users of this machine can see keys, or read and change what is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from console.secret_file import exposed
 from console.settings import Settings
@@ -18,3 +20,12 @@ def key_warnings(settings: Settings, sources: Sources) -> Iterator[str]:
     for file in (settings.api_key_file, settings.tls_key):
         if file is not None and (problem := exposed(file)):
             yield problem
+
+
+def folder_warnings(folders: Iterable[Path]) -> Iterator[str]:
+    """Yield a sentence for each folder of ours that belongs to another user, whatever its mode."""
+    for folder in folders:
+        if folder.exists() and folder.stat().st_uid not in (0, os.geteuid()):
+            yield (
+                f"{folder} belongs to another user, who can replace what is kept in it: `sudo chown -R $USER {folder}`"
+            )

@@ -20,7 +20,7 @@ from console.bench.benches import Benches
 from console.doctor import diagnose
 from console.estimate import estimate_for
 from console.finding import Find, Finding
-from console.key_warnings import key_warnings
+from console.key_warnings import folder_warnings, key_warnings
 from console.link import ApiStatus, EngineLink
 from console.links.models import Fetching
 from console.loading import ModelChoice, backend_for, engine_config, find_model
@@ -29,7 +29,7 @@ from console.loops import OwnLoop
 from console.operating import RuntimeOperator
 from console.saving import RunningSettings
 from console.serving import api_settings
-from console.settings import Settings
+from console.settings import Settings, data_dir
 from console.sources import Sources, changed
 from console.tuned import settings_for
 from engine.config import AdapterSpec, ModelSpec
@@ -102,7 +102,8 @@ class Runtime:
     async def start(self) -> None:
         """Start the engine; and the API where the settings want it. Raises EngineError when it cannot listen."""
         await self.engine.start()
-        for warning in key_warnings(self.settings, self.saved.sources):
+        kept_in = () if self.state_dir is None else (data_dir(), self.state_dir)
+        for warning in (*key_warnings(self.settings, self.saved.sources), *folder_warnings(kept_in)):
             log.warning("%s", warning)
         if self.settings.api:
             await self.start_api()

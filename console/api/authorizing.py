@@ -88,7 +88,7 @@ async def _allowed(request: web.Request, keys: Keys) -> Key:
 def _check_place(request: web.Request, key: Key | None, remote: bool) -> None:
     """Raise Forbidden for an admin request that may not come from there."""
     if key is None and not _is_local(request):
-        raise Forbidden("Without an API key, admin requests are taken from this machine alone: set --api-key")
+        raise Forbidden("Without an API key, admin requests are taken from this machine alone: set --api-key-file")
     if not remote and not _is_near(request):
         raise Forbidden("Admin requests are taken from this machine alone here: --admin-remote takes them from others")
 

@@ -9,6 +9,13 @@ from console.api.errors import CannotListen
 from console.api.settings import ApiSettings
 from engine.models.files import home_expanded
 
+_REASONS = {
+    "MISMATCH": "they do not belong together",
+    "KEY_TOO_SMALL": "the key is too short; make one of 2,048 bits or more",
+    "MD_TOO_WEAK": "the certificate is signed with a digest that is too weak",
+}
+_NO_PEM = "that is no certificate and key in PEM"
+
 
 class Certificate:
     """The files of a certificate (with its chain) and of its key, both PEM. Raises CannotListen where they are none."""
@@ -37,9 +44,7 @@ class Certificate:
         except _Encrypted:
             raise CannotListen(f"The key in {key} is encrypted: --tls-key takes one that is not") from None
         except ssl.SSLError as error:
-            reason = (
-                "they do not belong together" if "MISMATCH" in str(error) else "that is no certificate and key in PEM"
-            )
+            reason = next((words for sign, words in _REASONS.items() if sign in str(error)), _NO_PEM)
             raise CannotListen(f"TLS cannot be had with {cert} and {key}: {reason}") from None
         except OSError as error:
             missing = next((str(file) for file in self._files if not file.is_file()), f"{cert} or {key}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -23,6 +24,7 @@ log = logging.getLogger("api")
 NAME = "keys.json"
 _LOCK = "keys.lock"
 _OWN = 0o600
+_WRITE_OF_OTHERS = 0o022
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 
@@ -155,7 +157,7 @@ class KeyFile:
         with _told(path, "read"):
             self._seen = self._stamp()
             try:
-                return self._decoded(path.read_bytes())
+                return self._decoded(_read_trusted(path))
             except FileNotFoundError:
                 return None
 
@@ -202,6 +204,17 @@ class KeyFile:
         except OSError:
             return None
         return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _read_trusted(path: Path) -> bytes:
+    """Return what is in the file. Raises PermissionError where others could have put keys of their own there."""
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        if os.geteuid() and found.st_uid not in (0, os.geteuid()):
+            raise PermissionError(errno.EPERM, "it belongs to another user; make it yours, or move it away")
+        if found.st_mode & _WRITE_OF_OTHERS:
+            raise PermissionError(errno.EPERM, f"other users may write into it; `chmod 600 {path}`")
+        return file.read()
 
 
 @contextmanager

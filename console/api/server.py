@@ -290,7 +290,7 @@ class ApiServer:
         if self._is_reached_at(address.host) and not self._keys.required:
             raise Unprotected(
                 f"Not listening on {address} without a key: everybody who reaches it could ask. Make one (ericllm "
-                "api-keys make NAME), set --api-key, or say --no-auth",
+                "api-keys make NAME), set --api-key-file, or say --no-auth",
                 host=address.host,
                 port=address.port,
             )

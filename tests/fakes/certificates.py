@@ -16,7 +16,7 @@ class Pair:
     key: Path
 
 
-def self_signed(folder: Path, name: str = "server", *, password: str = "") -> Pair:
+def self_signed(folder: Path, name: str = "server", *, password: str = "", curve: str = "prime256v1") -> Pair:
     """A certificate of localhost and 127.0.0.1 that is its own authority. password: what its key is encrypted with."""
     openssl = shutil.which("openssl")
     assert openssl is not None, "openssl is needed: apt-get install openssl"
@@ -24,7 +24,7 @@ def self_signed(folder: Path, name: str = "server", *, password: str = "") -> Pa
     closed = ["-passout", f"pass:{password}"] if password else ["-nodes"]
     subprocess.run(
         [
-            *(openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *closed),
+            *(openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", f"ec_paramgen_curve:{curve}", *closed),
             *("-keyout", pair.key, "-out", pair.cert, "-days", "2", "-subj", f"/CN={name}"),
             *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
         ],

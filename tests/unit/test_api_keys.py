@@ -21,6 +21,7 @@ from console.api.keys import Keys
 from console.api.scopes import allows, scope_needed
 from console.links.api import KeyLimits, NewKey, Scope
 from engine.errors import InvalidRequest
+from tests.fakes.owners import belongs_to_another
 
 
 def opened(folder: Path) -> Keys:
@@ -171,6 +172,22 @@ async def test_a_file_that_goes_bad_lets_nobody_in_who_was_refused_before(tmp_pa
             opened(tmp_path)
     (tmp_path / "keys.json").unlink()
     assert keys.required
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o600])
+async def test_keys_that_another_user_could_have_put_there_let_nobody_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    here = opened(tmp_path)
+    here.make("mine", ("use",))
+    planted = opened(tmp_path / "theirs").make("theirs", ("admin",))
+    (tmp_path / "theirs" / "keys.json").replace(tmp_path / "keys.json")
+    (tmp_path / "keys.json").chmod(mode)
+    if mode == 0o600:
+        belongs_to_another(tmp_path / "keys.json", monkeypatch)
+    assert await here.find(planted.key) is None
+    with pytest.raises(KeysUnavailable, match=r"keys\.json cannot be read: .*(other|another) user"):
+        opened(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

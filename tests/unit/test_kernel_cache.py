@@ -14,10 +14,10 @@ from engine.backends.paged_attention import probe
 from engine.backends.torch.native import available, build
 from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder, kept_library, library_key
 from tests.fakes.native_libraries import SETS
+from tests.fakes.owners import belongs_to_another
 
 SECRET = "s3cret-that-no-compiler-needs"
 MADE = b"what our compiler made"
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -50,13 +50,6 @@ def forge(folder: Path) -> Path:
     forged.write_bytes(content + hashlib.sha256(content).digest())
     forged.chmod(0o755)
     return forged
-
-
-def belongs_to_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.geteuid() == 0:
-        os.chown(path, NOBODY, NOBODY)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])

@@ -11,13 +11,14 @@ import pytest
 from console.bench.command_line import asked_for
 from console.bench.kinds import PLANS
 from console.elsewhere import add_key, key_of
-from console.key_warnings import key_warnings
+from console.key_warnings import folder_warnings, key_warnings
 from console.runtime import Runtime
 from console.secret_file import MAX_BYTES, read_secret
 from console.serving import api_settings
 from console.sources import Sources
 from engine.errors import InvalidRequest
 from tests.fakes.bounds import outcome
+from tests.fakes.owners import belongs_to_another
 
 KEY = "eric_what-nobody-else-may-read"
 
@@ -150,6 +151,14 @@ def test_a_certificates_key_that_others_may_read_is_warned_of(tmp_path: Path, ke
     assert warnings(named) == []
     key_file.chmod(0o644)
     assert len(warnings(named)) == 1
+
+
+def test_a_folder_of_another_user_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = (tmp_path, tmp_path / "not-there-yet")
+    assert list(folder_warnings(folders)) == []
+    belongs_to_another(tmp_path, monkeypatch)
+    [said] = folder_warnings(folders)
+    assert said.startswith(f"{tmp_path} belongs to another user")
 
 
 async def test_the_warning_is_in_the_log_of_a_program_that_starts(

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from console.api.keys import Keys
 from console.doctor_security import security_findings
+from console.settings import state_dir
 from console.sources import Sources
 from engine.backends.torch.native.build import cache_folder
 from engine.doctor.report import Finding
+from tests.fakes.certificates import Pair, self_signed
 
 KEY = "eric_what-nobody-else-may-read"
 NOBODY = 65534
@@ -26,6 +29,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     cache_folder().mkdir(parents=True, mode=0o700)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A certificate and its key, which is its owner's alone."""
+    pair = self_signed(tmp_path_factory.mktemp("tls"))
+    pair.key.chmod(0o600)
+    return pair
 
 
 def rows(**flags: object) -> dict[str, Finding]:
@@ -46,11 +57,44 @@ def test_nothing_is_wrong_with_a_server_of_ones_own() -> None:
     assert len(rows()) == 6
 
 
-def test_nothing_is_wrong_with_a_server_for_others_that_has_tls(tmp_path: Path) -> None:
-    assert broken(host="0.0.0.0", admin_remote=True, tls_cert=tmp_path / "cert", tls_key=tmp_path / "key") == {}
+def test_nothing_is_wrong_with_a_server_for_others_that_has_a_key_and_tls(pair: Pair) -> None:
+    Keys(state_dir()).make("app", ("use",))
+    for name, each in rows(host="0.0.0.0", admin_remote=True, tls_cert=pair.cert, tls_key=pair.key).items():
+        assert each.state == "ok", name
+    assert broken(host="0.0.0.0", no_auth=True, tls_cert=pair.cert, tls_key=pair.key) == {}
+
+
+def test_a_server_for_others_that_has_no_key_is_named(pair: Pair) -> None:
+    said = broken(host="0.0.0.0", tls_cert=pair.cert, tls_key=pair.key)["API"]
+    assert "without a key" in said and "`ericllm api-keys make NAME`" in said
+
+
+def test_who_may_use_a_server_of_this_machine_is_said() -> None:
+    assert "every user of this machine" in rows()["API"].value
+    assert "`ericllm api-keys make NAME`" in rows()["API"].advice
+    Keys(state_dir()).make("app", ("use",))
+    assert rows()["API"].value == "on 127.0.0.1, for programs of this machine that have a key"
+
+
+def test_certificates_that_cannot_be_used_are_named(tmp_path: Path, pair: Pair) -> None:
+    assert "--tls-key is missing" in broken(tls_cert=pair.cert)["API"]
+    said = broken(host="0.0.0.0", tls_cert=pair.cert, tls_key=tmp_path / "none")["API"]
+    assert f"{tmp_path / 'none'} cannot be read" in said
+
+
+def test_keys_that_cannot_be_had_are_named(tmp_path: Path) -> None:
+    assert f"{tmp_path / 'none'} cannot be read" in broken(api_key_file=tmp_path / "none")["keys"]
+    (state_dir() / "keys.json").write_text("{")
+    assert "keys.json cannot be read" in broken()["keys"]
+
+
+def test_a_key_in_a_pipe_is_left_there(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    assert broken(api_key_file=tmp_path / "pipe") == {}
 
 
 def test_a_server_for_others_without_tls_is_named() -> None:
+    Keys(state_dir()).make("app", ("use",))
     found = broken(host="0.0.0.0")
     assert found.keys() == {"API"}
     assert "without TLS" in found["API"] and "--tls-cert" in found["API"]
@@ -69,9 +113,8 @@ def test_keys_that_others_can_read_are_named_with_their_files(home: Path) -> Non
     config = home / "config" / "ericllm" / "config.toml"
     config.write_text(f'api_key = "{KEY}"\n')
     made = home / "state" / "ericllm" / "keys.json"
-    made.touch()
-    for file in (config, made):
-        file.chmod(0o600)
+    Keys(made.parent).make("app", ("use",))
+    config.chmod(0o600)
     assert broken() == {}
     config.chmod(0o644)
     made.chmod(0o604)
@@ -107,6 +150,9 @@ def test_a_hub_without_tls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://user:password@mirror.example:8080")
     said = broken()["hub"]
     assert "http://mirror.example has no TLS" in said and "HF_TOKEN" in said and "password" not in said
+    for none in ("http://[::1", "http://hub:port", "hub.example", "ftp://hub.example", "http://"):
+        monkeypatch.setenv("HF_ENDPOINT", none)
+        assert "no address of a hub" in broken()["hub"]
     for private in ("https://mirror.example", "http://127.0.0.1:8080"):
         monkeypatch.setenv("HF_ENDPOINT", private)
         assert broken() == {}
