@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,10 @@ from engine.backends.paged_attention.choose import ORDER, AttentionFacts, Implem
 from engine.backends.paged_attention.face import PagedAttention, implementation
 from engine.backends.paged_attention.probe import engage, failure, find_flash_attn, probe
 from engine.backends.paged_attention.tiles import MAX_SPLITS, Gpu, split_count, tile_for
+from engine.backends.torch.native.attention import Heads
+from engine.backends.torch.native.attention_fit import MAX_ROW_NUMBERS, Turned, native_obstacle
+from engine.backends.torch.native.kernels import Kernels
+from engine.backends.torch.native.library import NativeLibrary
 from engine.errors import InvalidRequest
 
 AMPERE = AttentionFacts(capability=(8, 6), torch=(2, 13, 0), triton=(3, 7, 1), flash=(2, 8, 3))
@@ -172,3 +176,17 @@ def test_tiles_fit_in_shared_memory(rows: int, head_dim: int, capability: tuple[
     assert 2 * width * (tile.block_m + 2 * tile.stages * tile.block_n) <= kib * 1024
     assert tile.block_m >= 16 and tile.block_n >= 16
     assert tile.block_m < 2 * max(rows, 16)
+
+
+def test_heads_that_would_take_gigabytes_to_try_the_native_kernel_with_are_left_to_torch() -> None:
+    head_dim = MAX_ROW_NUMBERS // 3 // 16 * 16 + 16
+    heads = Heads(heads=1, kv_heads=1, head_dim=head_dim, window=None, scale=1.0)
+    untried = cast(NativeLibrary, object())
+    obstacle = native_obstacle(
+        Kernels(untried),
+        [Turned(heads, None)],
+        dtype=torch.bfloat16,
+        devices=[torch.device("cpu")],
+        page_tokens=16,
+    )
+    assert obstacle == f"the native kernels take heads of 131072 numbers together, and these have {3 * head_dim}"

@@ -32,6 +32,10 @@ _ONE_CODE: dict[CacheBits, float] = {16: 0.0, 8: 0.01, 4: 0.15}
 
 _TOKENS, _WINDOW = 150, 37
 
+MAX_ROW_NUMBERS = 1 << 17
+"""Of a token's queries, keys and values, for which the kernel is tried: in float32, and a few times over. The largest
+models have some twenty thousand; what is more was made to take all memory before anybody accounts for it."""
+
 _NAN_BYTE = 255
 """Two or four of which are no number, whatever the dtype."""
 
@@ -73,6 +77,9 @@ def native_obstacle(
         return f"the native kernels take pages of a multiple of {TILE_TOKENS} tokens, and these have {page_tokens}"
     if head_dim % TILE_TOKENS:
         return f"the native kernels take head sizes that {TILE_TOKENS} divides, and this is {head_dim}"
+    numbers = max((each.heads.heads + 2 * each.heads.kv_heads) * head_dim for each in layers)
+    if numbers > MAX_ROW_NUMBERS:
+        return f"the native kernels take heads of {MAX_ROW_NUMBERS} numbers together, and these have {numbers}"
     problem = _misfit(kernels.library, layers, dtype, page_tokens, bits)
     if problem:
         _logger.warning("attention stays on torch's kernels: %s", problem)
