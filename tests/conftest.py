@@ -23,6 +23,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# What is printed for a person is printed for one whose environment is active.
+os.environ["VIRTUAL_ENV"] = sys.prefix
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:

@@ -20,6 +20,7 @@ from console.api.observing import LEFT_STATUS, Outcome, Work, handler_of
 from console.api.traffic import Call
 from engine.config import SamplingParams
 from engine.errors import EngineError
+from engine.installing import install_extra
 from engine.records import Stay
 from engine.snapshot import RequestRow
 
@@ -140,7 +141,7 @@ def open_tracing(endpoint: str) -> Tracing:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise TracingUnavailable(
-            f"Traces need {error.name}, which is not installed: pip install 'ericllm[otel]', or leave out "
+            f"Traces need {error.name}, which is not installed: `{install_extra('otel')}`, or leave out "
             "--otlp-traces-endpoint"
         ) from error
     exporter: SpanExporter = OTLPSpanExporter(endpoint=traces_url(endpoint), timeout=_FLUSH_MS / 1000)

@@ -20,6 +20,7 @@ import psutil
 
 from engine.errors import ClusterUnavailable
 from engine.files import distrust, tighten_folder
+from engine.installing import install_extra
 
 OBJECT_STORE_BYTES = 128 * 2**20
 """Of a cluster that is started here: nothing is kept in it but actors' replies."""
@@ -46,7 +47,7 @@ class Ray:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nothing is reported to anybody
         if importlib.util.find_spec("ray") is None:
             raise ClusterUnavailable(
-                "--cluster needs Ray, which is not installed; `pip install 'ericllm[ray]'` brings it", lacks="ray"
+                f"--cluster needs Ray, which is not installed; `{install_extra('ray')}` brings it", lacks="ray"
             )
         self._ray: Any = importlib.import_module("ray")
         logging.getLogger("ray").setLevel(logging.ERROR)  # not before: the import sets it
@@ -199,7 +200,7 @@ def unavailable(address: str, error: BaseException) -> ClusterUnavailable:
     text = " ".join(str(error).split())
     where = f"the Ray cluster at {address}" if address else "the Ray cluster of this machine"
     if isinstance(error, ImportError) and "grpc" in text.lower():
-        why = "the package grpcio is not installed, which ray:// needs; `pip install 'ericllm[ray]'` brings it"
+        why = f"the package grpcio is not installed, which ray:// needs; `{install_extra('ray')}` brings it"
     elif "client connection timeout" in text:
         why = f"{text}; a cluster that asks for a token needs RAY_AUTH_MODE=token and the token on this machine too"
     elif "ersion mismatch" in text:

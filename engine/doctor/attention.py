@@ -8,6 +8,7 @@ from engine.backends.paged_attention.choose import AttentionFacts, obstacle
 from engine.doctor.facts import Facts, Package
 from engine.doctor.report import Finding
 from engine.doctor.wheels import numbers
+from engine.installing import pip_install
 
 UNKNOWN_FLASH_ATTN = (2, 5, 7)
 """What a flash-attn that does not say its version is taken for: the oldest that has pages."""
@@ -63,8 +64,8 @@ def in_use(facts: Facts) -> Finding:
 
 def _triton_finding(triton: Package) -> Finding:
     if not triton.installed:
-        return Finding(_AREA, "Triton", "missing", "not installed", "Install it: `pip install triton`.")
+        return Finding(_AREA, "Triton", "missing", "not installed", f"Install it: `{pip_install('triton')}`.")
     if triton.error:
-        advice = "Install it anew: `pip install --force-reinstall triton`."
+        advice = f"Install it anew: `{pip_install('--force-reinstall', 'triton')}`."
         return Finding(_AREA, "Triton", "broken", f"{triton.version} cannot be imported: {triton.error}", advice)
     return Finding(_AREA, "Triton", "ok", triton.version)

@@ -12,6 +12,7 @@ from engine.doctor.kernels import exllama_findings, kernels_in_place, listed, ot
 from engine.doctor.machine import blind, gpu_findings, has_kernels, machine_findings, torch_findings
 from engine.doctor.native import native_finding
 from engine.doctor.report import Finding, Report
+from engine.installing import install_extra
 
 
 def examine(facts: Facts, backend: BackendKind) -> Report:
@@ -93,5 +94,5 @@ def _backend_findings(facts: Facts, lacks: Mapping[BackendKind, str], chosen: Ba
 def _ray_finding(facts: Facts) -> Finding:
     if facts.ray.installed:
         return Finding("Cluster", "ray", "ok", facts.ray.version)
-    advice = "For workers on several machines, install it: `pip install 'ericllm[ray]'`."
+    advice = f"For workers on several machines, install it: `{install_extra('ray')}`."
     return Finding("Cluster", "ray", "note", "not installed, and not needed on one machine", advice)

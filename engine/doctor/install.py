@@ -6,6 +6,7 @@ from typing import Literal
 
 from engine.doctor.facts import PackageManager, Version
 from engine.doctor.wheels import NEWEST_CUDA, NEWEST_TORCH, cuda_tag
+from engine.installing import pip_install
 
 System = Literal["driver", "toolkit", "compiler", "python headers"]
 
@@ -50,6 +51,6 @@ def driver_command(manager: PackageManager) -> str:
 def torch_command(*, force: bool = False) -> str:
     """torch for GPUs: the newest release that exllamav2 has prebuilt kernels for."""
     release = ".".join(map(str, NEWEST_TORCH))
-    again = "--force-reinstall " if force else ""
+    again = ["--force-reinstall"] if force else []
     index = f"https://download.pytorch.org/whl/{cuda_tag(NEWEST_CUDA)}"
-    return f"`pip install {again}'torch=={release}.*' --index-url {index}`"
+    return f"`{pip_install(*again, f'torch=={release}.*', '--index-url', index)}`"

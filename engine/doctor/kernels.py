@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from engine.backends.exllama.import_faults import VERSION
+from engine.backends.exllama.import_faults import VERSION, reinstall
 from engine.doctor.facts import Facts
 from engine.doctor.install import system_command, torch_command
 from engine.doctor.report import Finding, State
 from engine.doctor.wheels import NEWEST_CUDA, NEWEST_TORCH, numbers, url, wheel_for
+from engine.installing import install_extra, pip_install
 
-REINSTALL = f"pip install --force-reinstall --no-deps exllamav2=={VERSION}"
 _AREA = "ExLlamaV2"
 _WAYS = "Ways to its kernels"
 
@@ -64,7 +64,7 @@ def ways_to_kernels(facts: Facts) -> Iterator[Finding]:
     """The three ways, each with its command."""
     wheel = wheel_for(facts.python, facts.machine, facts.torch.version, facts.torch.cuda)
     if wheel:
-        yield Finding(_WAYS, "1 prebuilt", "note", wheel, f"Install the wheel: `pip install {url(wheel)}`.")
+        yield Finding(_WAYS, "1 prebuilt", "note", wheel, f"Install the wheel: `{pip_install(url(wheel))}`.")
     else:
         yield Finding(_WAYS, "1 prebuilt", "note", _no_wheel(facts), f"Take a torch that has one: {torch_command()}.")
     lacking = toolchain_lacks(facts)
@@ -88,18 +88,17 @@ def _kept_way(facts: Facts) -> Finding:
 def _package_finding(facts: Facts) -> Finding:
     exllama = facts.exllama
     if not exllama.installed:
-        advice = "Install it: `pip install 'ericllm[cuda]'`."
+        advice = f"Install it: `{install_extra('cuda')}`."
         return Finding(_AREA, "exllamav2", "missing", "not installed", advice)
     if exllama.missing_modules:
-        names = " ".join("pillow" if name == "PIL" else name for name in exllama.missing_modules)
-        return Finding(
-            _AREA, "exllamav2", "missing", f"{exllama.version}, without {names}", f"Install: `pip install {names}`."
-        )
+        names = ["pillow" if name == "PIL" else name for name in exllama.missing_modules]
+        value = f"{exllama.version}, without {' '.join(names)}"
+        return Finding(_AREA, "exllamav2", "missing", value, f"Install: `{pip_install(*names)}`.")
     if other_release(exllama.version):
         value = f"{exllama.version}, and this backend is written for {VERSION}"
-        return Finding(_AREA, "exllamav2", "broken", value, f"Install that: `{REINSTALL}`.")
+        return Finding(_AREA, "exllamav2", "broken", value, f"Install that: `{reinstall()}`.")
     if exllama.error:
-        advice = f"Install it anew: `{REINSTALL}`."
+        advice = f"Install it anew: `{reinstall()}`."
         return Finding(_AREA, "exllamav2", "broken", f"{exllama.version} cannot be imported: {exllama.error}", advice)
     return Finding(_AREA, "exllamav2", "ok", exllama.version)
 
@@ -126,7 +125,7 @@ def _broken_kernels(facts: Facts) -> Finding:
     if facts.exllama.kernels == "kept":
         advice = f"Remove them, so that they are compiled anew: `rm {facts.exllama.kept_at}`."
     else:
-        advice = f"Take the package without kernels: `{REINSTALL}`."
+        advice = f"Take the package without kernels: `{reinstall()}`."
     return Finding(_AREA, "kernels", "broken", value, advice)
 
 
@@ -136,7 +135,7 @@ def _toolchain_findings(facts: Facts) -> Iterator[Finding]:
     compiler = system_command(manager, "compiler")
     yield _tool("C++ compiler", tools.compiler_version or tools.compiler, f"Install one: {compiler}.")
     beside = f"It is not on PATH: `export PATH={PurePath(tools.ninja_off_path).parent}:$PATH`."
-    yield _tool("ninja", tools.ninja, beside if tools.ninja_off_path else "Install it: `pip install ninja`.")
+    yield _tool("ninja", tools.ninja, beside if tools.ninja_off_path else f"Install it: `{pip_install('ninja')}`.")
     headers = system_command(manager, "python headers", python=facts.python)
     yield _tool("Python.h", "found" if tools.python_headers else "", f"Install Python's headers: {headers}.")
     if tools.nvcc and tools.missing_headers:

@@ -8,6 +8,7 @@ from engine.doctor.facts import Driver, Facts, Gpu
 from engine.doctor.install import MINIMUM_DRIVER, driver_command, torch_command
 from engine.doctor.report import Finding, State
 from engine.doctor.wheels import numbers
+from engine.installing import pip_install
 
 _INSTRUCTION_SETS = (
     ("AMX-BF16", "amx_bf16"),
@@ -73,10 +74,10 @@ def torch_findings(facts: Facts, *, wanted: bool) -> Iterator[Finding]:
     """torch, and whether it uses the GPUs that are there. wanted: whether it should be one for CUDA."""
     torch = facts.torch
     if not torch.installed:
-        yield Finding("torch", "torch", "missing", "not installed", "Install it: `pip install torch`.")
+        yield Finding("torch", "torch", "missing", "not installed", f"Install it: `{pip_install('torch')}`.")
         return
     if torch.error:
-        advice = "Install it anew: `pip install --force-reinstall torch`."
+        advice = f"Install it anew: `{pip_install('--force-reinstall', 'torch')}`."
         yield Finding("torch", "torch", "broken", f"{torch.version} cannot be imported: {torch.error}".lstrip(), advice)
         return
     if not torch.cuda:

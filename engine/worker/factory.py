@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.backends.base import Backend
 from engine.config import BackendKind, ModelSpec
 from engine.errors import BackendUnavailable, UnsupportedModel
+from engine.installing import install_extra
 from engine.models.files import read_json_object
 
 BackendFactory = Callable[[ModelSpec], Backend]
@@ -50,7 +51,7 @@ def refuse_unavailable(kind: BackendKind) -> None:
 def exllamav2_lacks() -> str | None:
     """What this machine lacks for exllamav2, or None. Looks without importing it or torch, both of which are heavy."""
     if importlib.util.find_spec("exllamav2") is None:
-        return "the package exllamav2 is not installed; `pip install 'ericllm[cuda]'` brings it"
+        return f"the package exllamav2 is not installed; `{install_extra('cuda')}` brings it"
     from engine.devices import NvmlProbe
 
     return None if NvmlProbe().read() else "it computes on NVIDIA GPUs, and none was found"

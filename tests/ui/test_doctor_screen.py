@@ -57,7 +57,7 @@ async def test_what_is_wrong_is_shown_with_the_command_that_mends_it() -> None:
         seen = screen_text(pilot.app)
         assert "✖ The exllamav2 backend cannot run here" in seen
         assert "○ exllamav2" in seen
-        assert "pip install 'ericllm[cuda]'" in seen
+        assert "pip install exllamav2==0.3.2" in seen
         assert "undefined symbol: _ZNK3c106SymInt" in seen
 
 

@@ -82,7 +82,7 @@ def test_kept_kernels_serve_with_the_tools_and_can_be_freed_of_them() -> None:
 @pytest.mark.parametrize(
     ("package", "words"),
     [
-        (Exllama(), "`pip install 'ericllm[cuda]'`"),
+        (Exllama(), "`pip install exllamav2==0.3.2`"),
         (Exllama(installed=True, version="0.3.1", kernels="prebuilt"), "exllamav2==0.3.2"),
         (Exllama(installed=True, version="0.3.2", missing_modules=("tokenizers", "PIL")), "tokenizers pillow"),
         (Exllama(installed=True, version="0.3.2", kernels="prebuilt", error="no tokenizer"), "--force-reinstall"),

@@ -1,0 +1,33 @@
+"""The command that installs something into this program's environment, however that was made. Advice, never run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+
+
+def pip_install(*arguments: str) -> str:
+    """`pip install ARGUMENTS` in this interpreter's environment: one of pipx, of uv, an active one, or any other."""
+    prefix = Path(sys.prefix)
+    if (prefix / "pipx_metadata.json").is_file():
+        command = ["pipx", "runpip", prefix.name, "install"]
+    elif (prefix / "uv-receipt.toml").is_file():
+        command = ["uv", "pip", "install", "--python", sys.prefix]
+    elif sys.prefix == sys.base_prefix or os.environ.get("VIRTUAL_ENV") == sys.prefix:
+        command = ["pip", "install"]
+    else:
+        command = [sys.executable, "-m", "pip", "install"]
+    return shlex.join([*command, *arguments])
+
+
+def install_extra(extra: str) -> str:
+    """The command that brings what an extra of ours has: by its packages, as an index may have anything under our name."""
+    try:
+        required = metadata.requires("ericllm") or []
+    except metadata.PackageNotFoundError:
+        required = []
+    packages = [each.partition(";")[0].strip() for each in required if f"extra == '{extra}'" in each.replace('"', "'")]
+    return pip_install(*packages or [f"ericllm[{extra}]"])
