@@ -52,11 +52,12 @@ class Desk:
 
     # -- in and out ---------------------------------------------------------------------------------------------
 
-    def check_room(self, request_id: str, lane: Lane, max_queue: int, free: int) -> None:
-        """Raise QueueFull or InvalidRequest where a request of this id cannot be taken; free: places on workers."""
+    def check_room(self, request_id: str, client: str, lane: Lane, max_queue: int, free: int) -> None:
+        """Raise QueueFull or InvalidRequest where a request of this id cannot be taken; free: places on workers. Beyond
+        `max_queue` a client is taken that has less than its share of it: nobody can fill it for the others."""
         if request_id in self.live:
             raise InvalidRequest(f"a request with the id {request_id} is being worked on already", param="id")
-        if lane.queued >= max_queue + free:
+        if lane.queued >= max_queue + free and not lane.has_share_left(client, max_queue):
             raise QueueFull(
                 f"{lane.queued} requests are waiting, and {max_queue} may; try again later",
                 queued=lane.queued,

@@ -48,7 +48,7 @@ class Entrance:
             params = to_embed(params, model)
         timeout_s = resolve_timeout(asked.timeout_s, config.timeout_s)
         free = sum(slot.free for slot in deployment.slots())
-        self._desk.check_room(request_id, deployment.lane, config.max_queue, free)
+        self._desk.check_room(request_id, asked.client, deployment.lane, config.max_queue, free)
         request = Request(
             id=request_id,
             source=asked.source,

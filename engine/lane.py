@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,12 @@ class Lane:
     def queued(self) -> int:
         """Requests that wait for a worker."""
         return len(self._queue) + len(self._prepared)
+
+    def has_share_left(self, client: str, max_queue: int) -> bool:
+        """Return whether fewer requests of a client wait than its share of a queue of `max_queue`."""
+        waiting = Counter(self._queue.queued_by_client())
+        waiting.update(self._live[request_id].client for request_id in self._prepared)
+        return waiting[client] < max_queue // len(waiting.keys() | {client})
 
     @property
     def running(self) -> int:

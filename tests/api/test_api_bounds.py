@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from aiohttp import web
 
 from console.api.anthropic import conversation as anthropic
 from console.api.biases import MAX_TOKENS_NAMED
@@ -33,7 +34,7 @@ from engine.engine import Engine, GenerateRequest
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.request import compact
 from engine.text.tokenizer import Tokenizer
-from tests.api.harness import Served, serving, until
+from tests.api.harness import Served, serving, told, until
 from tests.fakes.backend import FakeBackend
 from tests.fakes.bounds import within_bounds
 from tests.fakes.hostile_bodies import KINDS
@@ -279,6 +280,21 @@ async def test_hundreds_of_answers_are_submitted_and_cancelled_in_stretches(
     waits = [after - before for before, after in pairwise(others)]
     assert max(waits) <= STRETCH_S + 0.002
     assert len(waits) >= 2 * 500 * 0.001 / (STRETCH_S + 0.002)
+
+
+async def test_requests_for_unknown_paths_end_with_their_answers(api: Served) -> None:
+    """What only a look for cycles would free holds the loop up a hundred milliseconds at a time."""
+    await told(api, "GET", "/nowhere", {})
+    gc.collect()
+    gc.disable()
+    try:
+        for path in ("/nowhere", "/v1/nothing"):
+            assert (await told(api, "GET", path, {}))[0] == 404
+        assert (await told(api, "GET", "/v1/completions", {}))[0] == 405
+        kept = [each for each in gc.get_objects() if isinstance(each, web.HTTPException) and each.__traceback__]
+        assert not kept
+    finally:
+        gc.enable()
 
 
 async def test_a_generation_that_is_cancelled_while_it_is_submitted_leaves_nothing(model: ServedModel) -> None:

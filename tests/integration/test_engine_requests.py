@@ -94,6 +94,20 @@ async def test_a_full_queue_is_refused_with_numbers_and_a_time_to_retry(tmp_path
         await read(engine.submit(ask("room again")))
 
 
+async def test_a_client_that_fills_the_queue_leaves_the_others_their_shares(tmp_path: Path) -> None:
+    gate = Gate()
+    async with serving(tmp_path, Backends(FakeBackend(gate=gate)), max_prompts=1, max_queue=6) as engine:
+        streams = [engine.submit(ask(str(number), client="greedy")) for number in range(7)]
+        for client, share in (("second", 3), ("third", 2)):
+            streams += [engine.submit(ask(client, client=client)) for _ in range(share)]
+            with pytest.raises(QueueFull):
+                engine.submit(ask("one too many", client=client))
+        with pytest.raises(QueueFull):
+            engine.submit(ask("one too many", client="greedy"))
+        gate.open()
+        await asyncio.gather(*map(read, streams))
+
+
 async def test_without_a_queue_free_places_still_take_requests(tmp_path: Path) -> None:
     gate = Gate()
     async with serving(tmp_path, Backends(FakeBackend(gate=gate)), max_prompts=2, max_queue=0) as engine:
