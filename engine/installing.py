@@ -24,7 +24,7 @@ def pip_install(*arguments: str) -> str:
 
 
 def install_extra(extra: str) -> str:
-    """The command that brings what an extra of ours has: by its packages, as an index may have anything under our name."""
+    """The command that brings what an extra of ours has, by its packages: an index may have anything under our name."""
     try:
         required = metadata.requires("ericllm") or []
     except metadata.PackageNotFoundError:
