@@ -14,6 +14,7 @@ from console.links.settings import HIDDEN, Kind, SettingRow
 from console.setting_fields import SECRETS, fields
 from console.settings import Flag, Settings
 from console.sources import Sources
+from engine.child_process import is_secret
 
 
 def setting_rows(
@@ -27,20 +28,21 @@ def setting_rows(
         value, after = turned.get(name, getattr(in_use, name)), getattr(coming, name)
         origin = sources.origin(name)
         by_hand = value != getattr(in_use, name)
+        secret = name in SECRETS or any(_has_password(each) for each in (value, sources.saved.get(name)))
         yield SettingRow(
             name=name,
             group=flag.group,
             help=_help(field, flag),
             kind=kind_of(field),
-            value=_shown(name, value),
+            value=_shown(value, secret),
             source="console" if by_hand else origin.source,
             where="" if by_hand else origin.where,
             default=as_text(field.default),
             when=flag.used,
             choices=choices_of(field),
-            saved=_shown(name, sources.saved[name]) if name in sources.saved else None,
+            saved=_shown(sources.saved[name], secret) if name in sources.saved else None,
             wins=origin.where if origin.source in ("flag", "variable") else "",
-            secret=name in SECRETS,
+            secret=secret,
             waits=value != after,
         )
 
@@ -88,8 +90,13 @@ def toml_value(typed: str, value: object) -> Any:
     return value
 
 
-def _shown(name: str, value: object) -> str:
-    return HIDDEN if name in SECRETS and value is not None else as_text(value)
+def _has_password(value: object) -> bool:
+    """Return whether a value is an address with a password in it."""
+    return is_secret("", as_text(value))
+
+
+def _shown(value: object, secret: bool) -> str:
+    return HIDDEN if secret and value is not None else as_text(value)
 
 
 def _help(field: FieldInfo, flag: Flag) -> str:

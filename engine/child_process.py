@@ -28,7 +28,7 @@ _STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """A terminal and a service manager send these to every process of a program at once."""
 
 _SECRET_NAME = re.compile(
-    r"(?:PASSWORD|PASSWD|PASSPHRASE|API_?KEY|_PWD|(?:^|_)(?:KEY|TOKEN|SECRET|CREDENTIALS?))$"
+    r"(?:PASSWORD|PASSWD|PASSPHRASE|_PASS|_PWD|_AUTH|KEY|TOKEN|SECRET|CREDENTIALS?)$"
     r"|^OTEL_EXPORTER_OTLP_.*HEADERS$",
     re.IGNORECASE,
 )

@@ -20,6 +20,7 @@ from engine.worker.process import spawn
 SECRET = "s3cret-that-nobody-else-may-read"
 SECRET_NAMES = (
     *("ERICLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY"),
+    *("SMTP_PASS", "REDISCLI_AUTH", "NPMTOKEN", "apikey"),
     *("OPENAI_API_KEY", "PGPASSWORD", "GITHUB_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS", "SOME_password"),
 )
 

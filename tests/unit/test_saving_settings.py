@@ -240,6 +240,18 @@ async def test_no_row_holds_a_secret(config: Path) -> None:
     assert load_settings({}, env={}, file=config).api_key is not None
 
 
+async def test_no_row_holds_the_password_of_an_address(config: Path) -> None:
+    written(config, 'otlp_traces_endpoint = "https://eric:of-the-file@otel.example/v1/traces"\n')
+    flags = {"otlp_traces_endpoint": "https://eric:of-a-flag@otel.example/v1/traces"}
+    runtime = running(config, flags)
+    shown = row(runtime, "otlp_traces_endpoint")
+    assert (shown.value, shown.saved, shown.secret) == (HIDDEN, HIDDEN, True)
+    assert "of-the-file" not in repr(runtime.saved.rows()) and "of-a-flag" not in repr(runtime.saved.rows())
+    written(config, "")
+    open_one = running(config, {"otlp_traces_endpoint": "http://otel:4318"})
+    assert row(open_one, "otlp_traces_endpoint").value == "http://otel:4318"
+
+
 async def test_a_change_made_with_an_editor_is_seen(config: Path) -> None:
     runtime = running(config)
     written(config, "port = 9100\n")
