@@ -8,9 +8,12 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.backends.exllama.kernels import KernelBuild
 from engine.backends.paged_attention import probe
+from engine.backends.paged_attention.choose import AttentionFacts
+from engine.backends.paged_attention.face import implementation
 from engine.backends.torch.native import available, build
 from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder, kept_library, library_key
 from tests.fakes.native_libraries import SETS
@@ -168,3 +171,24 @@ def test_kernels_of_exllama_are_not_taken_from_a_folder_that_others_may_write_to
     planted.touch()
     with build.held(wait):
         assert planted.exists()
+
+
+def test_what_triton_compiled_is_not_taken_from_a_folder_that_others_may_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    folder = tmp_path / "ericllm" / "triton"
+    folder.mkdir(parents=True)
+    planted = folder / "cuda_utils.so"
+    planted.touch()
+    folder.chmod(0o777)
+    implementation("triton")
+    assert not planted.exists()
+    assert Path(knobs.cache.dir) == folder and stat.S_IMODE(folder.stat().st_mode) & 0o022 == 0
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    belongs_to_another(folder, monkeypatch)
+    said = probe.failure("triton", AttentionFacts(capability=(8, 6), torch=(2, 13)), torch.device("cpu"))
+    assert f"{folder} belongs to another user" in said

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Protocol
 
+import platformdirs
 from torch import Tensor
 
 from engine.backends.paged_attention.choose import ImplementationName
+from engine.files import claim_folder
 
 
 class PagedAttention(Protocol):
@@ -93,7 +96,8 @@ class CallShape:
 def implementation(name: ImplementationName) -> PagedAttention:
     """The function of that name. Imports what it needs, which `choose` has found to be there.
 
-    Raises ValueError for native attention, which has another face: it lays pages out in its own way.
+    Raises ValueError for native attention, which has another face: it lays pages out in its own way; OSError where what
+    Triton compiles cannot be kept from other users.
     """
     if name == "native":
         raise ValueError("native attention is not called over pages of tensors")
@@ -104,6 +108,7 @@ def implementation(name: ImplementationName) -> PagedAttention:
     if name == "triton":
         from engine.backends.paged_attention import triton_kernel
 
+        _claim_triton_cache()
         return triton_kernel.paged_attention
     if name == "varlen":
         from engine.backends.paged_attention import varlen
@@ -112,3 +117,12 @@ def implementation(name: ImplementationName) -> PagedAttention:
     from engine.backends.paged_attention import gathered
 
     return gathered.paged_attention
+
+
+def _claim_triton_cache() -> None:
+    """Have Triton load no library that another user could have put there: the folder that it makes by itself has the
+    modes of the user's mask. One that TRITON_CACHE_DIR names is the operator's own affair."""
+    if "TRITON_CACHE_DIR" not in os.environ:
+        folder = platformdirs.user_cache_path("ericllm") / "triton"
+        claim_folder(folder, 1)
+        os.environ["TRITON_CACHE_DIR"] = str(folder)
