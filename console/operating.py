@@ -15,7 +15,7 @@ from engine.errors import InvalidRequest, UnsupportedModel
 from engine.estimate import Estimate
 from engine.models.adapters import CONFIG, describe_adapter
 from engine.models.discover import DEMO, find_folders
-from engine.models.files import home_expanded
+from engine.models.files import home_expanded, is_file, is_folder
 from engine.models.hub_cache import hub_cache_folder
 from engine.models.resolve import resolve_local
 from engine.snapshot import ModelStatus
@@ -88,7 +88,7 @@ class RuntimeOperator:
         """The name by which the settings find the model; one that is loaded and is found by none goes by its folder.
         Raises InvalidRequest for a folder that is none of ours."""
         folder = home_expanded(name)
-        if name.startswith(_PATH_STARTS) or (name != DEMO and (folder / "config.json").is_file()):
+        if name.startswith(_PATH_STARTS) or (name != DEMO and is_file(folder / "config.json")):
             self._refuse_outside(folder, "model")
         loaded = self._loaded().get(name)
         if loaded is not None and resolve_local(name, self._runtime.settings.models_dir) is None:
@@ -115,7 +115,7 @@ class RuntimeOperator:
         """Where models and adapters may lie. Links in there are the operator's own, so they may lead anywhere."""
         settings = self._runtime.settings
         yield from (hub_cache_folder(), *settings.models_dir, *self._loaded().values())
-        if (first := home_expanded(settings.model)).is_dir():
+        if is_folder(first := home_expanded(settings.model)):
             yield first
         if settings.lora is not None:
             yield home_expanded(settings.lora)

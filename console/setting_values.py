@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator
 
 from engine.errors import InvalidRequest
-from engine.models.files import home_expanded
+from engine.models.files import home_expanded, is_file, is_folder
 
 
 def _split_list(value: object) -> object:
@@ -45,7 +45,7 @@ def _plain_words(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _existing_folder(value: Path) -> Path:
-    if not home_expanded(value).is_dir():
+    if not is_folder(home_expanded(value)):
         raise ValueError(f"there is no folder {value}")
     return value
 
@@ -57,7 +57,7 @@ def _existing_folders(value: tuple[Path, ...]) -> tuple[Path, ...]:
 def _adapter(value: Path) -> Path:
     from engine.models.adapters import CONFIG
 
-    if not (home_expanded(value) / CONFIG).is_file():
+    if not is_file(home_expanded(value) / CONFIG):
         raise ValueError(f"there is no {CONFIG} in {value}")
     return value
 

@@ -14,7 +14,8 @@ from engine.backends.torch.model_config import CheckpointDtype, ModelConfig, rea
 from engine.backends.torch.rope_config import RopeConfig
 from engine.config import BackendKind, ModelSpec, quoted
 from engine.errors import UnsafeWeights, UnsupportedModel
-from engine.models.files import file_names, read_json_object
+from engine.models.adapters import describe_adapter
+from engine.models.files import file_names, is_file, is_folder, problem_with, read_json_object
 from engine.models.headers import TensorHeader, read_headers, weight_files
 from engine.models.inspect import named_architecture, quantised_bits, read_context
 from engine.models.parts import ModelParts, Part, divide
@@ -62,12 +63,19 @@ def read_facts(spec: ModelSpec) -> ModelFacts:
     """The facts of the folders that `spec` names; blocks for some milliseconds.
 
     A folder without weight files is taken as config.json describes it. Raises UnsupportedModel for one that is no
-    model, UnsafeWeights for pickles, ModelLoadFailed for damaged or missing files.
+    model or cannot be read, UnsafeWeights for pickles, ModelLoadFailed for damaged or missing files.
     """
-    facts = _read_folder(spec.path, resolve_backend(spec))
-    draft = _read_folder(spec.draft_model, facts.backend) if spec.draft_model is not None else None
-    adapter = 0 if spec.lora is None else sum(file.stat().st_size for file in spec.lora.glob("*.safetensors"))
+    facts = _facts_of(spec.path, resolve_backend(spec))
+    draft = _facts_of(spec.draft_model, facts.backend) if spec.draft_model is not None else None
+    adapter = 0 if spec.lora is None else describe_adapter(spec.lora).weights_bytes
     return msgspec.structs.replace(facts, draft=draft, adapter_bytes=adapter)
+
+
+def _facts_of(folder: Path, backend: BackendKind) -> ModelFacts:
+    try:
+        return _read_folder(folder, backend)
+    except OSError as error:
+        raise UnsupportedModel(problem_with(folder, error)) from error
 
 
 def _read_folder(folder: Path, backend: BackendKind) -> ModelFacts:
@@ -103,9 +111,9 @@ def _refuse_beyond_machines(folder: Path, shape: ModelConfig, parts: ModelParts)
 
 def _read_config(folder: Path) -> Mapping[str, object]:
     """The folder's config.json, the part on text where it has one for each kind of input."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UnsupportedModel(f"{folder} is not a folder")
-    if not (folder / "config.json").is_file():
+    if not is_file(folder / "config.json"):
         raise UnsupportedModel(f"{folder} has no config.json, so it is no Hugging Face model folder")
     names = file_names(folder)
     pickles = [name for name in names if name.endswith(_PICKLES)]

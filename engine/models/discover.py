@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from engine.models.catalog import HUB_CACHE, ModelEntry
-from engine.models.files import home_expanded
+from engine.models.files import home_expanded, is_file
 from engine.models.hub_cache import hub_cache_folder, is_complete, kept_bytes, repo_of, snapshot_of
 from engine.models.inspect import ChooseBackend, inspect
 
@@ -96,7 +96,7 @@ def _named(models: Iterable[FoundModel]) -> list[FoundModel]:
 def _marked(folders: Sequence[Path], marker: str, hub_cache: bool) -> Iterator[FoundModel]:
     for folder in folders:
         folder = home_expanded(folder)
-        if _holds(folder, marker):
+        if is_file(folder / marker):
             yield FoundModel(folder.resolve().name, folder, str(folder))
         else:
             yield from _marked_in(folder, marker, "", str(folder), _LEVELS)
@@ -109,9 +109,9 @@ def _marked_in(folder: Path, marker: str, prefix: str, origin: str, levels: int)
         repo_id = repo_of(child)
         if repo_id is not None:
             snapshot = snapshot_of(child)
-            if snapshot is not None and _holds(snapshot, marker):
+            if snapshot is not None and is_file(snapshot / marker):
                 yield FoundModel(repo_id, snapshot, origin, downloaded=True)
-        elif _holds(child, marker):
+        elif is_file(child / marker):
             yield FoundModel(prefix + child.name, child, origin)
         elif levels > 1:
             yield from _marked_in(child, marker, f"{prefix}{child.name}/", origin, levels - 1)
@@ -132,13 +132,6 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir() and bool(entry.name.encode())
     except (OSError, UnicodeEncodeError):  # a link to itself, say
-        return False
-
-
-def _holds(folder: Path, marker: str) -> bool:
-    try:
-        return (folder / marker).is_file()
-    except OSError:
         return False
 
 

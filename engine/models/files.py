@@ -41,6 +41,22 @@ def home_expanded(path: str | Path) -> Path:
         return Path(path)
 
 
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder; False too where nothing can be called so, or nobody here may look."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def is_file(path: Path) -> bool:
+    """Likewise, a plain file."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def file_names(folder: Path) -> list[str]:
     """Names of what lies in a model folder, sorted. Raises UnsupportedModel for more than MAX_FILES, OSError."""
     names = []

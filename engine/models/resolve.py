@@ -15,7 +15,7 @@ import platformdirs
 from engine.backends.base import LoadProgress
 from engine.errors import ModelLoadFailed, ModelNotFound
 from engine.models.discover import DEMO, demo_path, find_models
-from engine.models.files import home_expanded
+from engine.models.files import home_expanded, is_file, is_folder
 from engine.models.hub_cache import is_commit, is_complete, repo_folder, snapshot_of
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -65,7 +65,7 @@ def resolve_local(name: str, folders: Sequence[Path]) -> Path | None:
         folder = _synthetic_folder(name)
         return folder if (folder / "config.json").is_file() else None
     path = home_expanded(name)
-    if path.is_dir() and (name.startswith(_PATH_STARTS) or (path / "config.json").is_file()):
+    if is_folder(path) and (name.startswith(_PATH_STARTS) or is_file(path / "config.json")):
         return path
     for model in find_models(folders):
         if model.name == name and (not model.downloaded or is_complete(model.path)):
@@ -75,7 +75,7 @@ def resolve_local(name: str, folders: Sequence[Path]) -> Path | None:
 
 def is_hub_id(name: str) -> bool:
     """Whether `name` has the form of a hub id, org/name or org/name@revision, and is no folder here."""
-    return _HUB_ID.fullmatch(name) is not None and not Path(name).is_dir()
+    return _HUB_ID.fullmatch(name) is not None and not is_folder(Path(name))
 
 
 def is_synthetic(name: str) -> bool:
@@ -150,7 +150,7 @@ def _cached(name: str) -> Path | None:
 def _not_found(name: str, folders: Sequence[Path]) -> ModelNotFound:
     if name.startswith(_PATH_STARTS):
         return ModelNotFound(f"there is no folder {name}", model=name)
-    if "/" in name and Path(name).is_dir():
+    if "/" in name and is_folder(Path(name)):
         return ModelNotFound(f"{name} has no config.json, so it is no Hugging Face model folder", model=name)
     available = [model.name for model in find_models(folders)]
     close = difflib.get_close_matches(name, available, n=3)

@@ -59,6 +59,18 @@ def test_what_a_hostile_folder_would_take_is_a_sentence_at_little_cost(
     assert outcome(plan, bytes_of(folder), EngineError)
 
 
+def test_weights_and_adapters_behind_links_to_nothing_are_a_sentence(tmp_path: Path) -> None:
+    folder, adapter = write_model(tmp_path / "model"), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "more.safetensors").symlink_to("nothing")
+    spec = ModelSpec(path=folder, name="model", lora=adapter)
+    assert read_facts(spec).adapter_bytes == 0
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("nothing")
+    with pytest.raises(UnsupportedModel, match=f"{folder} cannot be read: No such file"):
+        read_facts(spec)
+
+
 @pytest.mark.parametrize(("content", "problem"), HEADERS.values(), ids=HEADERS)
 def test_a_hostile_header_is_refused_in_one_sentence(tmp_path: Path, content: bytes, problem: str) -> None:
     file = tmp_path / "model.safetensors"

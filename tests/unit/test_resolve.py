@@ -99,13 +99,20 @@ def test_a_typo_is_answered_with_the_nearest_names_and_the_places_searched(tmp_p
     assert caught.value.details == {"model": "lama-smal", "available": "llama-small, qwen"}
 
 
+def test_a_name_that_no_file_can_have_is_that_of_no_model(tmp_path: Path) -> None:
+    for name in ("x" * 5000, "a\0b", f"org/{'x' * 300}@main"):
+        assert resolve_local(name, [tmp_path]) is None
+    with pytest.raises(ModelNotFound, match="no model is called xxx"):
+        resolve("x" * 5000, [tmp_path])
+
+
 def test_a_name_like_no_other_is_answered_with_what_there_is(tmp_path: Path) -> None:
     write_model(tmp_path / "models/qwen")
     with pytest.raises(ModelNotFound, match="no model is called zzz; there are: qwen"):
         resolve("zzz", [tmp_path / "models"])
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "~/nothing"])
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "~/nothing", f"/{'x' * 5000}", "/a\0b"])
 def test_a_folder_that_is_not_there_is_named(name: str) -> None:
     with pytest.raises(ModelNotFound, match=f"there is no folder {name}"):
         resolve(name, [])

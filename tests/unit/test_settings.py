@@ -77,6 +77,8 @@ def test_models_dir_takes_several_folders(tmp_path: Path, config: Path) -> None:
         ({"models_dir": ["/no/such/folder"]}, {}, "", "/no/such/folder"),
         ({"lora": "/no/such/folder"}, {}, "", "/no/such/folder"),
         ({"models_dir": ["~no-such-user/models"]}, {}, "", "there is no folder ~no-such-user/models"),
+        ({"draft_model": "/" + "x" * 300}, {}, "", "there is no folder /xxx"),
+        ({"lora": "/" + "x" * 300}, {}, "", "there is no"),
         ({"max_model_len": str(10**24)}, {}, "", "must be less than or equal to 1000000000"),
         ({"alpha_value": "inf"}, {}, "", "must be less than or equal to 1000"),
         ({"compress_pos_emb": "0.5"}, {}, "", "--compress_pos_emb 0.5: must be greater than or equal to 1"),
