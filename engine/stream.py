@@ -21,7 +21,7 @@ class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
     each that has one before it.  text may be "" while it is held back for a stop string or an unfinished character.
     output_tokens: all so far.  finish is set on the last delta only; error says why where finish is "error"; stop is
     the stop string that ended the answer, "" where something else did.
-    prompt_logprobs: as in TokenEvent, in one delta at most.  vector: of a request to embed, in the last one.
+    prompt_logprobs: as in TokenEvent but packed, in one delta at most.  vector: of a request to embed, in the last one.
     """
 
     text: str = ""
@@ -35,7 +35,7 @@ class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ttft_s: float | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    prompt_logprobs: bytes = b""
     vector: bytes = b""
 
 
@@ -79,7 +79,7 @@ class RequestStream:
         self._token_ids: list[int] = []
         self._gaps: list[float] = []
         self._logprobs: list[TokenLogprob] = []
-        self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        self._prompt_logprobs = b""
         self._vector = b""
         self._output_tokens = 0
         self._cached_tokens = 0
@@ -123,7 +123,7 @@ class RequestStream:
             vector=self._vector,
         )
         self._text, self._token_ids, self._gaps, self._logprobs = [], [], [], []
-        self._prompt_logprobs = ()
+        self._prompt_logprobs = b""
         return delta
 
     async def __aenter__(self) -> RequestStream:
@@ -176,7 +176,7 @@ class RequestStream:
         self._stop = stop
         self._wake()
 
-    def tell(self, prompt_logprobs: tuple[TokenLogprob | None, ...], vector: bytes) -> None:
+    def tell(self, prompt_logprobs: bytes, vector: bytes) -> None:
         """Add what is told of the prompt to the next delta, which something else makes ready."""
         self._prompt_logprobs, self._vector = prompt_logprobs, vector
 

@@ -28,8 +28,7 @@ from console.api.clamped import CHAT_CLAMPED
 from console.api.context import ApiContext, new_id
 from console.api.conversation import Turn, guided_away_from, read_messages
 from console.api.described import describes
-from console.api.errors import json_response
-from console.api.generation import Answer, Generation, told
+from console.api.generation import Answer, Generation, respond
 from console.api.logprobs import ChatLogprobs, chat_logprobs
 from console.api.openai import OpenAiFields, Usage, UsageField, now, prompt_logprobs_of, usage_of
 from console.api.parameters import CHAT_REFUSED, OPENAI_INERT
@@ -105,7 +104,7 @@ class Chat:
         call = _Call(body, model, use, partial(prompt.answer_text, model.tokenizer, params))
         async with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
             if not body.stream:
-                return json_response(await call.whole(generation))
+                return await call.whole(generation)
             async with ChunkStream(request, self._context.settings) as chunks:
                 await call.send(generation, chunks)
             return chunks.response
@@ -134,10 +133,10 @@ class _Call:
         self._created = now()
         self._fingerprint = model.fingerprint
 
-    async def whole(self, generation: Generation) -> ChatCompletion:
+    async def whole(self, generation: Generation) -> web.Response:
         """All answers at once."""
         answers = await generation.answers()
-        return await told(answers, partial(self._completion, answers, usage_of(generation)))
+        return await respond(answers, partial(self._completion, answers, usage_of(generation)), self._model.thread)
 
     def _completion(self, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
         return ChatCompletion(

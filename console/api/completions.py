@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
@@ -16,8 +15,7 @@ from console.api.body_schema import PROMPTS
 from console.api.clamped import COMPLETION_CLAMPED
 from console.api.context import ApiContext, new_id
 from console.api.described import describes
-from console.api.errors import json_response
-from console.api.generation import Answer, Generation, StoppedBy, best_of_each, told
+from console.api.generation import Answer, Generation, StoppedBy, best_of_each, respond
 from console.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -31,7 +29,7 @@ from console.api.prompts import Prompt, count_prompts, negative_prompt_ids, read
 from console.api.sampling import limited, sampling_params
 from console.api.served import ServedModel
 from console.api.stream import DONE, ChunkStream
-from engine.backends.base import FinishReason, TokenLogprob
+from engine.backends.base import FinishReason, TokenLogprob, unpack_logprobs
 from engine.config import SamplingParams
 
 OPENAI_MAX_TOKENS = 16
@@ -141,7 +139,7 @@ class Completions:
         call = _Call(body, model, prompts, params)
         async with self._context.generate(request, call.id, body, model, prompts, params) as generation:
             if not body.stream:
-                return json_response(await call.whole(generation))
+                return await call.whole(generation)
             async with ChunkStream(request, self._context.settings) as chunks:
                 await call.send(generation, chunks)
             return chunks.response
@@ -161,11 +159,11 @@ class _Call:
         self._fingerprint = model.fingerprint
         self._offsets = [self._offsets_of(prompt) for prompt in prompts for _ in range(body.n)]
 
-    async def whole(self, generation: Generation) -> Completion:
+    async def whole(self, generation: Generation) -> web.Response:
         """All answers at once."""
         answers = best_of_each(await generation.answers(), self._body.answers_each, self._body.n)
-        choices = await told(answers, partial(self._choices, answers))
-        return self._completion(choices, usage_of(generation))
+        usage = usage_of(generation)
+        return await respond(answers, lambda: self._completion(self._choices(answers), usage), self._model.thread)
 
     def _choices(self, answers: Sequence[Answer]) -> list[CompletionChoice]:
         return [
@@ -190,7 +188,8 @@ class _Call:
         async with aclosing(generation.deltas()) as deltas:
             async for i, delta in deltas:
                 if delta.prompt_logprobs:
-                    echoed = await asyncio.to_thread(self._echoed_logprobs, i, delta.prompt_logprobs)
+                    tell = partial(self._echoed_logprobs, i, delta.prompt_logprobs)
+                    echoed = await self._model.thread.run(tell)
                     await chunks.send(self._completion([CompletionChoice(i, self._echo(i), echoed, None)], so_far()))
                 logprobs = self._logprobs(i, delta.logprobs)
                 if delta.text or delta.logprobs or delta.finish:
@@ -210,12 +209,12 @@ class _Call:
         tokenizer = self._model.tokenizer
         return TextOffsets(tokenizer, prompt.answer_text(tokenizer, self._params), start=start)
 
-    def _echoed_logprobs(self, choice: int, records: Sequence[TokenLogprob | None]) -> CompletionLogprobs | None:
+    def _echoed_logprobs(self, choice: int, packed: bytes) -> CompletionLogprobs | None:
         top, prompt = self._body.logprobs, self._prompts[choice // self._body.n]
-        if top is None or not (records and self._body.echo):
+        if top is None or not (packed and self._body.echo):
             return None
         offsets = TextOffsets.within(prompt.text, self._model.tokenizer)
-        return completion_logprobs(prompt.ids, records, offsets=offsets, top=top)
+        return completion_logprobs(prompt.ids, unpack_logprobs(packed), offsets=offsets, top=top)
 
     def _logprobs(self, choice: int, records: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         top = self._body.logprobs

@@ -28,6 +28,10 @@ from engine.config import SamplingParams, shown
 from engine.engine import Engine
 from engine.errors import EngineClosed, InvalidRequest
 
+MAX_PROMPT_LOGPROBS = 2**17
+"""Log-probabilities of the tokens of prompts in all answers to a request, alternatives counted: 8 MB of JSON. A prompt
+that fills the context may have one for each token whatever its length."""
+
 MAX_REPEATED = 2**20
 """Characters of prompts in each part of a stream whose parts have all texts so far: a millisecond's work for each."""
 
@@ -100,6 +104,21 @@ class ApiContext:
                 param="n" if n > 1 else "prompt",
             )
 
+    def _check_prompt_logprobs(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, model: ServedModel
+    ) -> None:
+        """Raise InvalidRequest where more of them are asked for than an answer may hold."""
+        if params.prompt_logprobs is None:
+            return
+        wanted = n * sum(len(prompt.ids) for prompt in prompts) * (1 + params.prompt_logprobs)
+        most = max(MAX_PROMPT_LOGPROBS, model.loaded.max_model_len)
+        if wanted > most:
+            raise InvalidRequest(
+                f"This asks for {wanted} log-probabilities of prompt tokens, with the {params.prompt_logprobs} "
+                f"alternatives to each; the limit is {most}",
+                param="prompt_logprobs",
+            )
+
     @asynccontextmanager
     async def generate(
         self,
@@ -113,6 +132,7 @@ class ApiContext:
         """A generation under way; it is cancelled on leaving where it has not ended. Raises InvalidRequest where that
         is more than the settings allow."""
         self.check_choices(len(prompts), body.answers_each)
+        self._check_prompt_logprobs(prompts, body.answers_each, params, model)
         params = within(params, self.settings)
         generation = Generation(
             self.engine,

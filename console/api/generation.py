@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TypeVar
 
 import msgspec
+from aiohttp import web
 
-from console.api.errors import RequestCancelled
+from console.api.errors import RequestCancelled, json_response
 from console.api.observing import Work
 from console.api.prompts import Prompt
+from console.api.serial_thread import SerialThread
 from console.api.served import ServedModel
 from engine.backends.base import FinishReason, TokenLogprob
 from engine.config import SamplingParams
@@ -23,13 +24,14 @@ from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
 from engine.errors import EngineError, WorkerFailed, from_info
 from engine.usage import Choices
 
-T = TypeVar("T")
-
 StoppedBy = str | int | None
 """A stop string, or the id of a stop token, that ended an answer; None where neither did."""
 
 MANY_LOGPROBS = 1024
 """Those of more tokens than these are put into their shape beside the event loop."""
+
+_PACKED_BYTES = 8
+"""A prompt's log-probability, or an alternative to it, has more."""
 
 STRETCH_S = 0.005
 """How long the answers of one request are submitted, or cancelled, at a stretch."""
@@ -39,13 +41,13 @@ _SEEDS = 2**64
 
 @dataclass(slots=True)
 class Answer:
-    """One choice, whole: what its deltas add up to."""
+    """One choice, whole: what its deltas add up to. prompt_logprobs: packed, as in StreamDelta."""
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
     stop_reason: StoppedBy = None
-    prompt_logprobs: Sequence[TokenLogprob | None] = ()
+    prompt_logprobs: bytes = b""
     vector: bytes = b""
 
     @property
@@ -251,10 +253,11 @@ class Generation:
                 task.cancel()
 
 
-async def told(answers: Sequence[Answer], tell: Callable[[], T]) -> T:
-    """What `tell` makes of answers; beside the event loop where that is many log-probabilities."""
-    many = sum(len(answer.prompt_logprobs) + len(answer.logprobs) for answer in answers) > MANY_LOGPROBS
-    return await asyncio.to_thread(tell) if many else tell()
+async def respond(answers: Sequence[Answer], shape: Callable[[], object], thread: SerialThread) -> web.Response:
+    """The JSON of what `shape` makes of answers; made in `thread` where that is many log-probabilities."""
+    logprobs = sum(len(answer.prompt_logprobs) // _PACKED_BYTES + len(answer.logprobs) for answer in answers)
+    many = logprobs > MANY_LOGPROBS
+    return await thread.run(lambda: json_response(shape())) if many else json_response(shape())
 
 
 def best_of_each(answers: Sequence[Answer], made: int, given: int) -> list[Answer]:

@@ -84,9 +84,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except EngineError as error:
         return failed(request, error)
     except web.HTTPException as error:
-        error.__traceback__ = (
-            None  # aiohttp keeps the error of an unknown path with its request, which frames here have
-        )
+        error.__traceback__ = None  # aiohttp keeps that of an unknown path with its request, which the frames here have
         return failed(request, _from_http(request, error))
     except web.RequestPayloadError as error:
         return failed(request, BadHttp(f"The body could not be read: {error}"))

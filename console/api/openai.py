@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -13,7 +12,7 @@ from console.api.generation import Generation
 from console.api.logprobs import PromptLogprobs, prompt_logprobs
 from console.api.sampling import SamplingFields
 from console.api.served import ServedModel
-from engine.backends.base import TokenLogprob
+from engine.backends.base import unpack_logprobs
 from engine.errors import InvalidRequest
 
 
@@ -89,12 +88,10 @@ def usage_of(generation: Generation) -> Usage:
     )
 
 
-def prompt_logprobs_of(
-    records: Sequence[TokenLogprob | None], model: ServedModel, fields: OpenAiFields
-) -> PromptLogprobs | msgspec.UnsetType:
+def prompt_logprobs_of(packed: bytes, model: ServedModel, fields: OpenAiFields) -> PromptLogprobs | msgspec.UnsetType:
     """What is told of a prompt, where vLLM's field for it was asked for."""
     top = fields.prompt_logprobs
-    return msgspec.UNSET if top is None else prompt_logprobs(records, model.tokenizer, top)
+    return msgspec.UNSET if top is None else prompt_logprobs(unpack_logprobs(packed), model.tokenizer, top)
 
 
 def now() -> int:

@@ -63,6 +63,22 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     rank: int = 0
 
 
+TokenLogprobs = tuple[TokenLogprob | None, ...]
+"""Those of a prompt's tokens, None of the first."""
+
+_LOGPROBS = msgspec.msgpack.Decoder(TokenLogprobs)
+
+
+def pack_logprobs(logprobs: TokenLogprobs) -> bytes:
+    """Log-probabilities of a prompt as they are handed on: a hundred thousand objects take an event loop 100 ms."""
+    return msgspec.msgpack.encode(logprobs) if logprobs else b""
+
+
+def unpack_logprobs(packed: bytes) -> TokenLogprobs:
+    """What was packed."""
+    return _LOGPROBS.decode(packed) if packed else ()
+
+
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One produced token, or the end of a request that the backend itself had to end.
 

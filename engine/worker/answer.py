@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.backends.base import BackendRequest, FinishReason, TokenEvent, TokenLogprob
+from engine.backends.base import BackendRequest, FinishReason, TokenEvent, TokenLogprob, TokenLogprobs, pack_logprobs
 from engine.errors import EngineError, ErrorInfo, InvalidRequest, WorkerFailed
 from engine.text.grammar import unusable
 from engine.text.masks import GrammarMask
@@ -37,7 +37,7 @@ class Output:
     stop: str = ""
     error: ErrorInfo | None = None
     cached_tokens: int | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    prompt_logprobs: bytes = b""
     vector: bytes = b""
 
     @property
@@ -92,7 +92,7 @@ class Answer:
         self._known = list(request.generated)
         self._unsettled: list[TokenEvent] = []
         self._cached_tokens: int | None = None
-        self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        self._prompt_logprobs = b""
         self._begun = False
         self._tried: dict[int, list[int]] = {}
         self._rewind_to: int | None = None
@@ -198,9 +198,9 @@ class Answer:
         if event.logprob is not None:
             output.logprobs.append(event.logprob)
 
-    def _note_prompt(self, logprobs: tuple[TokenLogprob | None, ...]) -> None:
+    def _note_prompt(self, logprobs: TokenLogprobs) -> None:
         """Keep what is told of the prompt for the first output. Nobody computes it twice, whatever is taken back."""
-        self._prompt_logprobs = logprobs
+        self._prompt_logprobs = pack_logprobs(logprobs)
         params = msgspec.structs.replace(self._request.params, prompt_logprobs=None)
         self._request = msgspec.structs.replace(self._request, params=params)
 
@@ -210,7 +210,7 @@ class Answer:
             return
         output.cached_tokens, self._begun = self._cached_tokens, bool(output.token_ids)
         if self._prompt_logprobs:
-            output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
+            output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, b""
 
     @property
     def _ruled_out(self) -> bool:

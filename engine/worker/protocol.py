@@ -137,7 +137,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     stop string or an unfinished character. A resumed request emits only what comes after its `generated` ids.
     gaps: seconds between tokens as the worker made them, one for each token that has one of this worker's before it.
     stop: the stop string that ended the answer, "" where something else did.
-    prompt_logprobs, vector: as in TokenEvent.
+    prompt_logprobs, vector: as in TokenEvent, the former packed.
     """
 
     request_id: str
@@ -149,7 +149,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     stop: str = ""
     error: ErrorInfo | None = None
     cached_tokens: int | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    prompt_logprobs: bytes = b""
     vector: bytes = b""
 
 

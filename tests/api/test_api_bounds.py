@@ -18,6 +18,7 @@ from aiohttp import web
 
 from console.api.anthropic import conversation as anthropic
 from console.api.biases import MAX_TOKENS_NAMED
+from console.api.context import MAX_PROMPT_LOGPROBS
 from console.api.dry import MAX_BREAKER_CHARACTERS, MAX_BREAKERS
 from console.api.embeddings import INPUTS_PER_CHOICE
 from console.api.generation import STRETCH_S, Generation
@@ -280,6 +281,22 @@ async def test_hundreds_of_answers_are_submitted_and_cancelled_in_stretches(
     waits = [after - before for before, after in pairwise(others)]
     assert max(waits) <= STRETCH_S + 0.002
     assert len(waits) >= 2 * 500 * 0.001 / (STRETCH_S + 0.002)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "x" * 3500, "n": 2, "prompt_logprobs": 20}),
+        ("/v1/completions", {"prompt": ["x" * 3500] * 2, "echo": True, "logprobs": 20}),
+        ("/v1/completions", {"prompt": "x" * 3500, "n": 2, "echo": True, "logprobs": 20, "stream": True}),
+    ],
+)
+async def test_more_log_probabilities_of_prompts_than_an_answer_may_hold_are_refused(
+    api: Served, path: str, fields: dict[str, Any]
+) -> None:
+    error = await api.refusal(path, max_tokens=1, **fields)
+    assert error["param"] == "prompt_logprobs"
+    assert f"{2 * 3500 * 21} log-probabilities" in error["message"] and str(MAX_PROMPT_LOGPROBS) in error["message"]
 
 
 async def test_requests_for_unknown_paths_end_with_their_answers(api: Served) -> None:

@@ -13,7 +13,8 @@ import msgspec
 import openai
 import pytest
 
-from console.api import chat
+from console.api import chat, generation
+from console.api import openai as openai_dialect
 from console.api.tgi import generating
 from engine.backends.base import TokenEvent
 from tests.api.harness import Served, serving, text_of
@@ -205,8 +206,10 @@ async def test_chat_refuses_best_of(api: Served) -> None:
             "/generate",
             {"inputs": "x" * 1100, "parameters": {"decoder_input_details": True, "max_new_tokens": 1}},
         ),
+        (generation, "json_response", "/v1/completions", {"prompt": "x" * 1100, "prompt_logprobs": 0}),
+        (openai_dialect, "unpack_logprobs", "/v1/completions", {"prompt": "x" * 1100, "prompt_logprobs": 0}),
     ],
-    ids=["chat", "tgi"],
+    ids=["chat", "tgi", "writing", "unpacking"],
 )
 async def test_much_is_put_into_its_shape_beside_the_event_loop(
     api: Served, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, path: str, body: dict[str, Any]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.base import BackendRequest
+from engine.backends.base import BackendRequest, unpack_logprobs
 from engine.config import SamplingParams
 from engine.engine import GenerateRequest
 from engine.errors import InvalidRequest
@@ -25,7 +25,7 @@ def scored(**fields: object) -> GenerateRequest:
 
 def assert_told_once(answer: Answer, params: SamplingParams = SCORED) -> None:
     expected = foretold(BackendRequest(id="", prompt_ids=list(PROMPT.encode()), params=params))
-    assert [delta.prompt_logprobs for delta in answer.deltas if delta.prompt_logprobs] == [expected]
+    assert [unpack_logprobs(delta.prompt_logprobs) for delta in answer.deltas if delta.prompt_logprobs] == [expected]
 
 
 async def test_what_is_told_of_a_prompt_comes_with_the_first_token(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from aiohttp import web
 from console.api.body import read
 from console.api.context import ApiContext, new_id
 from console.api.described import describes
-from console.api.errors import json_response
-from console.api.generation import Answer, Generation, told
+from console.api.generation import Answer, Generation, respond
 from console.api.prompts import Prompt
 from console.api.sampling import SamplingFields, sampling_params
 from console.api.served import ServedModel
@@ -34,6 +33,7 @@ from console.api.tgi.shapes import (
     finish_of,
     prefill,
 )
+from engine.backends.base import unpack_logprobs
 from engine.config import SamplingParams
 from engine.stream import StreamDelta
 
@@ -100,8 +100,8 @@ class Generating:
         call = await self._read(body, full_text=compatible, stream=False)
         async with self._generation(request, call) as generation:
             answers = await generation.answers()
-            generated = await told(answers, partial(_generated, call, answers))
-            response = json_response([generated] if compatible else generated)
+            shape = partial(_generated, call, answers)
+            response = await respond(answers, lambda: [shape()] if compatible else shape(), call.model.thread)
             response.headers["x-prompt-tokens"] = str(generation.tokens.prompt)
             response.headers["x-generated-tokens"] = str(generation.tokens.output)
         response.headers["x-compute-characters"] = str(len(body.inputs))
@@ -223,4 +223,4 @@ def _prefill(call: _Call, answer: Answer) -> list[PrefillToken]:
     """The prompt's tokens, where they were asked for."""
     if not call.asked.decoder_input_details:
         return []
-    return prefill(call.prompt.ids, answer.prompt_logprobs, call.model.tokenizer)
+    return prefill(call.prompt.ids, unpack_logprobs(answer.prompt_logprobs), call.model.tokenizer)
