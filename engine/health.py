@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from types import MappingProxyType
 from typing import Literal
 
@@ -95,13 +94,17 @@ class AwakeClock:
         return self._awake_s + min(now - self._turned_at, _LONGEST_TURN_S)
 
 
+_CAUSES = MappingProxyType({"SIGKILL": "out of memory", "SIGBUS": "a weight file was cut short while it was read"})
+"""What usually sends a signal that says nothing else."""
+
+
 def describe_exit(worker: str, exit_: WorkerExit) -> str:
     """Why a worker ended, in one sentence with the line of its output that says most: a crash's first, or the last."""
     how = f"was ended by {exit_.signal}" if exit_.signal else f"exited with code {exit_.code}"
     if exit_.reason:
         how = f"was lost: {exit_.reason}"
-    if exit_.signal == signal.SIGKILL.name and os.name == "posix":
-        how += " (out of memory, perhaps)"
+    if exit_.signal in _CAUSES and os.name == "posix":
+        how += f" ({_CAUSES[exit_.signal]}, perhaps)"
     lines = exit_.log_tail.strip().splitlines()
     crash = next((line for line in lines if line.startswith("Fatal Python error")), None)
     said = crash or (lines[-1].strip() if lines else "")

@@ -24,6 +24,11 @@ Extension modules: a._b, c._d (total: 2)
         (WorkerExit(signal="SIGTERM"), "worker w0 was ended by SIGTERM"),
         (WorkerExit(signal="SIGKILL"), "worker w0 was ended by SIGKILL (out of memory, perhaps)"),
         (
+            WorkerExit(signal="SIGBUS", log_tail="Fatal Python error: Bus error\n"),
+            "worker w0 was ended by SIGBUS (a weight file was cut short while it was read, perhaps): "
+            "Fatal Python error: Bus error",
+        ),
+        (
             WorkerExit(signal="SIGSEGV", log_tail=_CRASH),
             "worker w0 was ended by SIGSEGV: Fatal Python error: Segmentation fault",
         ),
