@@ -103,8 +103,9 @@ def describe_exit(worker: str, exit_: WorkerExit) -> str:
     how = f"was ended by {exit_.signal}" if exit_.signal else f"exited with code {exit_.code}"
     if exit_.reason:
         how = f"was lost: {exit_.reason}"
-    if exit_.signal in _CAUSES and os.name == "posix":
-        how += f" ({_CAUSES[exit_.signal]}, perhaps)"
+    cause = _CAUSES.get(exit_.signal or "") if os.name == "posix" else None
+    if cause is not None:
+        how += f" ({cause}, perhaps)"
     lines = exit_.log_tail.strip().splitlines()
     crash = next((line for line in lines if line.startswith("Fatal Python error")), None)
     said = crash or (lines[-1].strip() if lines else "")
