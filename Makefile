@@ -1,6 +1,9 @@
 # `make run` opens the console on the demo model, `make test` runs the tests, `make test-all` also those that take minutes.
 PYTHON ?= python3
+# Which torch, by a folder of PyTorch's index: `make run TORCH=cpu`, cu126, ... Without, pip's own choice.
+TORCH :=
 VENV := .venv
+TORCH_KIND := $(or $(if $(TORCH),,$(firstword $(wildcard $(VENV)/.torch-*))),$(VENV)/.torch-$(or $(TORCH),any))
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -8,6 +11,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 run: $(VENV)/.run
 	@$(BIN)/ericllm $(ARGS)
+	@command -v ericllm >/dev/null || echo "The command is in $(BIN): \`. $(BIN)/activate\`, then \`ericllm --help\`. README.md goes on from there."
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-m "not long" -n 3 --dist loadfile --no-loadscope-reorder)
@@ -43,12 +47,21 @@ $(VENV)/.made:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/.made
-	@echo "Installing (once; torch is the large part) ..."
+# Shown as it is fetched, as it is gigabytes where it is for CUDA.
+$(VENV)/.torch-%: constraints.txt | $(VENV)/.made
+	@echo "Installing torch ..."
+	@$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt torch \
+		$(if $(filter-out any,$*),--extra-index-url https://download.pytorch.org/whl/$*) \
+		$(if $(filter-out $@,$(wildcard $(VENV)/.torch-*)),--force-reinstall)
+	@rm -f $(VENV)/.torch-*
+	@touch $@
+
+$(VENV)/.run: pyproject.toml constraints.txt $(TORCH_KIND)
+	@echo "Installing the rest ..."
 	@$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.made
+$(VENV)/.dev: pyproject.toml constraints.txt $(TORCH_KIND)
 	@echo "Installing with the dev extra ..."
 	@$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.run
