@@ -25,7 +25,8 @@ FAILURE = 1
 Command = Callable[[Sequence[str], argparse.ArgumentParser], int]
 """Takes the arguments after its name and the parser to read them with; returns the exit code. Raises EngineError."""
 
-_NO_SCREEN = "--read-only is about the screens, and there are none; a key with the scope watch does that over HTTP"
+NO_SCREEN = "{} is no terminal; running headless"
+_READ_ONLY = "--read-only is about the screens, and there are none; a key with the scope watch does that over HTTP"
 ABOUT = (
     "Operator console for serving language models on your own hardware. Without arguments it opens "
     "on the built-in demo model."
@@ -144,11 +145,11 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
     choice = choose_model(settings)
     if not settings.headless and (stream := redirected_stream()):
-        say(f"{stream} is no terminal; running headless")
+        say(NO_SCREEN.format(stream))
         settings = settings.model_copy(update={"headless": True})
     if settings.headless:
         if settings.read_only:
-            raise InvalidRequest(_NO_SCREEN, param="read_only")
+            raise InvalidRequest(_READ_ONLY, param="read_only")
         from console.headless import run_headless
 
         return run_headless(settings, choice, sources)

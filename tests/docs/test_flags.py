@@ -22,7 +22,8 @@ OTHERS: Mapping[str, frozenset[str]] = {
     "apt-get": frozenset({"--no-install-recommends"}),
     "lm_eval": frozenset({"--model-args", "--tasks"}),
     "mypy": frozenset({"--strict"}),
-    "pip": frozenset({"--dest", "--no-deps"}),
+    "pip": frozenset({"--dest", "--extra-index-url", "--index-url", "--no-deps"}),
+    "pipx": frozenset({"--pip-args"}),
     "pytest": frozenset({"--snapshot-update"}),
     "ray": frozenset(
         {
@@ -36,6 +37,7 @@ OTHERS: Mapping[str, frozenset[str]] = {
             "--object-manager-port",
         }
     ),
+    "uv": frozenset({"--python", "--torch-backend"}),
 }
 """Flags of other programs that the documents name."""
 

@@ -6,15 +6,20 @@ import json
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import console.loading
 import engine.worker.factory
+import ericllm_main
 from console.api.server import ApiSettings
+from console.cli import NO_SCREEN
 from console.loading import choose_model
+from console.output import redirected_stream
 from console.sources import load_settings
 from engine.errors import EngineError
 from engine.models.hub_errors import explain
@@ -101,7 +106,42 @@ async def no_key(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
     return await not_served(tmp_path, ApiSettings(host="0.0.0.0", port=0))
 
 
+async def not_ours(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(ericllm_main, "_ROOT", tmp_path)
+    return ericllm_main.foreign_package()
+
+
+async def no_home(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    patch.delenv("ERICLLM_HOME", raising=False)
+    patch.delenv("HOME")
+    patch.setattr("pwd.getpwuid", {}.__getitem__)
+    return ericllm_main._use_home()
+
+
+def streams(patch: pytest.MonkeyPatch, *redirected: str) -> None:
+    """Standard streams that are terminals but for some."""
+    for name in ("stdin", "stdout", "stderr"):
+        patch.setattr(sys, f"__{name}__", SimpleNamespace(isatty=lambda name=name: name not in redirected))
+
+
+async def no_screen(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    streams(patch, "stderr")
+    return NO_SCREEN.format(redirected_stream())
+
+
+async def dumb(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    streams(patch)
+    patch.setenv("TERM", "dumb")
+    with pytest.raises(EngineError) as error:
+        redirected_stream()
+    return error.value.message
+
+
 PROVOKED: dict[str, Provoke] = {
+    "The package 'console' in ...": not_ours,
+    "There is no home folder to keep settings and state in": no_home,
+    "stderr is no terminal; running headless": no_screen,
+    "This terminal can show no screen (TERM=dumb)": dumb,
     "there is no folder /models/x": no_folder,
     "no model is called x": no_name,
     "org/name could not be fetched from the hub ...": no_hub,
