@@ -14,6 +14,7 @@ from xml.sax.saxutils import escape
 from console.bench.result import BenchResult, Column, Key, Row
 from console.bench.text import key_text
 from engine.errors import InvalidRequest
+from engine.text.printable import printable
 
 WIDTH, HEIGHT = 860, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 78, 24, 62, 58
@@ -63,7 +64,7 @@ def plot(result: BenchResult, column: str = "") -> str:
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">\n'
-        f"<title>{escape(f'{result.name}: {chosen.title}')}</title>\n<style>\n{style}</style>\n"
+        f"<title>{escape(printable(f'{result.name}: {chosen.title}'))}</title>\n<style>\n{style}</style>\n"
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>\n{body}\n</svg>\n'
     )
 
@@ -198,4 +199,4 @@ def _subtitle(result: BenchResult) -> str:
 
 
 def _text(x: float, y: float, text: str, look: str) -> str:
-    return f'<text class="{look}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+    return f'<text class="{look}" x="{x:.1f}" y="{y:.1f}">{escape(printable(text))}</text>'

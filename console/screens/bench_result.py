@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,6 +28,7 @@ from engine.errors import EngineError
 from engine.files import replace_file
 
 _CUT = "It ended early: these are the numbers that there were by then."
+_NAME_LENGTH = 40
 
 
 class BenchResultScreen(ModalScreen[None]):
@@ -110,7 +112,8 @@ class BenchResultScreen(ModalScreen[None]):
     async def _write(self) -> None:
         numbers = plotted(self._result)
         column = numbers[self._number % len(numbers)].name if numbers else ""
-        stem = Path.cwd() / f"bench-{self._result.name}-{self._kept_as}"
+        name = re.sub(r"\W+", "-", self._result.name)[:_NAME_LENGTH]  # another instance may call it a path
+        stem = Path.cwd() / f"bench-{name}-{self._kept_as}"
         try:
             await asyncio.to_thread(_write_files, stem, self._result, column)
         except EngineError as error:

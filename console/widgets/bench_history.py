@@ -8,12 +8,14 @@ from datetime import datetime
 from console.bench.text import span
 from console.links.benches import BenchEntry
 from console.widgets.table import Column, Row, Table, cell
+from console.widgets.text import clip
 
 NO_RESULT = "No result is kept yet. Press b to measure something."
+_TIME_CELLS = 16
 _COLUMNS = (
     Column("", 1),
     Column("#", 4, "right", drop=2),
-    Column("started", 16),
+    Column("started", _TIME_CELLS),
     Column("bench", 7),
     Column("found", 33, grow=30),
     Column("model", 12, grow=20, drop=4),
@@ -56,5 +58,8 @@ def _row(entry: BenchEntry, is_marked: bool) -> Row:
 
 
 def moment(started: str) -> str:
-    """ "2026-03-01 12:30", by the clock of who looks."""
-    return f"{datetime.fromisoformat(started).astimezone():%Y-%m-%d %H:%M}"
+    """ "2026-03-01 12:30", by the clock of who looks; what is no time, as it begins."""
+    try:
+        return f"{datetime.fromisoformat(started).astimezone():%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):  # another instance may say anything
+        return clip(started, _TIME_CELLS)

@@ -116,6 +116,37 @@ async def test_w_writes_the_result_for_programs_and_its_plot(tmp_path: Path, mon
         assert (tmp_path / "bench-users-3.csv").read_text().startswith("bench,started,users,repeat,response_s")
 
 
+@pytest.mark.parametrize("name", ["x/../../keys.", "/../..", "\x00" + "n" * 60])
+async def test_a_result_of_another_instance_is_written_where_the_console_is_whatever_it_is_called(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    app = app_with()
+    results = link_of(app).benches.results
+    results[3] = msgspec.structs.replace(results[3], name=name)
+    async with app.run_test(size=(140, 40), notifications=True) as pilot:
+        await opened(pilot)
+        await shown(pilot, "mean response (s)")
+        await pilot.press("down", "enter", "w")
+        await shown(pilot, "Saved ")
+    written = [*folder.parent.rglob("*.*")]
+    assert {(file.parent, file.suffix) for file in written} == {(folder, f".{kind}") for kind in ("json", "csv", "svg")}
+
+
+@pytest.mark.parametrize("started", ["yesterday", "", "9999-12-31T23:59:59", "0001-01-01", "\x1b[2J" * 9])
+async def test_results_of_another_instance_are_listed_whenever_they_began(started: str) -> None:
+    app = app_with()
+    results = link_of(app).benches.results
+    results[3] = msgspec.structs.replace(results[3], started=started)
+    async with app.run_test(size=(140, 40)) as pilot:
+        await opened(pilot)
+        await shown(pilot, "mean response (s)")
+        await pilot.press("down", "enter")
+        await shown(pilot, "number 3")
+
+
 async def test_the_marked_result_is_compared_with_the_selected_one_the_older_first() -> None:
     app = app_with()
     async with app.run_test(size=(140, 40), notifications=True) as pilot:

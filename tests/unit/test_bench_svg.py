@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import math
 import xml.etree.ElementTree as ElementTree
 
+import msgspec
 import pytest
 
+from console.bench.csv_file import csv_text
 from console.bench.result import BenchResult, Column, Key, Row
 from console.bench.svg import WIDTH, plot
+from engine.text.printable import ANY_UNSAFE
 from tests.unit.test_bench_kept_results import made
 
 
@@ -69,3 +74,17 @@ def test_no_name_of_a_line_lies_upon_another_or_beyond_the_edge(count: int) -> N
     for (line, left), (next_line, right) in itertools.pairwise(places):
         assert line != next_line or right - left > 100
     assert all(x + 100 < WIDTH for _, x in places)
+
+
+def test_what_another_instance_calls_its_result_is_text_in_every_file() -> None:
+    name = "=cmd|' /c x'!A1\x1b]52;c;QQ==\x07<script>"
+    keys = (Column(name="@users", title="<b>\x9b2J"),)
+    rows = (Row(keys={"@users": name}, values={"tok_s": [-5.0]}),)
+    result = msgspec.structs.replace(made({}, rows=rows), name=name, started="+1", keys=keys)
+    drawn = plot(result)
+    assert [each.tag for each in ElementTree.fromstring(drawn).iter() if each.tag.endswith(("script", "b"))] == []
+    assert ANY_UNSAFE.search(drawn.replace("\n", "")) is None
+    lines = [*csv.reader(io.StringIO(csv_text(result)))]
+    assert lines[0][:3] == ["bench", "started", "'@users"]
+    assert lines[1][:4] == [f"'{name}", "'+1", f"'{name}", "1"]
+    assert "-5.0" in lines[1], "numbers stay numbers"
