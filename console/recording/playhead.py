@@ -5,11 +5,15 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 SPEEDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 GAP_S = 10.0
-"""Where nothing was recorded for so long, playing goes over it at once."""
+_GAP_FRAMES = 3
+"""Where nothing was recorded for so long, and for the time of so many frames, playing goes over it at once."""
+
+_LOOKED_AT = 1000
+"""Frames at the beginning that tell how far they are apart."""
 
 
 class Playhead:
@@ -17,9 +21,10 @@ class Playhead:
 
     def __init__(self, times: Sequence[float], now: float) -> None:
         self._times = times
-        self._played = array(
-            "d", accumulate(map(_playing_s, times, times[1:]), initial=0.0)
-        )  # seconds until each frame
+        apart = sorted(later - at for at, later in pairwise(times[:_LOOKED_AT]))
+        self._gap_s = max(GAP_S, _GAP_FRAMES * apart[(len(apart) - 1) // 2]) if apart else GAP_S
+        playing = map(self._playing_s, times, times[1:])
+        self._played = array("d", accumulate(playing, initial=0.0))  # seconds until each frame
         self._from, self._since = times[0], now
         self.speed = 1.0
         self.paused = False
@@ -32,9 +37,9 @@ class Playhead:
         later = bisect_right(self._times, at)
         if later >= len(self._times):
             return self._times[-1]
-        if at + left_s < self._times[later] <= at + GAP_S:
+        if at + left_s < self._times[later] <= at + self._gap_s:
             return at + left_s
-        played = self._played[later] + left_s - _playing_s(at, self._times[later])
+        played = self._played[later] + left_s - self._playing_s(at, self._times[later])
         later = bisect_right(self._played, played)
         if later >= len(self._times):
             return self._times[-1]
@@ -62,10 +67,9 @@ class Playhead:
         place = min(range(len(SPEEDS)), key=lambda index: abs(SPEEDS[index] - self.speed))
         self.speed = SPEEDS[min(max(place + by, 0), len(SPEEDS) - 1)]
 
-
-def _playing_s(at: float, later: float) -> float:
-    """Seconds that playing takes between two frames."""
-    return later - at if later - at <= GAP_S else 0.0
+    def _playing_s(self, at: float, later: float) -> float:
+        """Seconds that playing takes between two frames."""
+        return later - at if later - at <= self._gap_s else 0.0
 
 
 def time_of(text: str, begins: float, ends: float, midnight: float) -> float | None:

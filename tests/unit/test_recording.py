@@ -280,6 +280,15 @@ def test_a_gap_in_the_recording_is_gone_over_at_once() -> None:
     assert head.position(1.5) == BEGAN + 5000.5
 
 
+@pytest.mark.parametrize("apart", [15, 60, 3600])
+def test_a_recording_of_few_frames_plays_at_its_speed_and_goes_over_what_it_lacks(apart: int) -> None:
+    times = [BEGAN + apart * at for at in (0, 1, 2, 50, 51)]
+    head = Playhead(times, now=0.0)
+    assert head.position(1.5 * apart) == BEGAN + 1.5 * apart
+    assert head.position(2.5 * apart) == BEGAN + 50.5 * apart
+    assert head.position(9.0 * apart) == times[-1]
+
+
 @pytest.mark.parametrize(
     ("said", "meant"),
     [
