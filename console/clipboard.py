@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +18,13 @@ from engine.child_process import child_environment
 OSC_52_LIMIT = 100_000
 """Characters of base64; terminals drop longer sequences without a word."""
 NATIVE_TIMEOUT_S = 2.0
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def pasteable(text: str) -> str:
+    """Return `text` without the controls that a terminal obeys when it is pasted into one: one of them ends the paste,
+    and what follows is typed. Letters of any script stay, with what turns them around."""
+    return _CONTROLS.sub("", text)
 
 
 def osc_52(text: str) -> str | None:
@@ -48,6 +56,7 @@ def native_command(
 
 async def copy(app: App[object], text: str) -> bool:
     """Copy in every way there is; False where the text is too long for the terminal and nothing else took it."""
+    text = pasteable(text)
     sequence = osc_52(text)
     if sequence is not None:
         app.copy_to_clipboard(text)

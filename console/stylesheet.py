@@ -15,6 +15,7 @@ from textual.events import ScreenSuspend
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 
+from console.clipboard import pasteable
 from console.printable_filter import PrintableFilter
 
 _SOURCES = 1024
@@ -97,6 +98,10 @@ class StyledApp(App[None]):
     def delay_update(self, delay: float = _TRANSITION_S) -> None:
         """Show nothing for a moment, which hides how a screen is put together."""
         super().delay_update(delay)
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """Copy nothing that a terminal would obey when it is pasted."""
+        super().copy_to_clipboard(pasteable(text))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Nothing that a terminal obeys; with NO_COLOR no colour at all, where Textual paints in shades of grey."""

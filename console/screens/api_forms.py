@@ -15,6 +15,7 @@ from console.api.scopes import SCOPES
 from console.link import ApiStatus
 from console.links.api import KeyLimits, NewKey, Scope
 from console.widgets.table import Column, Row, Table, cell
+from engine.text.printable import printable
 
 _CLOSE = Binding("escape", "dismiss", "Close", id="form.close", tooltip="Close without doing anything", show=False)
 _SCOPE_COLUMNS = (Column("it may", 9), Column("space, or two clicks, switches", 40, grow=30))
@@ -206,7 +207,7 @@ class NewKeyScreen(ModalScreen[None]):
 
     def action_copy(self) -> None:
         """To the clipboard, by way of the terminal."""
-        self.app.copy_to_clipboard(self._made.key)
+        self.app.copy_to_clipboard(printable(self._made.key))  # one line, whatever another instance made
         self.notify(f"Copied the key {self._made.name}", markup=False)
 
 

@@ -11,6 +11,7 @@ from textual.app import App
 
 from console import clipboard
 from console.clipboard import copy, native_command, osc_52, through_tmux
+from console.stylesheet import StyledApp
 
 
 def there(*programs: str) -> Callable[[str], str | None]:
@@ -53,6 +54,18 @@ async def test_a_long_text_still_reaches_the_native_clipboard(tmp_path: Path, mo
     assert await copy(app, "x" * 200_000)
     assert taken.read_text() == "x" * 200_000
     assert app.clipboard == ""
+
+
+async def test_nothing_that_ends_a_paste_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = tmp_path / "taken"
+    monkeypatch.setattr(clipboard, "native_command", lambda: ["sh", "-c", f"cat > {taken}"])
+    app = StyledApp()
+    answer = "if x:\r\n\ty \u200fשלום\x1b[201~\x9b201~\x00\x7f\ud800\n"
+    clean = "if x:\n\ty \u200fשלום[201~201~\n"
+    assert await copy(app, answer)
+    assert (app.clipboard, taken.read_text()) == (clean, clean)
+    app.copy_to_clipboard(answer)
+    assert app.clipboard == clean
 
 
 async def test_a_long_text_that_nothing_takes_is_not_said_to_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
