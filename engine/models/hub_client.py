@@ -41,6 +41,7 @@ MAX_FILE_BYTES = 2**50
 
 _LIBRARY = "ericllm"
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_HEADER = re.compile(r"[ -~]+")
 _SIZE = re.compile(r"[0-9]{1,18}")
 _SECONDS = re.compile(r"(?:^|;\s*t\s*=\s*)([0-9]{1,6})\s*(?:$|;)")
 _RETRIED_STATUSES = (408, 429)
@@ -87,7 +88,7 @@ class HubClient:
     """Safe from any thread. The token goes to the endpoint alone, and over plain HTTP only within this machine.
 
     endpoint: the hub's address for messages.  withholds_token: whether there is a token that the endpoint does not get.
-    Raises ValueError where HF_ENDPOINT is no address.
+    Raises ValueError where HF_ENDPOINT is no address, ModelLoadFailed where the token cannot be read or is none.
     """
 
     def __init__(self) -> None:
@@ -103,8 +104,15 @@ class HubClient:
         self.endpoint = self._url.replace(f"{urlsplit(self._url).netloc.rpartition('@')[0]}@", "", 1)
         self._listing_timeout_s = float(constants.HF_HUB_ETAG_TIMEOUT)
         self._file_timeout_s = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-        self._headers: dict[str, str] = {**build_hf_headers(library_name=_LIBRARY), "accept-encoding": "identity"}
+        try:
+            headers: dict[str, str] = build_hf_headers(library_name=_LIBRARY)
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise ModelLoadFailed(f"the hub's token in {constants.HF_TOKEN_PATH} cannot be read: {reason}") from None
+        self._headers = {**headers, "accept-encoding": "identity"}
         self._authorization = self._headers.pop("authorization", None)
+        if self._authorization is not None and _HEADER.fullmatch(self._authorization) is None:
+            raise ModelLoadFailed("the hub's token (HF_TOKEN) has characters that no token has")
         self.withholds_token = self._authorization is not None and not _is_private(self._url)
         if self.withholds_token:
             self._authorization = None

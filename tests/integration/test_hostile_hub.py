@@ -449,6 +449,19 @@ def test_the_token_is_not_given_to_a_proxy_on_the_way_to_a_hub_on_this_machine(
         close_session()
 
 
+@pytest.mark.parametrize("token", [b"hf_s3cret\0", b"hf_s3cret\xc3\xb1", b"hf_s3cret\xff", None])
+def test_a_token_that_is_none_or_cannot_be_read_is_one_sentence_without_it(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: bytes | None
+) -> None:
+    file = tmp_path / "token"
+    file.mkdir() if token is None else file.write_bytes(token)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(file))
+    said = refused()
+    assert "the hub's token" in said
+    assert "s3cret" not in said
+    assert hub.requests == []
+
+
 def test_what_a_hub_says_of_a_model_does_not_come_over_plain_http_where_it_was_asked_by_https(
     monkeypatch: pytest.MonkeyPatch, hub: FakeHub
 ) -> None:
