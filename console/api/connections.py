@@ -21,11 +21,13 @@ log = logging.getLogger("api")
 _LONGEST = 200
 """Characters of a line in the log, of which memory keeps thousands."""
 
-FIRST_READ_BYTES = 16_384
-MIN_READ_BYTES = 2048
+FIRST_READ_BYTES = 2048
+MIN_READ_BYTES = 256
 MAX_READ_BYTES = 65_536
 READ_S = 0.002
-"""What is taken of a connection at once: at first, at least and at most; and how long that should hold the loop."""
+READERS = 8
+"""What is taken of a connection at once: at first, at least and at most; and how long that should hold the loop, where
+it reads of no more connections in a round. More share the time of so many, down to an eighth of it each."""
 
 REQUEST_ID = "X-Request-Id"
 SERVER = "ericllm"
@@ -58,7 +60,28 @@ class Runner(web.AppRunner):
         )
 
 
+class _Readers:
+    """How many connections were read from in the last round of the loop that read from any."""
+
+    def __init__(self) -> None:
+        self.last = 1
+        self._now = 0
+
+    def add(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Count one for this round."""
+        if not self._now:
+            loop.call_soon(self._end_round)
+        self._now += 1
+
+    def _end_round(self) -> None:
+        self.last, self._now = self._now, 0
+
+
 class _Server(web.Server):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.readers = _Readers()
+
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
 
@@ -66,10 +89,11 @@ class _Server(web.Server):
 class _Connection(web.RequestHandler):
     """Looks after all that is written, whole answers, streams and websockets: what nobody takes is memory of ours."""
 
-    __slots__ = ("_made", "_reads", "_untaken", "_watch", "_write_timeout_s")
+    __slots__ = ("_made", "_readers", "_reads", "_untaken", "_watch", "_write_timeout_s")
 
-    def __init__(self, manager: web.Server, *, write_timeout_s: float, **options: Any) -> None:
+    def __init__(self, manager: _Server, *, write_timeout_s: float, **options: Any) -> None:
         super().__init__(manager, **options)
+        self._readers = manager.readers
         self._write_timeout_s = write_timeout_s
         self._untaken = 0
         self._watch: asyncio.TimerHandle | None = None
@@ -90,9 +114,11 @@ class _Connection(web.RequestHandler):
         took_s = time.perf_counter() - began_s
         if not data:  # aiohttp's own, where it goes on with what it had put aside
             return
-        if took_s > READ_S:
+        self._readers.add(self._loop)
+        limit_s = READ_S / min(max(self._readers.last / READERS, 1), 8)
+        if took_s > limit_s:
             self._reads.max_size = max(MIN_READ_BYTES, self._reads.max_size // 4)
-        elif took_s < READ_S / 8:
+        elif took_s < limit_s / 4:
             self._reads.max_size = min(MAX_READ_BYTES, self._reads.max_size * 2)
 
     def pause_writing(self) -> None:

@@ -80,7 +80,7 @@ class ServedModel:
 
     async def spans(self, text: str) -> list[TokenSpan]:
         """The tokens of such a text and where they stand in it; raises as `count` does."""
-        if len(text) < LONG_TEXT:
+        if len(text) < MANY_TOKENS:
             return self.tokenizer.spans(text)
         return await asyncio.to_thread(self._spans, text)
 

@@ -1,4 +1,4 @@
-"""Requests begin a few at a time: however many came at once, the loop comes round, and who only asks after the
+"""Requests begin one at a time: however many came at once, the loop comes round, and who only asks after the
 server's health is answered then."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from aiohttp.typedefs import Handler, Middleware
 
 from console.api.scopes import OPEN_PATHS
 
-AT_ONCE = 4
-"""How many begin in one round of the loop: some milliseconds' worth of reading, checking and tokenising."""
+AT_ONCE = 1
+"""How many begin in one round of the loop: reading, checking and tokenising one takes some milliseconds."""
 
 
 class Turns:

@@ -19,11 +19,8 @@ from console.api.errors import json_response
 from console.api.parameters import TOKENIZE_CHAT_REFUSED, TOKENIZE_INERT
 from console.api.received import document_of, of_body, offload
 from console.api.sampling import ModelFields
-from console.api.served import ServedModel
+from console.api.served import MANY_TOKENS, ServedModel
 from console.api.versions import product_version
-
-_MANY_IDS = 16_384
-"""More are looked up beside the event loop."""
 
 _HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -116,7 +113,7 @@ class Utilities:
             turns = await of_body(request, partial(read_messages, body.messages))
             ids = list((await body.prompt(model, turns, use)).ids)
         tokens = partial(_tokens, ids, model, with_strings=body.return_token_strs)
-        return json_response(await offload(request, tokens) if len(ids) > _MANY_IDS else tokens())
+        return await offload(request, tokens) if len(ids) > MANY_TOKENS else tokens()
 
     mark_as(
         _tokenize,
@@ -154,9 +151,10 @@ async def _read_tokenize(request: web.Request) -> TokenizeBody | TokenizeChatBod
     return await read(request, TokenizeChatBody if is_conversation else TokenizeBody)
 
 
-def _tokens(ids: list[int], model: ServedModel, *, with_strings: bool) -> Tokens:
+def _tokens(ids: list[int], model: ServedModel, *, with_strings: bool) -> web.Response:
     strings = [model.tokenizer.id_to_token(token_id) for token_id in ids] if with_strings else None
-    return Tokens(count=len(ids), max_model_len=model.loaded.max_model_len, tokens=ids, token_strs=strings)
+    limit = model.loaded.max_model_len
+    return json_response(Tokens(count=len(ids), max_model_len=limit, tokens=ids, token_strs=strings))
 
 
 def _decode(model: ServedModel, ids: list[int]) -> str:

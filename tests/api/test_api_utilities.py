@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from console.api.tgi import telling
 from engine.text.tokenizer import Tokenizer
 from tests.api.harness import Served
 from tests.api.test_api_tools import HELLO, NOW, serving_tools
@@ -109,6 +111,22 @@ async def test_the_body_decides_whose_tokenize_it_is(api: Served) -> None:
 )
 async def test_a_bad_value_is_refused_by_its_name(api: Served, path: str, body: dict[str, Any], param: str) -> None:
     assert (await api.refusal(path, **body))["param"] == param
+
+
+async def test_many_tokens_of_a_short_text_are_written_beside_the_event_loop(
+    api: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, write = [], telling.json_response
+
+    def noted(body: object) -> web.Response:
+        threads.append(threading.current_thread())
+        return write(body)
+
+    monkeypatch.setattr(telling, "json_response", noted)
+    async with api.http.post("/tokenize", json={"inputs": "x" * 5000}) as response:
+        assert len(await response.json()) == 5000
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
 
 
 async def test_names_of_many_tokens_are_looked_up_beside_the_event_loop(

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
-from console.api import connections
-from console.api.connections import FIRST_READ_BYTES, MAX_READ_BYTES, MIN_READ_BYTES, READ_S, Runner
+from console.api.connections import FIRST_READ_BYTES, MAX_READ_BYTES, MIN_READ_BYTES, READ_S, READERS, Runner
 
 
 class Pipe(asyncio.Transport):
@@ -33,13 +32,19 @@ class Pipe(asyncio.Transport):
 
 
 @pytest.fixture
-async def connection() -> AsyncIterator[web.RequestHandler]:
-    """One of a server that has no patience at all."""
+async def runner() -> AsyncIterator[Runner]:
+    """A server that has no patience at all."""
     runner = Runner(web.Application(), write_timeout_s=0.0)
     await runner.setup()
-    assert runner.server is not None
-    yield runner.server()
+    yield runner
     await runner.cleanup()
+
+
+@pytest.fixture
+async def connection(runner: Runner) -> web.RequestHandler:
+    """One of its connections."""
+    assert runner.server is not None
+    return runner.server()
 
 
 async def test_who_takes_a_little_at_each_look_is_cut_off_when_that_ends(connection: web.RequestHandler) -> None:
@@ -76,9 +81,32 @@ async def test_less_is_taken_at_once_of_a_connection_whose_bytes_take_long(
         (2 * READ_S, MIN_READ_BYTES),
         *((0.0, min(MAX_READ_BYTES, MIN_READ_BYTES * 2**times)) for times in range(1, 9)),
     ):
-        moments = iter([1.0, 1.0 + took_s])
-        monkeypatch.setattr(connections.time, "perf_counter", lambda moments=moments: next(moments))
-        connection.data_received(b"GET")
+        receive(connection, took_s, monkeypatch)
         assert pipe.max_size == size
-        monkeypatch.undo()
     connection.connection_lost(None)
+
+
+async def test_less_still_is_taken_at_once_of_each_of_many_connections(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runner.server is not None
+    many = [(runner.server(), Pipe(0)) for _ in range(8 * READERS)]
+    for connection, pipe in many:
+        connection.connection_made(pipe)
+    sizes: list[set[int]] = []
+    for _ in range(3):
+        for connection, _ in many:
+            receive(connection, READ_S / 2, monkeypatch)
+        await asyncio.sleep(0)
+        sizes.append({pipe.max_size for _, pipe in many})
+    for connection, _ in many:
+        connection.connection_lost(None)
+    assert sizes == [{FIRST_READ_BYTES}, {FIRST_READ_BYTES // 4}, {MIN_READ_BYTES}]
+
+
+def receive(connection: web.RequestHandler, took_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have bytes come in that take so long."""
+    moments = iter([1.0, 1.0 + took_s])
+    monkeypatch.setattr("console.api.connections.time.perf_counter", lambda: next(moments))
+    connection.data_received(b"GET")
+    monkeypatch.undo()

@@ -34,6 +34,10 @@ async def test_no_more_than_so_many_begin_in_a_round_and_in_the_order_they_came(
     assert [number for each in rounds for number in each] == list(range(10))
 
 
+async def test_one_begins_in_a_round_where_nothing_else_is_said() -> None:
+    assert await begun_by_round(Turns(), 5) == [[0], [1], [2], [3], [4]]
+
+
 async def test_a_request_that_comes_alone_begins_at_once() -> None:
     turns = Turns(2)
     for _ in range(5):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from aiohttp import web
 
 from console.api.body import read
 from console.api.context import ApiContext
 from console.api.described import describes
 from console.api.errors import json_response
-from console.api.received import of_body
+from console.api.received import offload
 from console.api.sampling import MAX_N, SamplingFields
+from console.api.served import MANY_TOKENS
 from console.api.tgi.body import TgiBody
 from console.api.tgi.shapes import Info, SimpleToken
 from console.api.versions import product_version
@@ -58,8 +62,11 @@ class Telling:
         model = await self._context.served(SamplingFields.of({"model": body.model}))
         spans = await model.spans(body.inputs)
         shown = spans if truncate is None else spans[-truncate:]
-        return json_response(await of_body(request, lambda: [_token(body.inputs, span) for span in shown]))
+        tokens = partial(_tokens, body.inputs, shown)
+        return await offload(request, tokens) if len(shown) > MANY_TOKENS else tokens()
 
 
-def _token(text: str, span: TokenSpan) -> SimpleToken:
-    return SimpleToken(span.token_id, text[span.start : span.stop], span.start, span.stop)
+def _tokens(text: str, spans: Sequence[TokenSpan]) -> web.Response:
+    return json_response(
+        [SimpleToken(span.token_id, text[span.start : span.stop], span.start, span.stop) for span in spans]
+    )
