@@ -21,7 +21,7 @@ from engine.backends.torch.settings import refuse_settings
 from engine.config import ModelSpec, WeightsName
 from engine.demo import model_path
 from engine.errors import InvalidRequest, ModelLoadFailed
-from tests.fakes.quantised_folders import make_twins
+from tests.fakes.quantised_folders import edit_weights, make_twins
 from tests.fakes.tiny_models import make_tiny_model
 from tests.performance.perplexity import held_out, outcome, with_pages
 
@@ -122,6 +122,15 @@ def test_a_kernel_that_does_not_multiply_as_it_must_ends_the_load(
     monkeypatch.setattr("engine.backends.torch.linear.is_like", lambda layer, weight, bits: False)
     with pytest.raises(ModelLoadFailed, match=r"int4 kernel multiplies by .* weights unlike torch"):
         load(make_tiny_model(tmp_path, dtype="bfloat16", with_tokenizer=False), "int4")
+
+
+@runs
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_said_to_be_and_no_kernel_is_blamed(tmp_path: Path, value: float) -> None:
+    folder = make_tiny_model(tmp_path, dtype="bfloat16", with_tokenizer=False)
+    edit_weights(folder, **{"model.layers.0.mlp.down_proj.weight": torch.full((64, 128), value, dtype=torch.bfloat16)})
+    with pytest.raises(ModelLoadFailed, match="hold numbers that are not finite, in one of 64 x 128"):
+        load(folder, "int8")
 
 
 @runs

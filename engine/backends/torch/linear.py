@@ -127,6 +127,8 @@ class LinearFactory:
         if (bits, *key) not in self._quantised_trusted:
             if not is_like(layer, joined(weight), bits):
                 rows, columns = shape_of(weight)
+                if not bool(joined(weight).isfinite().all()):
+                    raise ModelLoadFailed(f"the weights hold numbers that are not finite, in one of {rows} x {columns}")
                 raise ModelLoadFailed(
                     f"the native int{bits} kernel multiplies by {rows} x {columns} weights unlike torch; "
                     "load without --weights",
