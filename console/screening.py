@@ -7,6 +7,7 @@ from typing import Any
 
 from console.called import as_link
 from console.logs import logging_to
+from console.native_stderr import native_stderr_logged
 from console.output import redirected_stream
 from console.readonly import ReadOnlyLink
 from console.recording.link import ReplayLink
@@ -45,7 +46,7 @@ def _options(theme: str | None) -> dict[str, Any]:
 
 
 def _run(app: Any) -> int:
-    with logging_to(LogRing(), log_dir(), verbose=False, stderr=False):
+    with logging_to(LogRing(), log_dir(), verbose=False, stderr=False), native_stderr_logged():
         collect_rarely()
         app.run()
     return int(app.return_code or 0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from console.link import ApiStatus, EngineLink
 from console.modes import import_screens
+from console.native_stderr import native_stderr_logged
 from console.opening import OpeningLink
 from console.output import say
 from console.settings import Settings, data_dir, log_dir, state_dir
@@ -54,7 +55,7 @@ def run_console(
         engine.on_failure = lambda: app.call_from_thread(app.exit)
         engine.on_ready = lambda: app.call_later(app.make_screens_ahead)  # waits for no app that is leaving
         collect_rarely()
-        with _recording(link, settings):
+        with _recording(link, settings), native_stderr_logged():
             app.run()
     return app.return_code or 0
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from pathlib import Path
 
+import pytest
+
 from console.logs import logging_to
+from console.native_stderr import native_stderr_logged
 from engine.log import LogRing
 
 
@@ -23,3 +28,17 @@ def test_a_line_is_written_as_it_was_when_it_was_said(tmp_path: Path) -> None:
     assert "ERROR   api: it broke with ['before', 'after']\n" in written
     assert "ValueError: no such thing" in written
     assert ring.after(0)[1][0].message == "['before'] and 7"
+
+
+def test_what_a_library_writes_to_stderr_itself_is_in_the_log_while_a_screen_is_drawn_there(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ring = LogRing()
+    with logging_to(ring, None, verbose=False, stderr=False):
+        with native_stderr_logged():
+            os.write(2, b"thread panicked: \x1b]52;c;QQ==\x07\xff\n\n" + b"x" * 3000)
+            print("the screen", file=sys.__stderr__, end="")
+        os.write(2, b", and the terminal again")
+    assert capfd.readouterr().err == "the screen, and the terminal again"
+    lines = [line.message for line in ring.after(0)[1]]
+    assert lines == [r"thread panicked: \x1b]52;c;QQ==\x07" + "\ufffd", "x" * 2000, "x" * 1000]
