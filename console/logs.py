@@ -16,6 +16,8 @@ from engine.files import make_private_folder, private_opener
 from engine.log import LogRing, PrintableFormatter, RingHandler
 from engine.text.printable import printable
 
+log = logging.getLogger(__name__)
+
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _WAITING_LINES = 10_000
 _LAST_LINES_S = 2.0
@@ -73,7 +75,14 @@ class _DroppingHandler(QueueHandler):
 
 
 class _PrivateFileHandler(RotatingFileHandler):
-    """Makes files that nobody else may read."""
+    """Makes files that nobody else may read. Where one cannot be written that is said once, and not on stderr."""
+
+    _complained = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        if not self._complained:
+            self._complained = True
+            log.warning("%s cannot be written: %s", self.baseFilename, sys.exc_info()[1])
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=private_opener)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import stat
 from collections.abc import Iterator
@@ -17,10 +18,11 @@ from console.chats.export import write_new
 from console.cli import main
 from console.config_file import replace_file as replace_settings
 from console.line_writer import LineWriter
-from console.logs import _file_handler
+from console.logs import _file_handler, logging_to
 from console.recording.writer import RecordingWriter
 from console.screens.logs import save
 from engine.files import replace_file
+from engine.log import LogRing
 from engine.worker.native import NativeOutput
 from tests.fakes.bench_scenes import users
 
@@ -62,6 +64,20 @@ def test_the_programs_log_and_those_put_aside(tmp_path: Path) -> None:
     handler.close()
     assert len(list((tmp_path / "state" / "log").iterdir())) == 2
     assert open_to_others(tmp_path) == []
+
+
+def test_a_log_on_a_full_disk_is_said_once_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ericllm.log").symlink_to("/dev/full")
+    ring = LogRing()
+    with logging_to(ring, tmp_path, verbose=False, stderr=False):
+        for number in range(5):
+            logging.getLogger("api").info("line %d", number)
+        while not (said := [line.message for line in ring.after(0)[1] if "ericllm.log" in line.message]):
+            os.sched_yield()
+    assert said == [f"{tmp_path}/ericllm.log cannot be written: [Errno 28] No space left on device"]
+    assert capfd.readouterr().err == ""
 
 
 async def test_what_workers_write(tmp_path: Path) -> None:
