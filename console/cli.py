@@ -90,11 +90,16 @@ def _doctor(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Examine this machine for what `ericllm` with the same flags would need; 0 where it could run, else 1."""
     _add_settings(parser, "Say what this machine has and lacks for these flags, and how to mend it.")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print the report for programs")
+    parser.add_argument(
+        "--compile", action="store_true", help="first compile the CPU kernels, as the first load would: for images"
+    )
     flags = _parse(argv, parser)
-    wanted_json = flags.pop("as_json")
+    wanted_json, compiles = flags.pop("as_json"), flags.pop("compile")
     sources = Sources.read(flags)
-    from console.doctor import as_json, as_text, diagnose
+    from console.doctor import as_json, as_text, compile_kernels, diagnose
 
+    if compiles:
+        compile_kernels()
     report = diagnose(sources.settings(), sources)
     write(as_json(report) if wanted_json else as_text(report), as_json=wanted_json)
     return 0 if report.can_run else FAILURE

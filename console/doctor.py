@@ -12,13 +12,16 @@ import msgspec
 
 from console.doctor_security import security_findings
 from console.loading import backend_for, choose_model
+from console.output import say
 from console.settings import APP_NAME, Settings
 from console.sources import Sources
+from engine.backends.torch.native.available import instruction_set_here
+from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder
 from engine.config import BackendKind
 from engine.doctor.examine import examine
 from engine.doctor.gather import IMPORT_TIMEOUT_S, gather
 from engine.doctor.report import Finding, Report
-from engine.errors import EngineError
+from engine.errors import BackendUnavailable, EngineError
 from engine.models.inspect import inspect
 from engine.models.resolve import resolve_local
 from ericllm_main import PACKAGES, owners
@@ -59,6 +62,27 @@ def _program() -> Finding:
     value = f"here is also the package {', '.join(others)}; whichever is installed or removed next breaks the other"
     advice = f"Install {APP_NAME} in an environment of its own: `pipx` and `uv tool` make one."
     return Finding(area, name, "broken", value, advice)
+
+
+def compile_kernels() -> None:
+    """Compile what the first load of a model on this CPU would, saying so. Raises BackendUnavailable where that cannot
+    be."""
+    isa = instruction_set_here()
+    if isa is None:
+        raise BackendUnavailable("There is nothing to compile: the native kernels are off, or do not run on this CPU")
+    said = ""
+
+    def watch(done: int, total: int) -> None:
+        nonlocal said
+        if (now := f"compiling the native kernels for {isa}: {done} of {total} files") != said:
+            said = now
+            say(said)
+
+    try:
+        library = build_library(isa, cache_folder(), watch=watch)
+    except CannotBuild as error:
+        raise BackendUnavailable(f"The native kernels for {isa} cannot be made: {error}") from None
+    say(f"the native kernels for {isa} are in {library}")
 
 
 def chosen_backend(settings: Settings) -> BackendKind:

@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,6 +41,30 @@ _SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 def python_command(*arguments: str) -> list[str]:
     """Return the command that runs this interpreter with `arguments`, importing nothing from the current folder."""
     return [sys.executable, "-P", *arguments]
+
+
+_TIED = """
+import os, signal, subprocess, sys, threading
+
+def end_with_parent():
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
+
+try:
+    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+except OSError as error:
+    sys.exit(f"error: {error}")
+threading.Thread(target=end_with_parent, daemon=True).start()
+status = child.wait()
+sys.exit(status if status >= 0 else 128 - status)
+"""
+
+
+def tied_command(command: Sequence[str]) -> list[str]:
+    """Return what runs `command` until the pipe ends that it is given as stdin: when whoever started it closes that, or
+    dies. It and what it started are killed then. Start it in a session of its own; its status is the command's, and
+    128 and the number of the signal that ended that."""
+    return [sys.executable, "-P", "-S", "-c", _TIED, *command]
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import socket
 import subprocess
 import threading
@@ -189,9 +191,10 @@ class ProcessHost(ChannelHost):
             self._give_up()
 
     def kill(self) -> None:
-        """SIGKILL; on_exit follows."""
-        if self._process is not None:
-            self._process.kill()
+        """SIGKILL, for what it started too (ninja and nvcc, say); on_exit follows."""
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _reaped(self, code: int) -> None:
         assert self._output is not None

@@ -17,6 +17,7 @@ import pytest
 from console.runtime import Runtime
 from console.settings import Settings
 from console.sources import Sources
+from engine.backends.torch.native.available import instruction_set_here
 from engine.doctor.child import ProbeFailed, ask
 from engine.doctor.facts import Exllama, Package
 from engine.doctor.gather import gather
@@ -71,6 +72,28 @@ def test_a_package_that_another_distribution_has_too_is_named(tmp_path: Path) ->
     finding = next(each for each in json.loads(result.stdout)["findings"] if each["name"] == "packages")
     assert finding["state"] == "broken"
     assert "the package console of stranger;" in finding["value"]
+
+
+@pytest.mark.skipif(instruction_set_here() is None, reason="the kernels do not run here")
+def test_kernels_are_compiled_ahead_when_asked_for(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho kernels > "$2"\n')
+    compiler.chmod(0o755)
+    compiled = doctor("--backend", "torch", "--compile", XDG_CACHE_HOME=str(tmp_path), CXX=str(compiler))
+    assert "7 of 7 files" in compiled.stderr
+    (library,) = tmp_path.rglob("*.so")
+    assert compiled.stderr.endswith(f"are in {library}\n")
+    assert "kernels for bfloat16, compiled\n" in compiled.stdout
+    again = doctor("--backend", "torch", "--compile", XDG_CACHE_HOME=str(tmp_path), CXX="none")
+    assert again.stderr == compiled.stderr.splitlines(keepends=True)[-1]
+
+
+@pytest.mark.skipif(instruction_set_here() is None, reason="the kernels do not run here")
+def test_kernels_that_cannot_be_compiled_ahead_are_one_sentence(tmp_path: Path) -> None:
+    failed = doctor("--compile", XDG_CACHE_HOME=str(tmp_path), CXX="none")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.endswith("cannot be made: CXX names none, which is not on PATH\n")
+    assert failed.stderr.count("\n") == 1
 
 
 def test_exllamav2_cannot_run_without_a_gpu_and_one_sentence_says_so() -> None:

@@ -321,6 +321,50 @@ def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path, monkeypatch: p
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["avx512.other"]
 
 
+def test_a_process_that_is_killed_takes_its_compilers_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compiler(tmp_path, monkeypatch, "")
+    building = multiprocessing.get_context("fork").Process(target=build_library, args=("avx2", tmp_path / "kept"))
+    building.start()
+    while len(_compilers(tmp_path)) < 2:
+        assert building.is_alive()
+    building.kill()
+    building.join()
+    while _compilers(tmp_path):
+        pass
+
+
+def test_the_compiler_is_the_one_that_cxx_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "mine"
+    compiler.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/first\nexit 3\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{compiler} --for-tests")
+    assert build.find_compiler() == str(compiler)
+    with pytest.raises(CannotBuild, match="mine ended with 3"):
+        build_library("avx2", tmp_path / "cache")
+    assert (tmp_path / "first").read_text() == "--for-tests\n"
+
+
+@pytest.mark.parametrize(("named", "said"), [("none", "none"), ("none -x", "none -x"), ("'no", "''\"'\"'no'")])
+def test_a_compiler_that_is_named_and_not_there_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, said: str
+) -> None:
+    monkeypatch.setenv("CXX", named)
+    with pytest.raises(CannotBuild, match=f"^CXX names {said}, which is not on PATH$"):
+        build_library("avx2", tmp_path)
+
+
+def test_libraries_of_former_versions_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compile_to(monkeypatch, b"the library")
+    for age in range(5):
+        old = tmp_path / f"avx2-{age:016}.so"
+        old.touch()
+        os.utime(old, (10**9 - age, 10**9 - age))
+    (tmp_path / "avx2-more-0000000000000000.so").touch()
+    made = build_library("avx2", tmp_path)
+    left = {path.name for path in tmp_path.glob("*.so")}
+    assert left == {made.name, "avx2-0000000000000000.so", "avx2-0000000000000001.so", "avx2-more-0000000000000000.so"}
+
+
 def test_machines_that_share_a_home_but_no_c_library_keep_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = set()
     for version in ("2.36", "2.39"):

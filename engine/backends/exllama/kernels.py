@@ -76,7 +76,7 @@ class KernelBuild:
         for child in psutil.Process().children(recursive=True):
             try:
                 if Path(child.cwd()) == self.workspace:
-                    child.terminate()
+                    child.kill()
             except psutil.Error:
                 continue
 

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from typing import IO, Literal
 
 import platformdirs
 
-from engine.child_process import child_environment, python_command
+from engine.child_process import child_environment, python_command, tied_command
 from engine.files import claim_folder, distrust
 
 InstructionSet = Literal["amx-bf16", "avx512-bf16", "avx512", "avx2"]
@@ -74,6 +75,9 @@ _POLL_S = 0.05
 
 _LEVELS = 2
 """Folders of ours above the one of the libraries: see `cache_folder`."""
+
+_MAX_KEPT = 3
+"""Libraries for one instruction set: several versions may be in use."""
 
 _LIBRARY_MODE = 0o755
 """Whatever the mask of modes: one that a group may write to would not be trusted."""
@@ -181,8 +185,27 @@ def ship_libraries(folder: Path) -> list[Path]:
 
 
 def find_compiler() -> str:
-    """The C++ compiler that would be used, "" where none is on PATH."""
-    return next((found for name in COMPILERS if (found := shutil.which(name))), "")
+    """The C++ compiler that would be used, the one that CXX names if it names any; "" where it is not on PATH."""
+    return next((found for name in _named_compiler()[:1] or COMPILERS if (found := shutil.which(name))), "")
+
+
+def _named_compiler() -> list[str]:
+    """What CXX names, with its arguments."""
+    named = os.environ.get("CXX", "")
+    try:
+        return shlex.split(named)
+    except ValueError:
+        return [named]
+
+
+def _compiler_command() -> list[str]:
+    """The compiler, with its arguments. Raises CannotBuild."""
+    compiler, named = find_compiler(), _named_compiler()
+    if compiler:
+        return [compiler, *named[1:]]
+    if named:
+        raise CannotBuild(f"CXX names {shlex.join(named)}, which is not on PATH")
+    raise CannotBuild(f"no C++ compiler is on PATH ({', '.join(COMPILERS)})")
 
 
 class _Build:
@@ -204,10 +227,16 @@ class _Build:
                     self._is_locked = True
                 except BlockingIOError:
                     self._waited = True
-                    self._look(sum(1 for _ in self._folder.glob(f"{self._isa}.*/*.o")))
+                    self._look(self._made_by_another())
                 except OSError:
                     break
             yield lock
+
+    def _made_by_another(self) -> int:
+        try:
+            return sum(1 for _ in self._folder.glob(f"{self._isa}.*/*.o"))
+        except OSError:  # it ends, and clears its folder away
+            return 0
 
     def make(self, shipped: Path | None, lock: IO[bytes]) -> Path:
         """Put the library in its place: a copy of the `shipped` one if there is one, else what the compiler makes."""
@@ -228,11 +257,18 @@ class _Build:
                 if self._isa in _TRIED_FIRST:
                     self.try_out(made)
                 _keep(made, _path(self._isa, self._folder))
+            self._remove_old()
         except CannotBuild as error:
             with suppress(OSError):
                 lock.write(str(error).encode())
             raise
         return _path(self._isa, self._folder)
+
+    def _remove_old(self) -> None:
+        """Of the libraries for `isa`, which other versions of the sources made too, leave the newest few."""
+        found = [each for each in self._folder.glob("*.so") if each.name.rpartition("-")[0] == self._isa]
+        for old in sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)[_MAX_KEPT:]:
+            old.unlink(missing_ok=True)
 
     def try_out(self, made: Path) -> None:
         """Have a process of its own multiply by it."""
@@ -249,19 +285,17 @@ class _Build:
 
     def compile(self, scratch: Path) -> Path:
         """Compile the library into `scratch`."""
-        compiler = find_compiler()
-        if not compiler:
-            raise CannotBuild(f"no C++ compiler is on PATH ({', '.join(COMPILERS)})")
+        compiler = _compiler_command()
         made = scratch / "library.so"
         objects = [scratch / f"{source.stem}.o" for source in SOURCES]
         self._run(
             [
-                [compiler, "-c", *_FLAGS, *ISA_FLAGS[self._isa], "-o", str(each), str(source)]
+                [*compiler, "-c", *_FLAGS, *ISA_FLAGS[self._isa], "-o", str(each), str(source)]
                 for each, source in zip(objects, SOURCES, strict=True)
             ],
             scratch,
         )
-        self._run([[compiler, "-shared", *_LINK_FLAGS, "-o", str(made), *map(str, objects)]], scratch, len(objects))
+        self._run([[*compiler, "-shared", *_LINK_FLAGS, "-o", str(made), *map(str, objects)]], scratch, len(objects))
         return made
 
     def _run(self, commands: Sequence[list[str]], scratch: Path, done: int = 0) -> None:
@@ -290,15 +324,16 @@ class _Build:
 
 
 class _Command:
-    """A running program. What it says is kept in memory: a disk that is full must not hide why it failed."""
+    """A running program, which ends with this process. What it says is kept in memory: a full disk must not hide why it
+    failed."""
 
     def __init__(self, command: list[str], scratch: Path) -> None:
         self._name, self._said = command[0], b""
         try:
             self._process = subprocess.Popen(
-                command,
+                tied_command(command),
                 bufsize=0,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -307,8 +342,8 @@ class _Command:
             )
         except OSError as error:
             raise CannotBuild(f"{self._name} cannot be run: {error}") from error
-        assert self._process.stderr is not None
-        self._errors = self._process.stderr
+        assert self._process.stdin is not None and self._process.stderr is not None
+        self._alive, self._errors = self._process.stdin, self._process.stderr
         os.set_blocking(self._errors.fileno(), False)
 
     def ended(self) -> bool:
@@ -320,17 +355,21 @@ class _Command:
 
     def check(self) -> None:
         """Raise CannotBuild, with its first error, unless it ended well."""
-        self._errors.close()
-        if self._process.returncode:
+        self._close()
+        if status := self._process.returncode:
             said = self._said.decode(errors="replace")
             first = next((line for line in said.splitlines() if "error" in line), said.strip()[-200:])
-            raise CannotBuild(f"{self._name} ended with {self._process.returncode}: {first[:400]}")
+            raise CannotBuild(f"{self._name} ended with {128 - status if status > 128 else status}: {first[:400]}")
 
     def kill(self) -> None:
         """End it and what it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._close()
+
+    def _close(self) -> None:
+        self._alive.close()
         self._errors.close()
 
 
