@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from engine.models.catalog import HUB_CACHE, ModelEntry
-from engine.models.files import home_expanded, is_file
+from engine.models.files import home_expanded, is_file, without_links
 from engine.models.hub_cache import hub_cache_folder, is_complete, kept_bytes, repo_of, snapshot_of
 from engine.models.inspect import ChooseBackend, inspect
 
@@ -84,7 +84,7 @@ def _named(models: Iterable[FoundModel]) -> list[FoundModel]:
     found: dict[str, FoundModel] = {}
     seen: set[Path] = set()
     for model in models:
-        resolved = model.path.resolve()
+        resolved = without_links(model.path)
         if resolved in seen:
             continue
         seen.add(resolved)
@@ -97,7 +97,7 @@ def _marked(folders: Sequence[Path], marker: str, hub_cache: bool) -> Iterator[F
     for folder in folders:
         folder = home_expanded(folder)
         if is_file(folder / marker):
-            yield FoundModel(folder.resolve().name, folder, str(folder))
+            yield FoundModel(without_links(folder).name, folder, str(folder))
         else:
             yield from _marked_in(folder, marker, "", str(folder), _LEVELS)
     if hub_cache:

@@ -41,6 +41,11 @@ def home_expanded(path: str | Path) -> Path:
         return Path(path)
 
 
+def without_links(path: Path) -> Path:
+    """Where a path leads, as far as it does: another program may make a link to itself of it at any time."""
+    return Path(os.path.realpath(path))
+
+
 def is_folder(path: Path) -> bool:
     """Whether there is such a folder; False too where nothing can be called so, or nobody here may look."""
     try:
@@ -191,7 +196,7 @@ def _path_of(descriptor: int) -> Path:
 
 
 def _may_be_read(found: Path, folder: Path) -> bool:
-    if found.is_relative_to(folder.resolve()):
+    if found.is_relative_to(without_links(folder)):
         return True
     blobs = found.parent
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from engine.config import BackendKind, ModelSpec
 from engine.costs import Workload, costs_of
 from engine.errors import EngineError, ModelLoadFailed, UnsupportedModel
 from engine.facts import read_facts
+from engine.models import discover as discovering
 from engine.models import inspect as inspecting
 from engine.models.discover import discover
-from engine.models.files import MAX_FILES, MAX_JSON_BYTES, open_file, read_file, read_json_object
+from engine.models.files import MAX_FILES, MAX_JSON_BYTES, is_file, open_file, read_file, read_json_object
 from engine.models.headers import MAX_TENSORS, read_header, read_headers
 from engine.models.inspect import inspect
 from engine.text.folder import TokenizerFolder
@@ -300,6 +302,22 @@ def test_a_link_to_itself_or_a_name_that_is_no_text_hides_no_other_model(
     (models / "loop").symlink_to("loop")
     write_model(Path(os.fsdecode(os.fsencode(models) + b"/bad\xff")))
     assert [entry.name for entry in discover([models]) if entry.origin != "demo"] == ["good"]
+
+
+def test_a_folder_that_becomes_a_link_to_itself_while_it_is_looked_at_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mild, fickle = write_model(tmp_path / "models" / "mild"), write_model(tmp_path / "models" / "fickle")
+
+    def swap(file: Path) -> bool:
+        found = is_file(file)
+        if file.parent == fickle:
+            shutil.rmtree(fickle)
+            fickle.symlink_to(fickle.name)
+        return found
+
+    monkeypatch.setattr(discovering, "is_file", swap)
+    assert [model.path for model in discover([tmp_path / "models"], hub_cache=False)][1:] == [mild]
 
 
 def test_a_folder_whose_config_and_weights_are_both_broken_is_still_a_row(
