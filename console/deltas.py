@@ -26,8 +26,8 @@ from console.foreign_values import MAX_ITEMS, MAX_VALUES, num_values
 T = TypeVar("T")
 Change = list[Any] | dict[str, Any]
 
-MAX_TEXT = 2**16
-"""Characters of one text of a value that changes: names and sentences."""
+MAX_TEXT = 2**14
+"""Characters of one text of a value that changes: names, paths and sentences."""
 
 MAX_COPIED = 10**6
 """Items that one change may copy: several times all that a value can hold, and some 20 ms."""

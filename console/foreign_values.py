@@ -25,8 +25,8 @@ MAX_VALUES = 250_000
 MAX_ITEMS = 20_000
 """In one list: a screen that shows it draws some of them, and looks at all."""
 
-MAX_TEXT = 2**24
-"""Characters of one text: an answer of the longest context, say."""
+MAX_TEXT = 2**18
+"""Characters of one text: both ends of a long prompt, say, of 2,000 tokens."""
 
 MAX_NUMBER = 2**64
 """Integers of 64 bits; and what two fractions make of each other is no more than a float holds."""

@@ -9,11 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Literal, get_args
 
+import msgspec
+
 from engine.records import KEPT_ROWS
 from engine.snapshot import RequestRow
 
 Show = Literal["all", "live", "queued", "finished", "failed"]
 SHOWS: tuple[Show, ...] = get_args(Show)
+
+_MAX_ROW_BYTES = 2**13
+"""Of a row that ended, as JSON: thousands of them are kept, and another instance may say anything in each."""
 
 Value = float | str | tuple[int, str] | None
 Entry = tuple[bool, Value, int, str, RequestRow]
@@ -129,8 +134,8 @@ class RequestList:
     def _add(self, rows: Sequence[RequestRow]) -> None:
         new: dict[str, RequestRow] = {}
         for row in rows:
-            if (key := key_of(row)) not in self._ended:
-                new.setdefault(key, row)
+            if (key := key_of(row)) not in self._ended and (short := _short(row)) is not None:
+                new.setdefault(key, short)
         self._ended |= new
         self._sorted += self._entries(new.values())
         if (many := len(self._ended) - self._most) > 0:
@@ -158,3 +163,9 @@ class RequestList:
                 value = value_of(row)
                 found.append((last == (value is None), "" if value is None else value, row.order, row.id, row))
         return found
+
+
+def _short(row: RequestRow) -> RequestRow | None:
+    """The row, without its error where that is too long to be kept; None where it is too long all the same."""
+    rows = (row, msgspec.structs.replace(row, error=None))
+    return next((each for each in rows if len(msgspec.json.encode(each)) <= _MAX_ROW_BYTES), None)

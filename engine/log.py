@@ -12,10 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
+import msgspec
+
 from engine.snapshot import LogEntry
 from engine.text.printable import printable, printable_lines
 
 RING_LINES = 5000
+MAX_LINE = 2000
+"""Characters of a line that the ring keeps; the log file has it whole."""
 
 
 class LogRing:
@@ -36,7 +40,11 @@ class LogRing:
         self.add(LogEntry(at=time.time(), level=level, source=source, message=message))
 
     def add(self, entry: LogEntry) -> None:
-        """Add a line that another ring had."""
+        """Add a line that another ring had, cut where it is too long."""
+        if max(len(entry.source), len(entry.message)) > MAX_LINE:
+            entry = msgspec.structs.replace(
+                entry, source=entry.source[:MAX_LINE], message=entry.message[:MAX_LINE] + "…"
+            )
         with self._lock:
             self._entries.append(entry)
             self._total += 1

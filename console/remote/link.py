@@ -9,12 +9,11 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import msgspec
-
 from console.called import CalledGroup, CalledLink
 from console.calls import Call
-from console.deltas import plain, shaped
+from console.deltas import MAX_TEXT, plain, shaped
 from console.feed import Feed, told
+from console.foreign_values import num_values
 from console.link import ApiStatus
 from console.links.conversation import ChatDelta, ChatMessage
 from console.loops import LoopThread
@@ -32,6 +31,8 @@ from engine.snapshot import LogEntry, Snapshot
 T = TypeVar("T")
 
 DEFAULT_HZ = 2.0
+_LONG_TEXTS = frozenset({"requests.detail"})
+"""Calls whose answer holds more than names and sentences: what was asked and answered."""
 
 
 class RemoteLink(CalledLink):
@@ -90,9 +91,10 @@ class RemoteLink(CalledLink):
     def at_once(self, call: Call, arguments: Mapping[str, object]) -> object:
         """The last answer that came."""
         blank = call.blank(**arguments)
+        given = tuple(sorted(arguments.items()))
         if self.standing().stale:
-            return self._polled.known(_question(call, arguments), blank)
-        return self._polled.get(_question(call, arguments), lambda: self._answer(call, arguments), blank)
+            return self._polled.known(call.name, given, blank)
+        return self._polled.get(call.name, given, lambda: self._answer(call, arguments), blank)
 
     async def ask(self, call: Call, arguments: Mapping[str, object]) -> object:
         """The answer of the instance; what it would refuse is not even sent."""
@@ -119,8 +121,10 @@ class RemoteLink(CalledLink):
             document = await self._only_event(path, body)
             self._polled.forget()
         try:
+            if call.name not in _LONG_TEXTS:
+                num_values(document, MAX_TEXT)
             return shaped(document["result"], call.result)
-        except (msgspec.ValidationError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):  # msgspec's errors are ValueErrors
             raise OutOfReach(f"{self.standing().name} is of another version than this console") from None
 
     async def _only_event(self, path: str, body: Mapping[str, object]) -> Any:
@@ -160,10 +164,6 @@ async def _forward(instance: Instance, body: Mapping[str, Any], feed: Feed) -> N
             feed.put(delta)
     if not finished:
         raise OutOfReach(f"{instance.address.name} ended the connection before the answer was complete")
-
-
-def _question(call: Call, arguments: Mapping[str, object]) -> tuple[object, ...]:
-    return (call.name, *sorted(arguments.items()))
 
 
 def _as_text(value: object) -> str:

@@ -15,8 +15,8 @@ from engine.errors import EngineError
 log = logging.getLogger(__name__)
 
 FRESH_S = 0.75
-KEPT = 64
-"""Questions whose answers are kept: those asked last."""
+KEPT = 4
+"""Questions of one call whose answers are kept, those asked last: each may be as long as another instance has it."""
 
 
 @dataclass(slots=True)
@@ -34,17 +34,20 @@ class Polled:
     ) -> None:
         self._submit = submit
         self._clock = clock
-        self._answers: OrderedDict[Hashable, _Answer] = OrderedDict()
+        self._answers: dict[str, OrderedDict[Hashable, _Answer]] = {}
         self._lock = Lock()
 
-    def get(self, question: Hashable, fetch: Callable[[], Coroutine[Any, Any, object]], blank: object) -> object:
-        """The last answer, `blank` before the first one."""
+    def get(
+        self, call: str, arguments: Hashable, fetch: Callable[[], Coroutine[Any, Any, object]], blank: object
+    ) -> object:
+        """The last answer to a call with these arguments, `blank` before the first one."""
         now = self._clock()
         with self._lock:
-            answer = self._answers.setdefault(question, _Answer(blank))
-            self._answers.move_to_end(question)
-            while len(self._answers) > KEPT:
-                self._answers.popitem(last=False)
+            answers = self._answers.setdefault(call, OrderedDict())
+            answer = answers.setdefault(arguments, _Answer(blank))
+            answers.move_to_end(arguments)
+            if len(answers) > KEPT:
+                answers.popitem(last=False)
             due = not answer.under_way and now - answer.asked_at >= FRESH_S
             if due:
                 answer.under_way, answer.asked_at = True, now
@@ -52,17 +55,18 @@ class Polled:
             self._submit(self._fetch(answer, fetch))
         return answer.value
 
-    def known(self, question: Hashable, blank: object) -> object:
+    def known(self, call: str, arguments: Hashable, blank: object) -> object:
         """The last answer, and nothing is fetched."""
         with self._lock:
-            answer = self._answers.get(question)
+            answer = self._answers.get(call, OrderedDict[Hashable, _Answer]()).get(arguments)
         return blank if answer is None else answer.value
 
     def forget(self) -> None:
         """Have everything fetched anew the next time it is asked for; what is known is shown until then."""
         with self._lock:
-            for answer in self._answers.values():
-                answer.asked_at = float("-inf")
+            for answers in self._answers.values():
+                for answer in answers.values():
+                    answer.asked_at = float("-inf")
 
     async def _fetch(self, answer: _Answer, fetch: Callable[[], Coroutine[Any, Any, object]]) -> None:
         try:

@@ -9,6 +9,7 @@ from typing import Literal
 from rich.cells import cell_len, set_cell_size
 from textual.content import Content, Span
 
+from console.printable_filter import MAX_CHARACTERS
 from engine.text.printable import ANY_UNSAFE, printable
 
 Align = Literal["left", "right"]
@@ -64,6 +65,9 @@ def side_by_side(placed: Sequence[tuple[Cell, int, Align]], gap: int) -> Content
     """Cells side by side, each in its room. Made in one go: tables are drawn many times a second."""
     line, spans, length = list[str](), list[Span](), 0
     for at, (pieces, room, align) in enumerate(placed):
+        most = MAX_CHARACTERS * (room + 1)
+        if any(len(text) > most for text, _ in pieces):  # measuring them takes longer than they are worth
+            pieces = tuple((text[:most], style) for text, style in pieces)
         missing = room - sum(cell_len(text) for text, _ in pieces)
         if missing < 0:
             pieces, missing = _cut(pieces, room), 0

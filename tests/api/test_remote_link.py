@@ -33,8 +33,9 @@ from console.remote.polled import Polled
 from engine.config import EngineConfig, SamplingParams
 from engine.engine import Engine
 from engine.errors import InvalidRequest, ModelLoadFailed
+from engine.records import RequestText
 from tests.api.operators import FolderOperator
-from tests.fakes import bench_scenes, scenes
+from tests.fakes import bench_scenes, request_scenes, scenes
 from tests.fakes.link import MODELS, FakeLink
 
 HI = [ChatMessage(role="user", content="hi")]
@@ -322,7 +323,7 @@ def test_what_screens_poll_is_fetched_once_at_a_time_and_only_when_it_is_old() -
         return "an answer"
 
     def get() -> object:
-        return polled.get("question", fetch, "nothing yet")
+        return polled.get("engine.logs", (), fetch, "nothing yet")
 
     assert get() == "nothing yet"
     now[0] = 10.0
@@ -338,3 +339,27 @@ def test_what_screens_poll_is_fetched_once_at_a_time_and_only_when_it_is_old() -
     assert get() == "an answer"
     assert len(asked) == 3
     asked[2].close()
+
+
+def test_of_what_screens_poll_only_the_last_answers_of_each_call_are_kept() -> None:
+    polled = Polled(asyncio.run, lambda: 0.0)
+
+    async def fetch() -> object:
+        return "an answer"
+
+    for after in range(100):
+        polled.get("requests.finished", (after,), fetch, "nothing yet")
+    polled.get("api.report", (), fetch, "nothing yet")
+    kept = [polled.known("requests.finished", (after,), None) for after in range(100)]
+    assert kept == [None] * 96 + ["an answer"] * 4
+    assert polled.known("api.report", (), None) == "an answer"
+
+
+async def test_a_name_is_no_book_and_a_prompt_may_be_one(served: Served) -> None:
+    link = as_link(served.link)  # type: ignore[arg-type]
+    served.fake.found = [msgspec.structs.replace(MODELS[0], name="n" * 20_000)]
+    with pytest.raises(OutOfReach):
+        await link.list_models()
+    text = RequestText(prompt="p" * 200_000, answer="a")
+    served.fake.requests.details = {"r": msgspec.structs.replace(request_scenes.with_text(), text=text)}
+    assert (await link.requests.detail("r")).text == text

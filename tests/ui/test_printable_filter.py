@@ -50,6 +50,18 @@ def test_what_a_terminal_obeys_is_dropped_and_the_line_stays_as_wide(text: str) 
     assert after.cell_length == strip.cell_length == sum(cell_len(segment.text) for segment in after)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["a" + "\u0301" * 9000, "👩\u200d" * 4000, "\u200b" * 9000, "x\U000e0041" + "\ufe0f" * 9000],
+    ids=["marks", "joiners", "blanks", "variants"],
+)
+def test_no_flood_of_marks_reaches_the_terminal(text: str) -> None:
+    found = filtered(Segment("before"), Segment(text, Style(bold=True)), Segment("👨‍👩‍👧‍👦 Z̷̗͇͓̑"))
+    assert [cell_len(each.text) for each in found] == [6, cell_len(text), 4]
+    assert len(found[1].text) <= 8 * (cell_len(text) + 1)
+    assert (found[0].text, found[2].text) == ("before", "👨‍👩‍👧‍👦 Z̷̗͇͓̑")
+
+
 def test_no_link_reaches_the_terminal() -> None:
     (found,) = filtered(Segment("here", Style(link="http://e/\x1b]52;c;QQ==\x07", underline=True)))
     assert found.style is not None and found.style.link is None and found.style.underline

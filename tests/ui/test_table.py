@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from console.app import EricApp
-from console.widgets.columns import side_by_side
+from console.widgets.columns import cell, side_by_side
 from console.widgets.request_table import RequestTable
 from console.widgets.table import Table
 from tests.fakes import request_scenes, tune_scenes
+from tests.fakes.bounds import within_bounds
 from tests.fakes.link import FakeLink
 from tests.ui.seen import screen_text, until
 
@@ -32,6 +33,15 @@ def test_a_line_is_as_wide_as_its_columns_whatever_is_in_them(placed: list[tuple
 def test_what_does_not_fit_ends_with_an_ellipsis() -> None:
     line = side_by_side([((("abc", "bold"), ("defgh", "")), 6, "left"), ((("12", ""),), 4, "right")], gap=1)
     assert line.plain == "abcde…   12"
+
+
+@pytest.mark.parametrize("letter", ["漢", "\u0301", "👩\u200d", "❤\ufe0f", "\x1b", "x", " "])
+def test_a_row_of_long_texts_costs_what_is_seen_of_it(letter: str) -> None:
+    texts = [f"a{letter * 16_000}{number}" for number in range(150)]
+    with within_bounds():
+        lines = [side_by_side([(cell(text), 10, "left")], 1) for text in texts]
+    assert {line.cell_length for line in lines} == {10}
+    assert max(len(line.plain) for line in lines) < 100
 
 
 async def test_a_table_takes_the_colours_of_another_theme_at_once() -> None:

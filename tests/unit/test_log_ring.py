@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 
-from engine.log import LogRing, RingHandler
+from engine.log import MAX_LINE, LogRing, RingHandler
+from engine.snapshot import LogEntry
 
 
 def messages(ring: LogRing, after: int = 0) -> list[str]:
@@ -27,6 +28,15 @@ def test_only_lines_after_those_seen_are_given() -> None:
     assert messages(ring, after=3) == ["line 3"]
     assert messages(ring, after=4) == []
     assert messages(ring, after=9) == []
+
+
+def test_a_line_of_a_book_is_kept_as_it_begins() -> None:
+    ring = LogRing()
+    ring.add(LogEntry(at=1.0, level=logging.INFO, source="s" * 10**6, message="m" * 10**6))
+    ring.add(LogEntry(at=1.0, level=logging.INFO, source="s", message="m" * MAX_LINE))
+    long, whole = ring.after(0)[1]
+    assert (len(long.source), long.message) == (MAX_LINE, "m" * MAX_LINE + "…")
+    assert (whole.source, whole.message) == ("s", "m" * MAX_LINE)
 
 
 def test_no_line_is_lost_between_threads() -> None:

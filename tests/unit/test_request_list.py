@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.request_list import SHOWS, SORTS, RequestList, key_of
+from engine.errors import ErrorInfo
 from engine.snapshot import RequestRow
 
 
@@ -84,6 +85,17 @@ def test_the_oldest_that_ended_make_room_and_are_found_no_more() -> None:
     assert _ids(requests) == ["r6", "r5", "r4"] and requests.ended == 3
     assert requests.find("r1#1") is None and requests.get("r1#1") is None
     assert requests.find("r5#5") == 1
+
+
+def test_of_what_another_instance_says_of_its_requests_no_more_is_kept_than_of_ours() -> None:
+    requests = RequestList()
+    book = ErrorInfo(code="c", message="m" * 10**5, details={f"{number}": number for number in range(1000)})
+    error = ErrorInfo(code="c", message="m" * 1000)
+    requests.update(
+        [], [_row(1, error=book), _row(2, client="c" * 10**4), _row(3, error=error), _row(4, id="漢" * 9000)]
+    )
+    assert [(row.id, row.error) for row in map(requests.__getitem__, range(2))] == [("r3", error), ("r1", None)]
+    assert len(requests) == requests.ended == 2
 
 
 def test_an_id_that_was_used_twice_is_two_requests() -> None:
