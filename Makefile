@@ -45,6 +45,7 @@ $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("EricLLM Console needs Python 3.11 or newer")'
 	@echo "Making $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	@touch $@
 
 # Shown as it is fetched, as it is gigabytes where it is for CUDA.
@@ -62,6 +63,7 @@ $(VENV)/.run: pyproject.toml constraints.txt $(TORCH_KIND)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(TORCH_KIND)
-	@echo "Installing with the dev extra ..."
-	@$(PIP) --editable '.[dev]'
+	@echo "Installing with what tests need ..."
+	@$(PIP) --editable . --group dev
+	@$(BIN)/python -m tests.fakes.exllamav2_wheel
 	@touch $@ $(VENV)/.run

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import urllib.request
 import venv
 import zipfile
@@ -22,6 +23,8 @@ from tests.docs.declared import installed_with
 from tests.fakes.kernel_cache import share_kernels
 
 ROOT = Path(__file__).parents[2]
+MAKE_WHEEL = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w")
+"""What builds it is here already: nothing is fetched."""
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -53,10 +56,12 @@ def ready(server: subprocess.Popen[str]) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel, and of the environment of the tests what the wheel requires and nothing else."""
+    """An environment with the wheel made of the sdist, and of that of the tests what it requires and nothing else."""
     folder = tmp_path_factory.mktemp("wheel")
     share_kernels(folder / ".cache")
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT), cwd=folder)
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder), cwd=ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
+    run(*MAKE_WHEEL, str(folder), str(sdist), cwd=folder)
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "venv", symlinks=True)
     python = folder / "venv" / "bin" / "python"
@@ -123,6 +128,33 @@ def test_the_wheel_has_what_is_no_python_too(installed: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_sdist_has_all_that_the_checkout_has(installed: Path) -> None:
+    folders = (".ci", "benchmarks", "console", "docs", "engine", "tests", "themes")
+    files = {file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file()}
+    files |= {ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "constraints.txt")}
+    (sdist,) = installed.glob("*.tar.gz")
+    with tarfile.open(sdist) as packed:
+        held = {name.partition("/")[2] for name in packed.getnames()}
+    wanted = {str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts}
+    assert {name for name in wanted if not name.startswith("tests/gpu/results/")} <= held
+
+
+@pytest.mark.slow
+def test_what_an_index_shows_of_the_wheel_has_no_link_that_leads_nowhere(installed: Path) -> None:
+    (wheel,) = installed.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        names = packed.namelist()
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        told = message_from_bytes(packed.read(metadata))
+    assert {"console/py.typed", "engine/py.typed", "ericllm_main.py"} <= set(names)
+    assert told["Author"] and told["License-Expression"] == "MIT"
+    assert "Typing :: Typed" in told.get_all("Classifier", [])
+    text = str(told.get_payload())
+    assert text.startswith("# EricLLM Console")
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("https://")] == []
+
+
+@pytest.mark.slow
 def test_a_wheel_with_kernels_has_one_library_for_each_instruction_set(tmp_path: Path) -> None:
     """That they compile is shown elsewhere: here something that is no compiler writes what it is told to."""
     compiler = tmp_path / "bin" / "g++"
@@ -130,7 +162,7 @@ def test_a_wheel_with_kernels_has_one_library_for_each_instruction_set(tmp_path:
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho kernels > "$2"\n')
     compiler.chmod(0o755)
     hook = environ(tmp_path) | {"HATCH_BUILD_HOOK_ENABLE_CUSTOM": "true"}
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
+    command = [*MAKE_WHEEL, str(tmp_path), str(ROOT)]
     subprocess.run(command, env=hook | {"PATH": f"{compiler.parent}:{hook['PATH']}"}, check=True, timeout=300)
     (wheel,) = tmp_path.glob("*-py3-none-manylinux_*_x86_64.whl")
     with zipfile.ZipFile(wheel) as packed:

@@ -18,7 +18,8 @@ _MARKER = "exllamav2/version.py"
 
 
 def wheel_folder() -> Path:
-    """A folder whose `exllamav2/` is the package (pure Python and CUDA sources), downloaded with pip at first use.
+    """A folder whose `exllamav2/` is the package (pure Python and CUDA sources), downloaded with pip at
+    first use, which `make test` has before it runs them.
 
     ERICLLM_EXLLAMAV2_WHEEL may name a wheel file that is at hand. Raises RuntimeError where pip fails: no network,
     say. Safe beside other test runs: the folder appears whole or not at all.
@@ -49,3 +50,7 @@ def _wheel_file(folder: Path) -> Path:
     if done.returncode != 0:
         raise RuntimeError(f"pip could not download {_REQUIREMENT}: {done.stderr.strip()}")
     return folder / WHEEL
+
+
+if __name__ == "__main__":
+    wheel_folder()
