@@ -17,6 +17,7 @@ from console.api.guarding import is_ours, names_asked_for
 from console.api.keys import Key, Keys
 from console.api.scopes import ADMIN, allows, in_words, is_open, only_looks, scope_needed
 from console.api.traffic import Traffic
+from console.links.api import SETTINGS_KEY
 
 _PROXIED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
 
@@ -83,6 +84,23 @@ async def _allowed(request: web.Request, keys: Keys) -> Key:
         asked = f"{request.method} {request.path}"
         raise Forbidden(f"The key {key.name} may only {in_words(key.scopes)}; {asked} needs the scope {needed}")
     return key
+
+
+def client_of(request: web.Request) -> str:
+    """Who asks, as far as waiting clients share the workers fairly: the name of the key that was made for it, else the
+    address that the request comes from.
+
+    The key of the settings tells no clients apart, for all of them have it; and what a client says of itself (a key
+    that nobody asked for, `user`) it could say differently each time, to be taken for many.
+    """
+    key = call_of(request).key
+    return key if key and key != SETTINGS_KEY else request.remote or ""
+
+
+def tenant_of(request: web.Request) -> str:
+    """Tenant of the prefix cache that a request belongs to: the name of the key that it was let in with; "" without."""
+    key = call_of(request).key
+    return f"key:{key}" if key else ""
 
 
 def _check_place(request: web.Request, key: Key | None, remote: bool) -> None:

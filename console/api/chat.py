@@ -87,7 +87,7 @@ class Chat:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ChatBody)
         body.check_prompt_logprobs()
-        model = await self._context.served(body)
+        model = await self._context.served(request, body)
         model.check_length(len(body.messages), "messages")
         turns = await of_body(request, partial(read_messages, body.messages))
         use = await body.tool_use(model)
@@ -136,7 +136,7 @@ class _Call:
     async def whole(self, generation: Generation) -> web.Response:
         """All answers at once."""
         answers = await generation.answers()
-        return await respond(answers, partial(self._completion, answers, usage_of(generation)), self._model.thread)
+        return await respond(answers, partial(self._completion, answers, usage_of(generation)), self._model)
 
     def _completion(self, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
         return ChatCompletion(

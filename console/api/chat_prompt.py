@@ -42,6 +42,7 @@ async def chat_prompt(
         continue_final=continue_final,
         variables=variables,
         tools=tools,
+        client=model.client,
     )
     text = await as_text(model.tokenizer)
     ids = (await model.encode([text], add_special_tokens=False))[0]
@@ -74,6 +75,7 @@ async def _system_tokens(
             continue_final=False,
             variables=variables,
             tools=tools,
+            client=model.client,
         )
     except InvalidRequest:
         return 0

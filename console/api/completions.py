@@ -120,7 +120,7 @@ class Completions:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, CompletionBody)
         body = limited(body, "max_tokens", self._context.settings.max_output_tokens)
-        model = await self._context.served(body)
+        model = await self._context.served(request, body)
         params = sampling_params(
             body,
             model,
@@ -163,7 +163,7 @@ class _Call:
         """All answers at once."""
         answers = best_of_each(await generation.answers(), self._body.answers_each, self._body.n)
         usage = usage_of(generation)
-        return await respond(answers, lambda: self._completion(self._choices(answers), usage), self._model.thread)
+        return await respond(answers, lambda: self._completion(self._choices(answers), usage), self._model)
 
     def _choices(self, answers: Sequence[Answer]) -> list[CompletionChoice]:
         return [
@@ -189,7 +189,7 @@ class _Call:
             async for i, delta in deltas:
                 if delta.prompt_logprobs:
                     tell = partial(self._echoed_logprobs, i, delta.prompt_logprobs)
-                    echoed = await self._model.thread.run(tell)
+                    echoed = await self._model.offload(tell)
                     await chunks.send(self._completion([CompletionChoice(i, self._echo(i), echoed, None)], so_far()))
                 logprobs = self._logprobs(i, delta.logprobs)
                 if delta.text or delta.logprobs or delta.finish:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from msgspec import structs
 
+from console.api.authorizing import client_of, tenant_of
 from console.api.failing import call_of
 from console.api.generation import Generation
 from console.api.json_bounds import MAX_VALUES, JsonBounds
@@ -23,7 +24,6 @@ from console.api.served import ServedModel, served_model
 from console.api.settings import ApiSettings
 from console.api.traffic import Traffic
 from console.api.watching import Watchers
-from console.links.api import SETTINGS_KEY
 from engine.config import SamplingParams, shown
 from engine.engine import Engine
 from engine.errors import EngineClosed, InvalidRequest
@@ -63,14 +63,19 @@ class ApiContext:
         max_ids = max(self._contexts, default=0)
         return JsonBounds(max_depth=self.settings.max_json_depth, max_values=MAX_VALUES + max_ids)
 
-    async def served(self, body: ModelFields) -> ServedModel:
-        """The model that the body names, waiting while it is woken up or replaced. Raises as `served_model` does,
-        EngineClosed where the server stops meanwhile, and InvalidRequest for a format that no answer can be held to."""
+    async def served(self, request: web.Request, body: ModelFields) -> ServedModel:
+        """The model that a request's body names, waiting while it is woken up or replaced.
+
+        Raises as `served_model` does, EngineClosed where the server stops meanwhile, and InvalidRequest for a format
+        that no answer can be held to.
+        """
         if isinstance(body, SamplingFields) and body.asks_for_format:
             await asyncio.to_thread(body.format, self.settings.max_schema_bytes)
         try:
             async with self.waiting():
-                return await served_model(self.engine, self.body_thread, body.model, body.lora)
+                return await served_model(
+                    self.engine, self.body_thread, body.model, body.lora, client=client_of(request)
+                )
         except TimeoutError:
             raise _stopped() from None
 
@@ -209,23 +214,6 @@ def within(params: SamplingParams, settings: ApiSettings) -> SamplingParams:
             f"max_tokens is {shown(params.max_tokens)}; an answer may have {limit} here", param="max_tokens"
         )
     return structs.replace(params, max_tokens=limit) if params.max_tokens is None else params
-
-
-def client_of(request: web.Request) -> str:
-    """Who asks, as far as waiting clients share the workers fairly: the name of the key that was made for it, else the
-    address that the request comes from.
-
-    The key of the settings tells no clients apart, for all of them have it; and what a client says of itself (a key
-    that nobody asked for, `user`) it could say differently each time, to be taken for many.
-    """
-    key = call_of(request).key
-    return key if key and key != SETTINGS_KEY else request.remote or ""
-
-
-def tenant_of(request: web.Request) -> str:
-    """Tenant of the prefix cache that a request belongs to: the name of the key that it was let in with; "" without."""
-    key = call_of(request).key
-    return f"key:{key}" if key else ""
 
 
 def new_id(prefix: str) -> str:

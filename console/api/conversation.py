@@ -56,10 +56,12 @@ async def render(
     continue_final: bool,
     variables: Mapping[str, Any],
     tools: Sequence[Mapping[str, object]] | None = None,
+    client: str = "",
 ) -> str:
     """The prompt text. continue_final: it ends with the text of the last turn, so that the answer goes on from there.
 
-    tools: what the template is told of them. Raises InvalidRequest where the template cannot render the turns.
+    tools: what the template is told of them.  client: who asks.
+    Raises InvalidRequest where the template cannot render the turns.
     """
     if taken := sorted(_RESERVED & variables.keys()):
         raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]}", param="chat_template_kwargs")
@@ -71,11 +73,11 @@ async def render(
         tokenizer.apply_chat_template, add_generation_prompt=add_generation_prompt, tools=tools, **variables
     )
     try:
-        text = await rendered(turns)
+        text = await rendered(turns, client)
     except InvalidRequest:
         if all(turn["content"] is not None for turn in turns):
             raise
-        text = await rendered(spoken(turns))
+        text = await rendered(spoken(turns), client)
     return _up_to_mark(text) if continue_final else text
 
 

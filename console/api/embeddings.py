@@ -99,7 +99,7 @@ class Embedder:
     )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, EmbeddingBody)
-        model = await self._context.served(body)
+        model = await self._context.served(request, body)
         check_inputs(count_prompts(body.input, "input"), body.dimensions, model, self._context.settings)
         with about_inputs():
             return json_response(await self._embedded(request, body, model))

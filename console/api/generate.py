@@ -102,7 +102,7 @@ class Generate:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = _one_penalty(await read(request, GenerateBody))
         body = limited(body, "max_tokens", self._context.settings.max_output_tokens)
-        model = await self._context.served(body)
+        model = await self._context.served(request, body)
         negative_ids = await negative_prompt_ids(body, model)
         params = sampling_params(body, model, max_tokens=body.max_tokens, negative_prompt_ids=negative_ids)
         self._context.check_choices(count_prompts(body.prompt), body.n)

@@ -16,7 +16,6 @@ from aiohttp import web
 from console.api.errors import RequestCancelled, json_response
 from console.api.observing import Work
 from console.api.prompts import Prompt
-from console.api.serial_thread import SerialThread
 from console.api.served import ServedModel
 from engine.backends.base import FinishReason, TokenLogprob
 from engine.config import SamplingParams
@@ -253,11 +252,11 @@ class Generation:
                 task.cancel()
 
 
-async def respond(answers: Sequence[Answer], shape: Callable[[], object], thread: SerialThread) -> web.Response:
-    """The JSON of what `shape` makes of answers; made in `thread` where that is many log-probabilities."""
+async def respond(answers: Sequence[Answer], shape: Callable[[], object], model: ServedModel) -> web.Response:
+    """The JSON of what `shape` makes of answers; made beside the event loop where that is many log-probabilities."""
     logprobs = sum(len(answer.prompt_logprobs) // _PACKED_BYTES + len(answer.logprobs) for answer in answers)
     many = logprobs > MANY_LOGPROBS
-    return await thread.run(lambda: json_response(shape())) if many else json_response(shape())
+    return await model.offload(lambda: json_response(shape())) if many else json_response(shape())
 
 
 def best_of_each(answers: Sequence[Answer], made: int, given: int) -> list[Answer]:

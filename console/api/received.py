@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic_core import from_json
 
+from console.api.authorizing import client_of
 from console.api.serial_thread import SerialThread
 from engine.errors import InvalidRequest
 
@@ -26,7 +27,7 @@ _IS_LONG = web.RequestKey("is_long", bool)
 
 async def offload(request: web.Request, work: Callable[[], T]) -> T:
     """The result of `work`, done in the thread for bodies."""
-    return await request.app[BODY_THREAD].run(work)
+    return await request.app[BODY_THREAD].run(work, client_of(request))
 
 
 async def of_body(request: web.Request, work: Callable[[], T]) -> T:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from console.api.context import ApiContext, client_of, new_id
+from console.api.authorizing import client_of
+from console.api.context import ApiContext, new_id
 from console.api.errors import RequestCancelled
 from console.api.failing import call_of
 from console.api.frontends import FrontendBody
@@ -95,7 +96,7 @@ class Running:
         """What a body asks for, while it is under way; raises EngineError. kind: what its id begins with."""
         context = self._context
         body = limited(body, body.length_field, context.settings.max_output_tokens)
-        model = await context.served(body)
+        model = await context.served(request, body)
         params, prompt = await body.params(model), await body.prompt_for(model)
         async with context.generate(request, new_id(kind), body, model, [prompt], params) as generation:
             with self._added(request, key, generation) as live:

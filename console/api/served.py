@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from console.api.serial_thread import SerialThread
 from console.api.versions import product_version
@@ -16,6 +17,8 @@ from engine.engine import Engine, Serving
 from engine.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, NoModelLoaded
 from engine.snapshot import ModelStatus
 from engine.text.tokenizer import Tokenizer, TokenSpan
+
+T = TypeVar("T")
 
 LONG_TEXT = 16_384
 MANY_TOKENS = 4096
@@ -40,7 +43,7 @@ class ServedModel:
     """A model that is ready. name: what its answers call it, as the client did where it named one.
 
     asked: what the client named, "" for nothing.  key, adapter: as in GenerateRequest.
-    thread: for what holds the interpreter for long.
+    thread: for what holds the interpreter for long.  client: who asks, for whom that is done.
     shares_system: whether its workers share what they computed of system prompts among all clients.
     """
 
@@ -51,6 +54,7 @@ class ServedModel:
     loaded: LoadedModel
     tokenizer: Tokenizer
     thread: SerialThread
+    client: str = ""
     shares_system: bool = False
 
     @property
@@ -60,6 +64,10 @@ class ServedModel:
         computed = (loaded.backend, loaded.dtype, loaded.attention, loaded.linear, *loaded.devices)
         text = "\n".join((product_version(), self.key, self.adapter, *computed))
         return f"fp_{hashlib.blake2s(text.encode(), digest_size=5).hexdigest()}"
+
+    async def offload(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done in the thread."""
+        return await self.thread.run(work, self.client)
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -107,7 +115,7 @@ class ServedModel:
         self.check_token_ids(token_ids, param)
         if len(token_ids) < MANY_TOKENS:
             return self.tokenizer.decode(token_ids)
-        return await self.thread.run(partial(self.tokenizer.decode, token_ids))
+        return await self.offload(partial(self.tokenizer.decode, token_ids))
 
     def _refuse_endless(self, text: str, max_tokens: int | None) -> None:
         """Raise ContextLengthExceeded for a prompt of too many tokens, InvalidRequest for more than `max_tokens`. Where
@@ -163,10 +171,10 @@ class ServedModel:
 
 
 async def served_model(
-    engine: Engine, thread: SerialThread, wanted: str | None, lora: str | None = None
+    engine: Engine, thread: SerialThread, wanted: str | None, lora: str | None = None, *, client: str = ""
 ) -> ServedModel:
     """The model that `wanted` names (the first where it is empty), once it answers, with the adapter that `wanted` or
-    `lora` names. thread: what decodes long prompts.
+    `lora` names. thread: what decodes long prompts.  client: who asks.
 
     Raises what Engine.serving does, ModelNotFound for an adapter that the model lacks, and InvalidRequest where its
     backend takes none per request.
@@ -186,6 +194,7 @@ async def served_model(
         loaded=serving.model,
         tokenizer=serving.tokenizer,
         thread=thread,
+        client=client,
         shares_system=engine.prefix_sharing == "system",
     )
 

@@ -9,14 +9,15 @@ import re
 import select
 import signal
 import subprocess
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import count
-from queue import PriorityQueue
 from typing import Any
 
 from engine.child_process import ROOT, child_environment, python_command, stop_signals_blocked
@@ -53,8 +54,8 @@ class ChatTemplate:
     """One template, which runs in a process of its own: a model's template is a program of unknown origin.
 
     The process starts with the first use, serves one rendering after another, and ends with `close` or this object. One
-    that takes too much is killed; the next rendering has a new one. Of those that wait the shortest is next, so that
-    the long conversations of one client, however many, hold up no short ones of others.
+    that takes too much is killed; the next rendering has a new one. Clients whose conversations wait take turns, and of
+    each its shortest is next: however many one has, long or short, the others wait for one of them.
     variables: what the template may use besides the messages, bos_token and eos_token among them.
     """
 
@@ -63,8 +64,7 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._limits = limits
         self._thread = ThreadPoolExecutor(1, "chat-template")
-        self._waiting: PriorityQueue[tuple[int, int, bytes, Future[str]]] = PriorityQueue()
-        self._order = count()
+        self._waiting = _Waiting()
         self._process: _Process | None = None
         self._is_closed = False
         self._broken = ""
@@ -95,13 +95,14 @@ class ChatTemplate:
     async def render(
         self,
         messages: Sequence[Mapping[str, object]],
+        client: str = "",
         /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
         **kwargs: object,
     ) -> str:
-        """The prompt text of `messages`, with `kwargs` as further variables; all are plain JSON.
+        """The prompt text of `messages`, with `kwargs` as further variables; all are plain JSON. client: who asks.
 
         Raises InvalidRequest with the template's own complaint, or where it fails or takes more than its limits, and
         EngineError where this machine fails it.
@@ -114,7 +115,7 @@ class ChatTemplate:
             "documents": None,
         }
         try:
-            return await asyncio.wrap_future(self._answer(_packed("render", variables | kwargs)))
+            return await asyncio.wrap_future(self._answer(client, _packed("render", variables | kwargs)))
         except _Refused as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
@@ -126,15 +127,15 @@ class ChatTemplate:
                 f"the model's chat template cannot render these messages: {error}", param="messages"
             ) from None
 
-    def _answer(self, job: bytes) -> Future[str]:
+    def _answer(self, client: str, job: bytes) -> Future[str]:
         answer: Future[str] = Future()
-        self._waiting.put((len(job), next(self._order), job, answer))
-        self._thread.submit(self._answer_shortest)
+        self._waiting.add(client, job, answer)
+        self._thread.submit(self._answer_next)
         return answer
 
-    def _answer_shortest(self) -> None:
-        """Do the shortest job that waits, unless nobody waits for its answer any more."""
-        _, _, job, answer = self._waiting.get_nowait()
+    def _answer_next(self) -> None:
+        """Do the next job that waits, unless nobody waits for its answer any more."""
+        job, answer = self._waiting.take()
         try:
             if answer.set_running_or_notify_cancel():
                 answer.set_result(self._compiled().ask(job))
@@ -145,7 +146,7 @@ class ChatTemplate:
             self._end_if_unused()
 
     def _end_if_unused(self) -> None:
-        if self._is_closed and self._waiting.empty() and self._process is not None:
+        if self._is_closed and not self._waiting and self._process is not None:
             self._process.end()
             self._process = None
 
@@ -165,6 +166,33 @@ class ChatTemplate:
                 raise
             self._process = process
         return self._process
+
+
+class _Waiting:
+    """Jobs that wait, by client. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._order = count()
+        self._by_client: dict[str, list[tuple[int, int, bytes, Future[str]]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_client)
+
+    def add(self, client: str, job: bytes, answer: Future[str]) -> None:
+        """Put a job into its client's queue; a client that had none comes after all others."""
+        with self._lock:
+            heappush(self._by_client.setdefault(client, []), (len(job), next(self._order), job, answer))
+
+    def take(self) -> tuple[bytes, Future[str]]:
+        """Take the shortest job of the client that has waited longest for a turn."""
+        with self._lock:
+            client = next(iter(self._by_client))
+            jobs = self._by_client.pop(client)
+            _, _, job, answer = heappop(jobs)
+            if jobs:
+                self._by_client[client] = jobs
+        return job, answer
 
 
 class _Failed(Exception):

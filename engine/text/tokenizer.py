@@ -129,20 +129,24 @@ class Tokenizer:
     async def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, object]],
+        client: str = "",
         /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
         **kwargs: object,
     ) -> str:
-        """The prompt text of a chat, control tokens included; raises InvalidRequest where it cannot be made."""
+        """The prompt text of a chat, control tokens included; raises InvalidRequest where it cannot be made. client:
+        who asks, for the clients of a template take turns."""
         template = self.tool_template if tools else self._chat_template
         if template is None:
             raise InvalidRequest(
                 "this model has no chat template; send its prompt as plain text to the completions endpoint",
                 param="messages",
             )
-        return await template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+        return await template.render(
+            messages, client, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
+        )
 
     def warm_up(self) -> None:
         """Have the chat templates ready to render soon; a folder may hold more than are ever used."""

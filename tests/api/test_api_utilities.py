@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from console.api.errors import json_response
 from console.api.tgi import telling
 from engine.text.tokenizer import Tokenizer
 from tests.api.harness import Served
@@ -116,7 +117,7 @@ async def test_a_bad_value_is_refused_by_its_name(api: Served, path: str, body: 
 async def test_many_tokens_of_a_short_text_are_written_beside_the_event_loop(
     api: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads, write = [], telling.json_response
+    threads, write = [], json_response
 
     def noted(body: object) -> web.Response:
         threads.append(threading.current_thread())

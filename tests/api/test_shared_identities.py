@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from console.api.serial_thread import SerialThread
 from console.api.server import ApiSettings
-from tests.api.harness import Served, serving
+from engine.text.chat_template import ChatTemplate
+from tests.api.harness import Served, bearer, serving
 from tests.fakes.backend import FakeBackend, Gate
 
 MINE, OTHERS = {"User-Agent": "SillyTavern/1.12"}, {"User-Agent": "curl/8.5"}
@@ -81,3 +85,35 @@ async def test_stop_stream_says_that_it_cannot_tell_whose_answers_are_meant(tmp_
             assert (await stopped.json()) == {"results": "success"}
         rest = [json.loads(message.data) async for message in socket]
     assert rest[-1]["event"] == "stream_end"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"max_tokens": 1}),
+        ("/v1/messages", {"max_tokens": 1, "model": "fake"}),
+        ("/api/chat", {"model": "fake", "options": {"num_predict": 1}, "stream": False}),
+    ],
+)
+async def test_work_on_a_long_conversation_is_done_for_the_client_that_sends_it(
+    keyed: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    clients, run, render = set[str](), SerialThread.run, ChatTemplate.render
+
+    async def noted_run(thread: SerialThread, work: Callable[[], object], client: str = "") -> object:
+        clients.add(f"thread: {client}")
+        return await run(thread, work, client)
+
+    async def noted_render(template: ChatTemplate, messages: Any, client: str = "", /, **options: Any) -> str:
+        clients.add(f"template: {client}")
+        return await render(template, messages, client, **options)
+
+    monkeypatch.setattr(SerialThread, "run", noted_run)
+    monkeypatch.setattr(ChatTemplate, "render", noted_render)
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 50 + [
+        {"role": "user", "content": "x"}
+    ]
+    sent = json.dumps({**body, "messages": messages}) + " " * 40_000
+    async with keyed.http.post(path, data=sent, headers=await bearer(keyed, "alice", "use")) as response:
+        assert response.status == 200, await response.text()
+    assert clients == {"thread: alice", "template: alice"}

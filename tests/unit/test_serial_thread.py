@@ -40,6 +40,21 @@ async def test_a_piece_begins_once_the_task_before_it_goes_on() -> None:
     assert gone_on == list(range(10))
 
 
+async def test_clients_take_turns_however_many_pieces_one_has() -> None:
+    thread, goes_on = SerialThread("test"), threading.Event()
+    done: list[str] = []
+
+    async def task(client: str) -> None:
+        await thread.run(goes_on.wait, client)
+        done.append(client)
+
+    tasks = [asyncio.create_task(task(client)) for client in ("greedy", "greedy", "greedy", "other", "third")]
+    await asyncio.sleep(0)
+    goes_on.set()
+    await asyncio.gather(*tasks)
+    assert done == ["greedy", "other", "third", "greedy", "greedy"]
+
+
 async def test_an_error_is_its_task_s_alone_and_a_cancelled_task_keeps_nobody_waiting() -> None:
     thread, goes_on = SerialThread("test"), threading.Event()
 

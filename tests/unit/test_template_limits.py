@@ -309,6 +309,21 @@ async def test_a_short_conversation_is_rendered_before_long_ones_that_came_first
     assert done == ["1", "800", "900", "1000"]
 
 
+async def test_clients_whose_conversations_wait_take_turns_however_short_those_of_one_are() -> None:
+    template, begins, done = ChatTemplate("{{ messages|length }}", {}), threading.Event(), list[str]()
+    template._thread.submit(begins.wait)
+
+    async def render(client: str, messages: list[dict[str, Any]]) -> None:
+        done.append(client + await template.render(messages, client))
+
+    asked = [("a", 2), ("a", 1), ("b", 900), ("a", 3), ("b", 800), ("c", 1000)]
+    waiting = [asyncio.create_task(render(client, HELLO * length)) for client, length in asked]
+    await asyncio.sleep(0)
+    begins.set()
+    await asyncio.gather(*waiting)
+    assert done == ["a1", "b800", "c1000", "a2", "b900", "a3"]
+
+
 async def test_a_rendering_that_nobody_waits_for_any_more_is_not_begun() -> None:
     source = "{% for a in range(99999 // messages|length ** 9) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     before, template, begins = renderers(), ChatTemplate(source, {}, LIMITS), threading.Event()

@@ -61,7 +61,7 @@ class Messages:
     @describes("Answer a conversation", body=MessagesBody, answer=Message, event=Event, example=_EXAMPLE)
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, MessagesBody)
-        model = await self._context.served(body)
+        model = await self._context.served(request, body)
         use = await _tool_use(body, model)
         params = use.applied(sampling_params(body, model, max_tokens=body.max_tokens))
         prompt = await _prompt(request, body, model, use)
@@ -76,7 +76,7 @@ class Messages:
     @describes("Count a conversation's tokens", body=ConversationBody, answer=TokensCounted, example=_COUNTED)
     async def _count(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ConversationBody)
-        model = await self._context.served(body)
+        model = await self._context.served(request, body)
         prompt = await _prompt(request, body, model, await _tool_use(body, model))
         return json_response(TokensCounted(len(prompt.ids)))
 

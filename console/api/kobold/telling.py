@@ -102,11 +102,11 @@ class Telling:
 
     @describes("How many tokens prompt and answer may have together", answer=Number)
     async def _context_length(self, request: web.Request) -> web.Response:
-        return json_response(Number(await self._most()))
+        return json_response(Number(await self._most(request)))
 
     @describes("How many tokens an answer may have", answer=Number)
     async def _answer_length(self, request: web.Request) -> web.Response:
-        most = await self._most() - 1
+        most = await self._most(request) - 1
         allowed = self._context.settings.max_output_tokens
         return json_response(Number(most if allowed is None else min(most, allowed)))
 
@@ -117,11 +117,13 @@ class Telling:
     @describes("The tokens of a text", body=CountBody, answer=Counted)
     async def _count(self, request: web.Request) -> web.Response:
         body = await read(request, CountBody)
-        model = await self._context.served(SamplingFields.of({}))
+        model = await self._context.served(request, SamplingFields.of({}))
         ids = await model.count(body.prompt, add_special_tokens=body.special)
         return json_response(Counted(len(ids), ids))
 
-    async def _most(self) -> int:
+    async def _most(self, request: web.Request) -> int:
         """Of the first model; one that sleeps is woken."""
-        loaded = self._context.engine.status.model or (await self._context.served(SamplingFields.of({}))).loaded
+        loaded = (
+            self._context.engine.status.model or (await self._context.served(request, SamplingFields.of({}))).loaded
+        )
         return loaded.max_model_len

@@ -49,7 +49,7 @@ class Chat:
         body = await read(request, ChatBody)
         options = body.read()
         said = await of_body(request, partial(read_conversation, body.messages))
-        model = body.as_named(await watch.loading(self._context.served(options)))
+        model = body.as_named(await watch.loading(self._context.served(request, options)))
         if not said:
             return Answering(model, watch, _shape).loaded()
         model.check_length(len(said), "messages")

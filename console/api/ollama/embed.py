@@ -78,7 +78,7 @@ class Embed:
         body = await read(request, EmbedBody)
         options = _options(body)
         texts = _texts(body.input)
-        model = body.as_named(await watch.loading(self._context.served(options)))
+        model = body.as_named(await watch.loading(self._context.served(request, options)))
         check_inputs(len(texts), body.dimensions, model, self._context.settings)
         vectors, tokens = await self._vectors(request, options, model, texts, truncate=body.truncate)
         return json_response(
@@ -95,7 +95,7 @@ class Embed:
     async def _old(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, EmbeddingsBody)
         options = _options(body)
-        model = await self._context.served(options)
+        model = await self._context.served(request, options)
         texts = [body.prompt] if body.prompt else []
         vectors, _ = await self._vectors(request, options, model, texts, truncate=True)
         return json_response(OldEmbedding(vectors[0] if vectors else _NO_NUMBERS))

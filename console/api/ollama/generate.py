@@ -46,7 +46,7 @@ class Generate:
         body = await read(request, GenerateBody)
         options = body.read()
         _check_raw(body)
-        model = body.as_named(await watch.loading(self._context.served(options)))
+        model = body.as_named(await watch.loading(self._context.served(request, options)))
         if not body.prompt:
             return Answering(model, watch, _loaded).loaded()
         prompt = await _prompt(body, model)

@@ -87,7 +87,7 @@ class Telling:
     @describes("How many tokens a text has", body=CountBody, answer=Counts)
     async def _count(self, request: web.Request) -> web.Response:
         body = await read(request, CountBody)
-        model = await self._context.served(SamplingFields.of({}))
+        model = await self._context.served(request, SamplingFields.of({}))
         return json_response(Counts([Count(len(await model.count(body.prompt)))]))
 
     def _name(self) -> str:

@@ -97,11 +97,11 @@ class Generating:
 
     async def _whole(self, request: web.Request, body: TgiBody, *, compatible: bool = False) -> web.Response:
         began = time.monotonic()
-        call = await self._read(body, full_text=compatible, stream=False)
+        call = await self._read(request, body, full_text=compatible, stream=False)
         async with self._generation(request, call) as generation:
             answers = await generation.answers()
             shape = partial(_generated, call, answers)
-            response = await respond(answers, lambda: [shape()] if compatible else shape(), call.model.thread)
+            response = await respond(answers, lambda: [shape()] if compatible else shape(), call.model)
             response.headers["x-prompt-tokens"] = str(generation.tokens.prompt)
             response.headers["x-generated-tokens"] = str(generation.tokens.output)
         response.headers["x-compute-characters"] = str(len(body.inputs))
@@ -109,7 +109,7 @@ class Generating:
         return response
 
     async def _stream(self, request: web.Request, body: TgiBody, *, compatible: bool = False) -> web.StreamResponse:
-        call = await self._read(body, full_text=compatible, stream=True)
+        call = await self._read(request, body, full_text=compatible, stream=True)
         async with self._generation(request, call) as generation:
             async with ChunkStream(request, self._context.settings, _SSE) as chunks:
                 events = _Events(call, generation)
@@ -119,12 +119,12 @@ class Generating:
                             await chunks.send(event)
             return chunks.response
 
-    async def _read(self, body: TgiBody, *, full_text: bool, stream: bool) -> _Call:
+    async def _read(self, request: web.Request, body: TgiBody, *, full_text: bool, stream: bool) -> _Call:
         """What the body asks for. full_text: whether the prompt is given too where the body does not say."""
         asked = body.asked()
         asked.check(stream=stream)
         fields = asked.sampling(body.model)
-        model = await self._context.served(fields)
+        model = await self._context.served(request, fields)
         told = stream or asked.tells or asked.best_of > 1
         params = sampling_params(
             fields,
