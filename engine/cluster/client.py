@@ -16,7 +16,7 @@ from typing import IO
 
 import msgspec
 
-from engine.child_process import HUB_SECRETS, python_command, stop_signals_blocked
+from engine.child_process import HUB_SECRETS, ROOT, python_command, stop_signals_blocked
 from engine.cluster import messages
 from engine.errors import ClusterUnavailable, from_info
 from engine.worker.channel import socket_pair
@@ -165,7 +165,8 @@ class DriverClient:
 
 
 def _spawn(sock: socket.socket) -> subprocess.Popen[bytes]:
-    """Start it with the keys that Ray itself takes, and the hub's: a node that lacks the model fetches it."""
+    """Start it with the keys that Ray itself takes, and the hub's: a node that lacks the model fetches it. In a folder
+    of ours, for Ray has all its workers import from the one that it is started in."""
     own = {name for name in os.environ if name.startswith("RAY_")}
     with stop_signals_blocked():
         return subprocess.Popen(
@@ -174,6 +175,7 @@ def _spawn(sock: socket.socket) -> subprocess.Popen[bytes]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(sock.fileno(),),
+            cwd=ROOT,
             start_new_session=True,
             env=worker_environment(HUB_SECRETS | own),
         )

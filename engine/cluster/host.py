@@ -8,6 +8,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -16,10 +17,10 @@ from engine.cluster import messages
 from engine.cluster.models import place_of
 from engine.cluster.names import Translation, gpu_share, is_gpu, translation
 from engine.cluster.wire import dial, new_token
-from engine.config import ModelSpec
+from engine.config import AdapterSpec, ModelSpec
 from engine.errors import NodeGone
 from engine.worker.hosts import KILL_PATIENCE_S, ChannelHost, WorkerExit
-from engine.worker.protocol import Command, Event, Hello, Load, Loaded, LogLine, SetThreads, Shutdown
+from engine.worker.protocol import Attach, Command, Event, Hello, Load, Loaded, LogLine, SetThreads, Shutdown
 
 DIAL_S = 10.0
 LOST_PATIENCE_S = 2.0
@@ -104,11 +105,23 @@ class RayHost(ChannelHost):
         await self._connect(sock)
 
     def send(self, command: Command) -> None:
-        """Queue a command, its devices and folders in the node's names."""
+        """Queue a command, its devices and folders in the node's names; no folder is looked for where Ray works."""
         match command:
             case Load(spec=spec):
-                local = msgspec.structs.replace(self.names.to_worker(spec), path=type(spec.path)(self._path))
-                command = msgspec.structs.replace(command, spec=local, threads=self._threads(command.threads))
+                local = msgspec.structs.replace(
+                    self.names.to_worker(spec),
+                    path=Path(self._path),
+                    lora=spec.lora and spec.lora.absolute(),
+                    draft_model=spec.draft_model and spec.draft_model.absolute(),
+                )
+                command = msgspec.structs.replace(
+                    command,
+                    spec=local,
+                    threads=self._threads(command.threads),
+                    adapters=tuple(map(_absolute, command.adapters)),
+                )
+            case Attach(adapter=adapter):
+                command = Attach(adapter=_absolute(adapter))
             case SetThreads(threads=threads):
                 command = SetThreads(threads=self._threads(threads))
         super().send(command)
@@ -204,3 +217,7 @@ def gpus_of(spec: ModelSpec, names: Translation, totals: dict[str, int]) -> dict
         if share.device in needed:
             needed[share.device] += share.total_bytes
     return {names.local[device]: gpu_share(size, totals.get(device, 0)) for device, size in needed.items()}
+
+
+def _absolute(adapter: AdapterSpec) -> AdapterSpec:
+    return msgspec.structs.replace(adapter, path=adapter.path.absolute())

@@ -17,10 +17,10 @@ def place_of(spec: ModelSpec) -> ModelPlace:
     """What a node must have to load `spec`, as this machine has it. Raises ModelLoadFailed."""
     others = [spec.draft_model, spec.lora]
     return ModelPlace(
-        path=str(spec.path),
+        path=str(spec.path.absolute()),
         name=spec.name,
         sizes=_sizes(spec.path),
-        others=tuple(str(folder) for folder in others if folder is not None),
+        others=tuple(str(folder.absolute()) for folder in others if folder is not None),
     )
 
 

@@ -113,12 +113,26 @@ def test_every_process_of_the_product_is_started_without_its_secrets_and_without
             if not any(each in environment for each in ENVIRONMENTS) and environment != HAND_ON.get(path):
                 wrong.append(f"{path}:{line} {called} has its environment from {environment or 'nowhere'}")
         interpreter = "sys.executable" in text.replace("Path(sys.executable).parent", "")
-        if interpreter and path != "engine/child_process.py":
+        if interpreter and path not in ("engine/child_process.py", "engine/installing.py"):  # which only names it
             wrong.append(f"{path} starts Python otherwise than by python_command")
         if OTHERWISE.search(text):
             wrong.append(f"{path} starts processes in a way of its own")
     assert wrong == []
     assert found >= 10
+
+
+def test_the_process_that_joins_a_cluster_is_started_where_its_workers_import_nothing_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Ray would have its workers import from here
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = client._spawn(theirs)
+        environ_of(process)
+        started_in = Path(f"/proc/{process.pid}/cwd").readlink()
+    process.kill()
+    process.communicate()
+    assert started_in == ROOT
 
 
 def test_the_process_that_joins_a_cluster_has_the_hubs_token_and_no_other_key(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+from engine.cluster.host import RayHost
 from engine.cluster.models import lacks, path_on_node, place_of, require
+from engine.config import AdapterSpec
 from engine.errors import ModelLoadFailed
 from engine.models.discover import demo_path
+from engine.worker.hosts import ChannelHost
+from engine.worker.protocol import Attach, Load
 from tests.fakes.model import fake_spec, write_fake_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -65,3 +71,22 @@ def test_a_model_of_the_hub_lies_in_the_nodes_own_cache_in_the_very_same_commit(
 
 def test_a_plain_folder_is_never_fetched(tmp_path: Path) -> None:
     assert not lacks(msgspec.structs.replace(place_of(fake_spec(tmp_path)), path=str(tmp_path / "gone")))
+
+
+def test_a_worker_on_a_node_is_told_where_folders_are_whatever_folder_it_was_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_spec(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    near, adapter = Path("m"), AdapterSpec(name="poet", path=Path("poet"))
+    spec = fake_spec(near, lora=Path("lora"), draft_model=Path("draft"))
+    place = place_of(spec)
+    assert (place.path, place.others) == (f"{tmp_path}/m", (f"{tmp_path}/draft", f"{tmp_path}/lora"))
+    sent: list[Any] = []
+    monkeypatch.setattr(ChannelHost, "send", lambda host, command: sent.append(command))
+    cluster: Any = SimpleNamespace(threads=lambda node: 0)
+    host = RayHost("w0", spec, cluster)
+    host.send(Load(spec=spec, max_prompts=1, step_tokens=1, page_tokens=16, threads=1, adapters=(adapter,)))
+    host.send(Attach(adapter=adapter))
+    assert (sent[0].spec.lora, sent[0].spec.draft_model) == (tmp_path / "lora", tmp_path / "draft")
+    assert sent[0].adapters[0].path == sent[1].adapter.path == tmp_path / "poet"
