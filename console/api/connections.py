@@ -37,10 +37,12 @@ SERVER = "ericllm"
 class Runner(web.AppRunner):
     """Runs an application. write_timeout_s: who takes nothing of an answer for so long is cut off.
 
-    options: what aiohttp's connections take.
+    max_connections: where there are more, one without a request is closed.  options: what aiohttp's connections take.
     """
 
-    def __init__(self, app: web.Application, *, write_timeout_s: float, **options: Any) -> None:
+    def __init__(
+        self, app: web.Application, *, write_timeout_s: float, max_connections: int = 2**16, **options: Any
+    ) -> None:
         super().__init__(
             app,
             access_log=None,
@@ -49,6 +51,7 @@ class Runner(web.AppRunner):
             auto_decompress=False,  # aiohttp takes a body that is cut short for a whole one; `receiving` unpacks them
             **options,
         )
+        self._max_connections = max_connections
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -56,6 +59,7 @@ class Runner(web.AppRunner):
             _answering(made.request_handler),
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
+            max_connections=self._max_connections,
             **made._kwargs,
         )
 
@@ -78,9 +82,18 @@ class _Readers:
 
 
 class _Server(web.Server):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, max_connections: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.readers = _Readers()
+        self._max_connections = max_connections
+
+    def make_room(self, newest: _Connection) -> None:
+        """End the connection that is the oldest of those without a request, or else the newest, where there are too
+        many."""
+        if len(self._connections) > self._max_connections:
+            made = cast(dict[_Connection, asyncio.Transport], self._connections)
+            idle = (each for each, its in made.items() if each.is_idle and not its.is_closing())
+            next(idle, newest).force_close()
 
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
@@ -89,11 +102,11 @@ class _Server(web.Server):
 class _Connection(web.RequestHandler):
     """Looks after all that is written, whole answers, streams and websockets: what nobody takes is memory of ours."""
 
-    __slots__ = ("_made", "_readers", "_reads", "_untaken", "_watch", "_write_timeout_s")
+    __slots__ = ("_made", "_reads", "_server", "_untaken", "_watch", "_write_timeout_s")
 
     def __init__(self, manager: _Server, *, write_timeout_s: float, **options: Any) -> None:
         super().__init__(manager, **options)
-        self._readers = manager.readers
+        self._server = manager
         self._write_timeout_s = write_timeout_s
         self._untaken = 0
         self._watch: asyncio.TimerHandle | None = None
@@ -105,6 +118,7 @@ class _Connection(web.RequestHandler):
         self._made = cast(asyncio.Transport, transport)
         self._reads: Any = getattr(transport, "_ssl_protocol", transport)
         self._reads.max_size = FIRST_READ_BYTES
+        self._server.make_room(self)
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come. The next time as many more or fewer are taken as fits what these took: asyncio's 256 KiB,
@@ -114,8 +128,8 @@ class _Connection(web.RequestHandler):
         took_s = time.perf_counter() - began_s
         if not data:  # aiohttp's own, where it goes on with what it had put aside
             return
-        self._readers.add(self._loop)
-        limit_s = READ_S / min(max(self._readers.last / READERS, 1), 8)
+        self._server.readers.add(self._loop)
+        limit_s = READ_S / min(max(self._server.readers.last / READERS, 1), 8)
         if took_s > limit_s:
             self._reads.max_size = max(MIN_READ_BYTES, self._reads.max_size // 4)
         elif took_s < limit_s / 4:
@@ -130,6 +144,11 @@ class _Connection(web.RequestHandler):
         """Most of it was taken."""
         self._look_no_more()
         super().resume_writing()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return self._waiter is not None and not self._waiter.done()
 
     def close(self) -> None:
         """End it once nothing is under way; aiohttp alone would leave an idle one open, with nobody to answer it."""

@@ -21,6 +21,7 @@ from console.api.errors import CannotListen, Unprotected
 from console.api.key_file import KeysUnavailable
 from console.api.keys import Keys
 from console.api.listening import Address, Listener
+from console.api.open_files import max_connections, raise_file_limit
 from console.api.openapi import Place, places_of
 from console.api.operator import Operator
 from console.api.scopes import in_words
@@ -98,6 +99,7 @@ class ApiServer:
     async def _open(self) -> None:
         self._refuse_unprotected(self._wanted)
         longest = self._settings.max_header_bytes
+        raise_file_limit()
         self._certificate = certificate_of(self._settings)
         runner = Runner(
             self._application(),
@@ -105,6 +107,7 @@ class ApiServer:
             shutdown_timeout=_FAREWELL_S,
             keepalive_timeout=self._settings.idle_timeout_s,
             write_timeout_s=self._settings.write_timeout_s,
+            max_connections=max_connections(),
             lingering_time=_LINGER_S,
             max_line_size=longest,
             max_field_size=longest,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
 
 from console.api.connections import FIRST_READ_BYTES, MAX_READ_BYTES, MIN_READ_BYTES, READ_S, READERS, Runner
+from engine.child_process import ROOT, python_command
 
 
 class Pipe(asyncio.Transport):
@@ -110,3 +112,55 @@ def receive(connection: web.RequestHandler, took_s: float, monkeypatch: pytest.M
     monkeypatch.setattr("console.api.connections.time.perf_counter", lambda: next(moments))
     connection.data_received(b"GET")
     monkeypatch.undo()
+
+
+async def asked(port: int, path: str) -> bytes:
+    """The status line of an answer, b"" where the connection is closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    try:
+        return await reader.readline()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_where_there_are_too_many_connections_one_without_a_request_is_closed_for_a_new_one() -> None:
+    began, ends = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/long":
+            began.set()
+            await ends.wait()
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.get("/long", answer), web.get("/", answer)])
+    runner = Runner(app, write_timeout_s=60.0, max_connections=4)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    long = asyncio.create_task(asked(site.port, "/long"))
+    await began.wait()
+    idle = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(20)]
+    assert await asked(site.port, "/") == b"HTTP/1.1 200 OK\r\n"
+    assert runner.server is not None and len(runner.server.connections) <= 5
+    ends.set()
+    assert await long == b"HTTP/1.1 200 OK\r\n"
+    for _, writer in idle:
+        writer.close()
+    await runner.cleanup()
+
+
+def test_a_server_may_have_as_many_files_open_as_the_system_lets_it() -> None:
+    program = """
+import resource
+from console.api.open_files import MIN_CONNECTIONS, RESERVED, max_connections, raise_file_limit
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, min(hard, 2000)))
+assert max_connections() == 512 - RESERVED
+raise_file_limit()
+assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 2000)
+"""
+    subprocess.run(python_command("-c", program), cwd=ROOT, check=True)
