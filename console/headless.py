@@ -1,20 +1,24 @@
-"""Engine and API without a screen: one line per event on stderr; SIGINT, SIGTERM or SIGHUP drains and leaves."""
+"""Engine and API without a screen: one line per event on stderr. SIGINT, SIGTERM and the terminal's end drain and
+leave; where there is no terminal, SIGHUP has config.toml read again."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
+from collections.abc import Callable
 
 from console.loading import ModelChoice
-from console.logs import logging_to
+from console.logs import logging_to, own_log_folder
 from console.recording.recorder import recording
 from console.runtime import Runtime
-from console.settings import APP_NAME, Settings, log_dir, state_dir
+from console.settings import APP_NAME, Settings, state_dir
 from console.sources import Sources
 from engine.errors import EngineError
 from engine.pauses import collect_rarely
+from engine.tasks import detached
 from engine.text.printable import printable
 
 _RED, _PLAIN = "\x1b[1;31m", "\x1b[0m"
@@ -31,13 +35,18 @@ def run_headless(settings: Settings, choice: ModelChoice, sources: Sources) -> i
 async def _serve(settings: Settings, choice: ModelChoice, sources: Sources) -> int:
     if settings.cluster != "local":
         _say(f"joining the cluster {settings.cluster}")
-    try:
-        runtime = await Runtime.open(settings, log_dir=log_dir(), state_dir=state_dir(), sources=sources)
-    except EngineError as error:
-        _say(error.message)
-        return 1
-    stop = _Stop()
-    with logging_to(runtime.engine.log, log_dir(), verbose=settings.verbose, stderr=True):
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(own_log_folder())
+        try:
+            runtime = await Runtime.open(settings, log_dir=folder, state_dir=state_dir(), sources=sources)
+        except EngineError as error:
+            _say(error.message)
+            return 1
+        stop = _Stop(lambda: detached(_reload(runtime)))
+        level = settings.effective_log_level
+        stack.enter_context(
+            logging_to(runtime.engine.log, folder, level=level, stderr="warning" if settings.quiet else level)
+        )
         try:
             await runtime.start()
             if settings.api:
@@ -85,22 +94,45 @@ async def _close(runtime: Runtime, stop: _Stop, drain_s: float) -> None:
     hurried.cancel()
 
 
+async def _reload(runtime: Runtime) -> None:
+    """Use what config.toml says now, and say what that changed."""
+    try:
+        used, later = await runtime.saved.reload()
+    except EngineError as error:
+        _say(f"{runtime.saved.path()} cannot be used: {error.message}", alarming=True)
+        return
+    for how, names in (("used now", used), ("used by the next load or start", later)):
+        if names:
+            _say(f"{runtime.saved.path()} was read again; {how}: {', '.join(names)}")
+    if not used and not later:
+        _say(f"{runtime.saved.path()} was read again; nothing has changed")
+
+
 class _Stop:
     """SIGINT and SIGTERM: the first asks to leave, the second to hurry. So does the terminal's end, unless that is
-    ignored (nohup); it may be told twice and never hurries.
+    ignored (nohup); it may be told twice and never hurries. Where there is no terminal, SIGHUP asks to reload.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reload: Callable[[], object]) -> None:
         self.asked = asyncio.Event()
         self.hurried = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signal)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            loop.add_signal_handler(signal.SIGHUP, self.asked.set)
+            loop.add_signal_handler(signal.SIGHUP, self.asked.set if _has_terminal() else reload)
 
     def _signal(self) -> None:
         (self.hurried if self.asked.is_set() else self.asked).set()
+
+
+def _has_terminal() -> bool:
+    """Whether a terminal's end would be told to this process."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _say(line: str, *, alarming: bool = False) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import queue
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import TextIOWrapper
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from pathlib import Path
 
+from console.settings import LogLevel, log_dir
 from engine.files import make_private_folder, private_opener
 from engine.log import LogRing, PrintableFormatter, RingHandler
 from engine.text.printable import printable
@@ -21,25 +23,50 @@ log = logging.getLogger(__name__)
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _WAITING_LINES = 10_000
 _LAST_LINES_S = 2.0
+_MAX_INSTANCES = 100
 _QUIET = ("asyncio", "aiohttp.access", "httpx", "huggingface_hub", "filelock", "urllib3")
 
 
 @contextmanager
-def logging_to(ring: LogRing, folder: Path | None, *, verbose: bool, stderr: bool) -> Iterator[None]:
-    """Send this program's log to `ring`, to `folder`/ericllm.log where it can be written, and to stderr if asked.
+def own_log_folder() -> Iterator[Path]:
+    """A folder for the logs of this program and its workers, which no other that runs writes to: `log_dir()`, or beside
+    it log-2, log-3, ... while others have those before. The first, where none can be locked."""
+    first = log_dir()
+    with ExitStack() as stack:
+        for folder in (first, *(first.with_name(f"{first.name}-{number}") for number in range(2, _MAX_INSTANCES))):
+            try:
+                make_private_folder(folder)
+                lock = stack.enter_context(open(folder / "lock", "wb", opener=private_opener))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            except OSError:
+                break
+            yield folder
+            return
+        yield first
+
+
+@contextmanager
+def logging_to(
+    ring: LogRing, folder: Path | None, *, level: LogLevel = "info", stderr: LogLevel | None = None
+) -> Iterator[None]:
+    """Send this program's log from `level` on to `ring` and to `folder`/ericllm.log where it can be written, and what
+    is of the level `stderr` or above there too.
 
     File and stderr are written by a thread of their own: neither a slow disk nor a pipe nobody reads holds anyone up.
     """
     slow = _file_handler(folder) if folder is not None else []
-    if stderr:
+    if stderr is not None:
         slow.append(logging.StreamHandler(sys.stderr))
+        slow[-1].setLevel(stderr.upper())
     for handler in slow:
         handler.setFormatter(logging.Formatter(_FORMAT))
     lines: queue.Queue[logging.LogRecord] = queue.Queue(_WAITING_LINES)
-    listener = QueueListener(lines, *slow)
+    listener = QueueListener(lines, *slow, respect_handler_level=True)
     root, handlers = logging.getLogger(), (RingHandler(ring), _DroppingHandler(lines))
     before = root.level
-    root.setLevel(logging.DEBUG if verbose else logging.INFO)
+    root.setLevel(level.upper())
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     for handler in handlers:

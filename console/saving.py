@@ -75,6 +75,28 @@ class RunningSettings:
             self._file.changed()
         return next(row for row in self.rows() if row.name == name)
 
+    async def reload(self) -> tuple[list[str], list[str]]:
+        """Read the file again. Returns the settings that it changes and that are used from now on, and those that the
+        next load or start will use.
+
+        Raises InvalidRequest for a file with a mistake, and what the engine refuses a knob with.
+        """
+        async with self._writing:
+            sources = self._sources.saving(await asyncio.to_thread(read_file, self._sources.file))
+            coming = sources.settings()
+            used, later = list[str](), list[str]()
+            for name in Settings.model_fields:
+                if getattr(coming, name) == getattr(self._runtime.settings, name):
+                    continue
+                if flag_of(name).used == "start":
+                    later.append(name)
+                else:
+                    await self._use(name, coming)
+                    (used if flag_of(name).used == "now" else later).append(name)
+            self._sources, self._coming = sources, coming
+            self._file.changed()
+        return used, later
+
     async def _use(self, name: str, coming: Settings) -> None:
         value = getattr(coming, name)
         if name in _KNOBS:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from console.called import as_link
-from console.logs import logging_to
+from console.logs import logging_to, own_log_folder
 from console.native_stderr import native_stderr_logged
 from console.output import redirected_stream
 from console.readonly import ReadOnlyLink
 from console.recording.link import ReplayLink
 from console.remote.link import RemoteLink
-from console.settings import APP_NAME, data_dir, log_dir
+from console.settings import APP_NAME, data_dir
 from console.sources import load_settings
 from engine.errors import InvalidRequest
 from engine.log import LogRing
@@ -46,7 +46,7 @@ def _options(theme: str | None) -> dict[str, Any]:
 
 
 def _run(app: Any) -> int:
-    with logging_to(LogRing(), log_dir(), verbose=False, stderr=False), native_stderr_logged():
+    with own_log_folder() as folder, logging_to(LogRing(), folder), native_stderr_logged():
         collect_rarely()
         app.run()
     return int(app.return_code or 0)

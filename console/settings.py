@@ -43,6 +43,7 @@ __all__ = ["Flag", "Group", "Settings", "When"]
 
 APP_NAME = "ericllm"
 ENV_PREFIX = "ERICLLM_"
+LogLevel = Literal["debug", "info", "warning", "error"]
 TUNED_FILE = "tuned.json"
 """In the state folder: what autotune found."""
 MAX_TOKENS = 10**9
@@ -294,7 +295,18 @@ class Settings(ServedSettings):
         Flag("Console", "FILE", example="~/night.rec"),
         Field(description="File that what the screens show is recorded into, for 'ericllm replay'"),
     ] = None
-    verbose: Annotated[bool, Flag("Console"), Field(description="Log more")] = False
+    log_level: Annotated[
+        LogLevel, Flag("Console"), Field(description="Least that is logged; requests have a line at info")
+    ] = "info"
+    verbose: Annotated[bool, Flag("Console"), Field(description="Log everything: --log-level debug")] = False
+    quiet: Annotated[
+        bool, Flag("Console"), Field(description="Without a screen, no more on stderr than warnings and errors")
+    ] = False
+
+    @property
+    def effective_log_level(self) -> LogLevel:
+        """--log-level, or debug with --verbose."""
+        return "debug" if self.verbose else self.log_level
 
     @property
     def effective_cache_bits(self) -> Literal[16, 8, 6, 4]:

@@ -120,6 +120,11 @@ def _agreeing(settings: Settings) -> Settings:
             f"--cache_8bit asks for 8 bits and --cache-bits for {settings.cache_bits}; give one of them",
             param="cache_bits",
         )
+    if settings.verbose and settings.log_level not in ("info", "debug"):
+        raise InvalidRequest(
+            f"--verbose asks for the log level debug and --log-level for {settings.log_level}; give one of them",
+            param="log_level",
+        )
     if settings.api_key is not None and settings.api_key_file is not None:
         raise InvalidRequest("--api-key and --api-key-file both name a key; give one of them", param="api_key")
     return settings

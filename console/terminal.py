@@ -14,7 +14,7 @@ from console.modes import import_screens
 from console.native_stderr import native_stderr_logged
 from console.opening import OpeningLink
 from console.output import say
-from console.settings import Settings, data_dir, log_dir, state_dir
+from console.settings import Settings, data_dir, state_dir
 from console.sources import Sources
 from engine.errors import EngineError
 from engine.pauses import collect_rarely
@@ -131,15 +131,16 @@ class _Engine:
 
     def _link(self) -> EngineLink:
         from console.local import LocalLink
-        from console.logs import logging_to
+        from console.logs import logging_to, own_log_folder
         from console.runtime import LoopThread, Runtime
 
         loop = LoopThread()
         self._left_behind.callback(loop.stop)
-        opening = Runtime.open(self._settings, log_dir=log_dir(), state_dir=state_dir(), sources=self._sources)
+        folder = self._left_behind.enter_context(own_log_folder())
+        opening = Runtime.open(self._settings, log_dir=folder, state_dir=state_dir(), sources=self._sources)
         runtime = loop.submit(opening).result()
-        verbose = self._settings.verbose
-        self._left_behind.enter_context(logging_to(runtime.engine.log, log_dir(), verbose=verbose, stderr=False))
+        level = self._settings.effective_log_level
+        self._left_behind.enter_context(logging_to(runtime.engine.log, folder, level=level))
         self._left_behind.callback(lambda: self._closing.result() if self._closing is not None else None)
         self._close = lambda: loop.submit(runtime.close(drain_s=0.0, patience_s=QUIT_PATIENCE_S))
         runtime.starting = True

@@ -7,6 +7,7 @@ import asyncio
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -20,10 +21,10 @@ from console.autotune.table import heading_of, remarks_of, table_of
 from console.autotune.tuning import traced_mix
 from console.bench.trace import Exchange, read_trace
 from console.links.tuning import MAX_MINUTES, TuneOrder, TuningReport
-from console.logs import logging_to
+from console.logs import logging_to, own_log_folder
 from console.output import say, write
 from console.runtime import Runtime
-from console.settings import Settings, log_dir, state_dir
+from console.settings import Settings, state_dir
 from console.sources import changed
 from engine.errors import InvalidRequest
 
@@ -122,8 +123,10 @@ async def tune(
     is cancelled. mix: what requests are like, or a trace of them, as usual where that is empty. Raises EngineError.
     """
     quiet = changed(settings, {"api": False, "timeout": 0, "max_queue": MAX_QUEUE})
-    runtime = await Runtime.open(quiet, log_dir=log_dir(), state_dir=state_dir())
-    with logging_to(runtime.engine.log, log_dir(), verbose=settings.verbose, stderr=False):
+    with ExitStack() as stack:
+        folder = stack.enter_context(own_log_folder())
+        runtime = await Runtime.open(quiet, log_dir=folder, state_dir=state_dir())
+        stack.enter_context(logging_to(runtime.engine.log, folder, level=settings.effective_log_level))
         try:
             await runtime.start()
             watcher.say(f"loading {settings.model}")

@@ -92,7 +92,7 @@ async def _serve(order: Order, folder: Path) -> None:
     workers = InstantWorkers(plan.vocab_size)
     config = EngineConfig(num_workers=1, max_prompts=_MAX_PROMPTS, max_queue=_MAX_PROMPTS)
     engine = Engine(config, new_host=workers)
-    with logging_to(engine.log, folder, verbose=False, stderr=False):
+    with logging_to(engine.log, folder):
         await engine.start()
         server = ApiServer(engine, ApiSettings(port=0, access_log=order.access_log or None))
         try:

@@ -37,7 +37,7 @@ async def engine_target(settings: Settings, show: Showing) -> AsyncIterator[Engi
         if made:
             stack.callback(_remove, name)
         runtime = await Runtime.open(quiet, log_dir=folder, state_dir=folder)
-        stack.enter_context(logging_to(runtime.engine.log, None, verbose=False, stderr=False))
+        stack.enter_context(logging_to(runtime.engine.log, None))
         stack.push_async_callback(runtime.close, drain_s=0)
         await runtime.start()
         async with _watched(runtime, name, show):

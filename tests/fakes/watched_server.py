@@ -61,7 +61,7 @@ class Holding(msgspec.Struct, frozen=True):
 async def _serve(model: Path, max_prompts: int) -> None:
     engine = Engine(EngineConfig(num_workers=1, max_prompts=max_prompts, max_queue=2048))
     server = ApiServer(engine, ApiSettings(port=0))
-    with logging_to(engine.log, None, verbose=False, stderr=False):
+    with logging_to(engine.log, None):
         await engine.start()
         try:
             await engine.load(ModelSpec(path=model, name="tiny", kv_cache_tokens=256 * max_prompts))

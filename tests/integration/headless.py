@@ -38,6 +38,7 @@ class Headless:
             stdout=stdout,
             stderr=stderr,
             text=True,
+            start_new_session=True,  # with no terminal, whatever the tests are run in
             preexec_fn=_heed_hang_up,
         )
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
+import termios
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +80,12 @@ def test_a_dumb_terminal_is_refused_in_one_sentence(tmp_path: Path, model: Path)
         assert read("\n") == "ericllm: This terminal can show no screen (TERM=dumb); --headless serves without one\r\n"
 
 
+def _control(terminal: int) -> None:
+    """Make a terminal the one that this process is told the end of."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(terminal, termios.TIOCSCTTY)
+
+
 @contextmanager
 def in_terminal(
     home: Path, *flags: str, redirected: str = "", **variables: str
@@ -87,7 +96,10 @@ def in_terminal(
     with (home / "redirected").open("wb") as file:
         streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), theirs) | {redirected: file}
         streams.pop("", None)
-        process = subprocess.Popen([sys.executable, "-m", "console", *flags], cwd=ROOT, env=env, **streams)
+        command = [sys.executable, "-m", "console", *flags]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, start_new_session=True, preexec_fn=partial(_control, theirs), **streams
+        )
         os.close(theirs)
 
         def read(text: str) -> str:
@@ -151,9 +163,66 @@ def test_a_signal_during_the_load_ends_it(tmp_path: Path, model: Path, start: li
     assert server.end(signal.SIGINT) == 0
 
 
-def test_the_end_of_the_terminal_drains_like_any_other_end(tmp_path: Path, model: Path, start: list[Headless]) -> None:
-    server = Headless("--headless", "--no-api", "--model", str(model), home=tmp_path)
+def test_the_end_of_the_terminal_drains_like_any_other_end(tmp_path: Path, model: Path) -> None:
+    flags = ("--headless", "--no-api", "--model", str(model))
+    with in_terminal(tmp_path, *flags, redirected="stderr") as (process, read):
+        read("is ready")
+        os.kill(process.pid, signal.SIGHUP)  # as the kernel does then
+        assert process.wait(timeout=60) == 0
+        assert "unloaded" in read("unloaded")
+
+
+def test_without_a_terminal_a_hang_up_has_the_settings_read_again(
+    tmp_path: Path, model: Path, start: list[Headless]
+) -> None:
+    config = tmp_path / "ericllm" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text("max_prompts = 3\n")
+    server = Headless("--headless", "--no-api", "--model", str(model), "--drain-seconds", "1", home=tmp_path)
     start.append(server)
     server.wait_for("is ready")
-    assert server.end(signal.SIGHUP) == 0
-    assert any("unloaded" in line for line in server.lines)
+
+    def reload(text: str, said: str) -> None:
+        config.write_text(text)
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_for(said)
+
+    reload("max_prompts = 3\n", f"{config} was read again; nothing has changed")
+    reload("max_prompts = 5\ndrain_seconds = 9\nport = 1\n", "used now: max_prompts$")
+    server.wait_for("used by the next load or start: port$")
+    reload("max_prompts = 'many'\n", f"{config} cannot be used: .*max_prompts")
+    reload("max_prompts = [\n", f"{config} cannot be used: ")
+    reload("max_prompts = 4\n", "max_prompts 5 -> 4")
+    assert server.end() == 0
+
+
+def test_two_at_once_write_logs_of_their_own(tmp_path: Path, model: Path, start: list[Headless]) -> None:
+    for _ in range(2):
+        start.append(Headless("--headless", "--no-api", "--model", str(model), home=tmp_path))
+        start[-1].wait_for("is ready")
+    for server in start:
+        assert server.end() == 0
+    for name in ("log", "log-2"):
+        told = (tmp_path / "ericllm" / name / "ericllm.log").read_text()
+        assert told.count("tiny: ready") == 1
+        assert (tmp_path / "ericllm" / name / "worker-w0.log").exists()
+    third = Headless("--headless", "--no-api", "--model", str(model), home=tmp_path)
+    start.append(third)
+    third.wait_for("is ready")
+    assert third.end() == 0
+    assert (tmp_path / "ericllm" / "log" / "ericllm.log").read_text().count("tiny: ready") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_stderr", "in_file"),
+    [(("--quiet",), False, True), (("--log-level", "warning"), False, False), (("--verbose",), True, True)],
+)
+def test_what_is_logged_is_chosen(
+    tmp_path: Path, model: Path, start: list[Headless], flags: tuple[str, ...], on_stderr: bool, in_file: bool
+) -> None:
+    server = Headless("--headless", "--no-api", "--model", str(model), *flags, home=tmp_path)
+    start.append(server)
+    server.wait_for("is ready")
+    assert server.end() == 0
+    assert any("tiny: ready" in line for line in server.lines) == on_stderr
+    assert ("tiny: ready" in (tmp_path / "ericllm" / "log" / "ericllm.log").read_text()) == in_file

@@ -47,7 +47,7 @@ def log_hostile_things() -> None:
 
 def test_stderr_the_log_file_and_the_ring_are_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ring = LogRing()
-    with logging_to(ring, tmp_path, verbose=False, stderr=True):
+    with logging_to(ring, tmp_path, stderr="info"):
         log_hostile_things()
     written = (tmp_path / "ericllm.log").read_text()
     for text in (written, capsys.readouterr().err, *(line.message for line in ring.after(0)[1])):

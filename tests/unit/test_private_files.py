@@ -71,7 +71,7 @@ def test_a_log_on_a_full_disk_is_said_once_without_a_traceback(
 ) -> None:
     (tmp_path / "ericllm.log").symlink_to("/dev/full")
     ring = LogRing()
-    with logging_to(ring, tmp_path, verbose=False, stderr=False):
+    with logging_to(ring, tmp_path):
         for number in range(5):
             logging.getLogger("api").info("line %d", number)
         while not (said := [line.message for line in ring.after(0)[1] if "ericllm.log" in line.message]):

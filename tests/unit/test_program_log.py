@@ -16,7 +16,7 @@ from engine.log import LogRing
 
 def test_a_line_is_written_as_it_was_when_it_was_said(tmp_path: Path) -> None:
     ring, changing = LogRing(), ["before"]
-    with logging_to(ring, tmp_path, verbose=False, stderr=False):
+    with logging_to(ring, tmp_path):
         logging.getLogger("api").info("%s and %d", changing, 7)
         changing.append("after")
         try:
@@ -34,7 +34,7 @@ def test_what_a_library_writes_to_stderr_itself_is_in_the_log_while_a_screen_is_
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     ring = LogRing()
-    with logging_to(ring, None, verbose=False, stderr=False):
+    with logging_to(ring, None):
         with native_stderr_logged():
             os.write(2, b"thread panicked: \x1b]52;c;QQ==\x07\xff\n\n" + b"x" * 3000)
             print("the screen", file=sys.__stderr__, end="")
