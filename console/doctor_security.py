@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from console.addresses import is_loopback
@@ -33,7 +34,7 @@ def security_findings(settings: Settings, sources: Sources) -> Iterator[Finding]
     yield _listening(settings)
     yield _admin(settings)
     yield _keys(settings, sources)
-    yield _folders()
+    yield _changed_by_others(sources.file) or _folders()
     yield _kernel_cache()
     yield _hub()
 
@@ -100,6 +101,22 @@ def _keys(settings: Settings, sources: Sources) -> Finding:
         return Finding(_AREA, "keys", "ok", "no other user of this machine can read them")
     value = "other users of this machine can read one"
     return Finding(_AREA, "keys", "broken", value, "".join(f"{problem}. " for problem in problems).rstrip())
+
+
+def _changed_by_others(file: Path) -> Finding | None:
+    """What is wrong where other users may change config.toml, which says who is let in; a group may be one's own."""
+    for path in (file.parent, file):
+        try:
+            found = path.stat()
+        except OSError:
+            continue
+        if found.st_uid not in (0, os.geteuid()):
+            advice = f"Have one of your own: `sudo chown $USER {path}`."
+            return Finding(_AREA, "folders", "broken", f"{path} belongs to another user", advice)
+        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            value = f"other users may change the settings in {path}"
+            return Finding(_AREA, "folders", "broken", value, f"Keep it to yourself: `chmod go-w {path}`.")
+    return None
 
 
 def _folders() -> Finding:

@@ -133,6 +133,17 @@ def test_a_folder_that_others_can_look_into_is_named(home: Path, kind: str) -> N
     assert f"`chmod -R go-rwx {folder}`" in broken()["folders"]
 
 
+@pytest.mark.parametrize("name", [".", "config.toml"])
+def test_settings_that_others_may_change_are_named(home: Path, name: str) -> None:
+    path = home / "config" / "ericllm" / name
+    if name == "config.toml":
+        path.touch()
+    path.chmod(0o770)  # whose group may be that user alone
+    assert broken() == {}
+    path.chmod(0o702)
+    assert f"`chmod go-w {path}`" in broken()["folders"]
+
+
 def test_a_folder_of_another_user_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
     assert "belongs to another user" in broken()["folders"]
