@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, SecretStr
 
 from console.setting_flags import Flag
-from console.setting_values import Duration, Words
+from console.setting_values import Duration, Networks, Words
 from engine.config import MAX_STOP_STRINGS, MAX_TIMEOUT_S
 
 MAX_TOKENS = 10**9
@@ -62,6 +62,11 @@ class ServedSettings(BaseModel):
         Words,
         Flag("API", "NAME,NAME"),
         Field(description="Dialects that are not answered, for example tgi,kobold; the API screen can switch them too"),
+    ] = ()
+    trusted_proxies: Annotated[
+        Networks,
+        Flag("API", "ADDRESS,NET", example="127.0.0.1,10.0.0.0/8"),
+        Field(description="Proxies whose X-Forwarded-For says who asks: for logs, limits and fairness"),
     ] = ()
     request_rate: Annotated[
         int,

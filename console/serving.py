@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 
 from console.api.settings import ApiSettings
@@ -27,6 +28,7 @@ def api_settings(settings: Settings, state_dir: Path | None) -> ApiSettings:
         cors_origins=settings.cors_origins,
         allowed_hosts=settings.allowed_hosts,
         dialects_off=settings.dialects_off,
+        trusted_proxies=tuple(map(ipaddress.ip_network, settings.trusted_proxies)),
         state_dir=state_dir,
         address_rate=settings.request_rate,
         max_header_bytes=settings.max_header_bytes,

@@ -5,6 +5,7 @@ What is wrong with a value is a ValueError with half a sentence, which `console.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -85,6 +86,15 @@ def _not_negative(value: tuple[int, ...]) -> tuple[int, ...]:
     return value
 
 
+def _networks(value: tuple[str, ...]) -> tuple[str, ...]:
+    for each in value:
+        try:
+            ipaddress.ip_network(each)
+        except ValueError:
+            raise ValueError(f"{each} is neither an address nor a network such as 10.0.0.0/8") from None
+    return value
+
+
 _SHORT = MappingProxyType({"ms": 1e-3, "s": 1.0, "": 1.0})
 """Of latencies, where 5m would rather be a slip of the hand."""
 _LONG = MappingProxyType({**_SHORT, "m": 60.0, "h": 3600.0})
@@ -110,6 +120,7 @@ def _in_seconds(text: str, units: Mapping[str, float], examples: str) -> float:
 GigabyteList = Annotated[tuple[float, ...], BeforeValidator(_split_list), AfterValidator(_positive)]
 MegabyteList = Annotated[tuple[int, ...], BeforeValidator(_split_list), AfterValidator(_not_negative)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_plain_words)]
+Networks = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_networks)]
 Folders = Annotated[tuple[Path, ...], BeforeValidator(_split_paths), AfterValidator(_existing_folders)]
 Folder = Annotated[Path, AfterValidator(_existing_folder)]
 AdapterFolder = Annotated[Folder, AfterValidator(_adapter)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from aiohttp import web
@@ -10,6 +11,7 @@ from aiohttp import web
 from console.api.admin import Admin
 from console.api.authorizing import Door, authorizing
 from console.api.calls import Calls
+from console.api.client_address import resolving
 from console.api.context import ApiContext
 from console.api.dialects import Dialects
 from console.api.events import Events
@@ -20,7 +22,7 @@ from console.api.observing import observing
 from console.api.openapi import OpenApi
 from console.api.operations import Operations
 from console.api.pages.pages import Pages
-from console.api.received import BODY_THREAD
+from console.api.received import BODY_BYTES, BODY_THREAD
 from console.api.receiving import ending, receivable, receiving
 from console.api.turns import Turns, taking_turns
 from console.link import EngineLink
@@ -42,6 +44,7 @@ def application(
     addresses = Addresses(settings.address_rate, time.monotonic)
     app = web.Application(
         middlewares=[
+            resolving(settings.trusted_proxies),
             observing(context.watchers),
             counting(traffic, dialects),
             errors,
@@ -55,6 +58,7 @@ def application(
         client_max_size=settings.max_body_bytes,
     )
     app[BODY_THREAD] = context.body_thread
+    app[BODY_BYTES] = Counter()
     endpoints = [Operations(context).routes(), dialects.routes(), Pages().routes(), OpenApi(dialects).routes()]
     if context.operator is not None:
         endpoints.append(Admin(context, context.operator).routes())

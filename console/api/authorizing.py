@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from console.addresses import is_loopback
+from console.api.client_address import client_address
 from console.api.errors import Forbidden, NotAuthorized
 from console.api.failing import call_of
 from console.api.guarding import is_ours, names_asked_for
@@ -94,7 +95,7 @@ def client_of(request: web.Request) -> str:
     that nobody asked for, `user`) it could say differently each time, to be taken for many.
     """
     key = call_of(request).key
-    return key if key and key != SETTINGS_KEY else request.remote or ""
+    return key if key and key != SETTINGS_KEY else client_address(request)
 
 
 def tenant_of(request: web.Request) -> str:

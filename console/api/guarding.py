@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from console.addresses import is_loopback
+from console.api.client_address import client_address
 from console.api.connections import REQUEST_ID
 from console.api.errors import Forbidden, Misdirected
 from console.api.limits import Addresses
@@ -44,7 +45,7 @@ def guarding(
         if origin is not None and not _is_open(origin, request, origins) and _could_change(request):
             raise Forbidden("Pages from elsewhere may not ask here; --cors-origins lets in those that it names")
         if request.path not in OPEN_PATHS:
-            addresses.enter(request.remote or "")
+            addresses.enter(client_address(request))
         if origin is not None and _is_preflight(request):
             return web.Response(status=204)
         return await handler(request)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from console.api.client_address import client_address
 from console.api.connections import REQUEST_ID, SERVER
 from console.api.dialects import Dialects
 from console.api.errors import (
@@ -52,7 +53,7 @@ def counting(traffic: Traffic, dialects: Dialects) -> Middleware:
         clock = asyncio.get_running_loop().time
         began = clock()
         agent = request.headers.get("User-Agent", "")
-        call = begin(request, traffic.enter(request.remote or "", agent, request.method, request.path))
+        call = begin(request, traffic.enter(client_address(request), agent, request.method, request.path))
         call.tells = dialects.tells(request)
         call.request_id = _id_of(request)
         status: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from console.api.client_address import Network
 from console.api.json_bounds import MAX_DEPTH
 
 
@@ -17,6 +18,7 @@ class ApiSettings:
     tls_cert, tls_key: PEM files; HTTPS where they are given.
     cors_origins: whose pages may ask.  allowed_hosts: names it goes by besides localhost.
     dialects_off: names of those that are not answered at first.
+    trusted_proxies: addresses of proxies whose X-Forwarded-For says who asks.
     state_dir: the folder of keys.json, which has the keys that were made; None keeps them in memory.
     address_rate: requests a minute of one address beyond this machine; 0: any.
     max_header_bytes: longest line of a request's head.  max_body_bytes: longest request body.
@@ -44,6 +46,7 @@ class ApiSettings:
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     dialects_off: tuple[str, ...] = ()
+    trusted_proxies: tuple[Network, ...] = ()
     state_dir: Path | None = None
     address_rate: int = 6000
     max_header_bytes: int = 8 * 2**10

@@ -185,8 +185,8 @@ def test_a_model_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_interrupted_it_still_tells_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("state_dir", "log_dir"):
-        monkeypatch.setattr(f"console.autotune.command.{name}", lambda: tmp_path)
+    for name in ("autotune.command.state_dir", "logs.log_dir"):
+        monkeypatch.setattr(f"console.{name}", lambda: tmp_path)
     reports: list[TuningReport] = []
     stream = io.StringIO()
     order = TuneOrder(knobs=("max_prompts",))
