@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 from aiohttp import web
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
@@ -27,6 +29,7 @@ from tests.fakes.model import fake_spec
 from tests.fakes.ports import free_port
 
 DASHBOARDS = sorted((Path(__file__).parents[2] / "docs" / "grafana").glob("*.json"))
+ALERTS = DASHBOARDS[0].with_name("alerts.yaml")
 OPENMETRICS = "application/openmetrics-text"
 ACCEPTS = {
     "Prometheus 2": f"{OPENMETRICS};version=1.0.0,{OPENMETRICS};version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5",
@@ -202,6 +205,7 @@ def asked_for() -> set[str]:
     asked = {
         name for path in DASHBOARDS for query in queries(json.loads(path.read_bytes())) for name in NAME.findall(query)
     }
+    asked |= set(NAME.findall(ALERTS.read_text(encoding="utf-8"))) - {"ericllm_"}
     for noun in ("device", "worker", "queue", "spec_decode", "vllm:"):
         assert any(noun in name for name in asked), noun
     return asked
@@ -278,6 +282,61 @@ async def as_text(api: Served) -> AsyncIterator[str]:
         yield "{}:{}".format(*runner.addresses[0][:2])
     finally:
         await runner.cleanup()
+
+
+FAULTS: dict[str, dict[str, str]] = {
+    "EricLLMDown": {"up": "1 0x20"},
+    "EricLLMWorkersMissing": {
+        'ericllm_workers_wanted{model_name="m"}': "2x20",
+        'ericllm_worker_up{model_name="m"}': "1x20",
+    },
+    "EricLLMWorkersRestart": {"ericllm_worker_restarts_total": "0+1x20"},
+    "EricLLMQueueFull": {"vllm:num_requests_waiting": "900x20", "ericllm_queue_limit": "1000x20"},
+    "EricLLMErrors": {'http_requests_total{status="5xx"}': "0+1x20", 'http_requests_total{status="2xx"}': "0+9x20"},
+}
+"""What an alert is raised by: values of series, a minute each."""
+
+CALM: dict[str, str] = {
+    "up": "1x20",
+    'ericllm_workers_wanted{model_name="m"}': "2x20",
+    'ericllm_worker_up{model_name="m",worker="w0"}': "1x20",
+    'ericllm_worker_up{model_name="m",worker="w1"}': "1x20",
+    'ericllm_workers_wanted{model_name="asleep"}': "1x20",
+    'ericllm_model_state{model_name="asleep",state="idle"}': "1x20",
+    "ericllm_worker_restarts_total": "0 1 1x20",
+    "vllm:num_requests_waiting": "100x20",
+    "ericllm_queue_limit": "1000x20",
+    'http_requests_total{status="5xx"}': "0+1x20",
+    'http_requests_total{status="2xx"}': "0+99x20",
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "none", "no worker at all"])
+def test_an_alert_is_raised_by_its_fault_alone(tmp_path: Path, fault: str) -> None:
+    series = FAULTS.get(fault, CALM if fault == "none" else {'ericllm_workers_wanted{model_name="m"}': "1x20"})
+    raised = fault if fault in FAULTS else "EricLLMWorkersMissing" if fault != "none" else ""
+    rules = json.loads(json.dumps(yaml.safe_load(ALERTS.read_text(encoding="utf-8"))))
+    names = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
+    assert names == list(FAULTS)
+    told = [{"series": _of_job(name), "values": values} for name, values in series.items()]
+    cases = [{"eval_time": "15m", "alertname": name, "exp_alerts": []} for name in names if name != raised]
+    test = {"interval": "1m", "input_series": told, "alert_rule_test": cases}
+    assert _promtool(tmp_path, test) == 0
+    if raised:
+        test["alert_rule_test"] = [{"eval_time": "15m", "alertname": raised, "exp_alerts": []}]
+        assert _promtool(tmp_path, test) == 1, "it was not raised"
+
+
+def _of_job(series: str) -> str:
+    name, _, labels = series.partition("{")
+    return f'{name}{{job="ericllm",instance="i",{labels or "}"}'
+
+
+def _promtool(folder: Path, test: dict[str, Any]) -> int:
+    """The exit status of the alerts' test by Prometheus's own tool."""
+    file = folder / "test.json"
+    file.write_text(json.dumps({"rule_files": [str(ALERTS)], "tests": [test]}))
+    return subprocess.run(["promtool", "test", "rules", file], check=False, capture_output=True).returncode
 
 
 async def test_prometheus_stores_both_formats_under_the_names_that_dashboards_ask_for(
