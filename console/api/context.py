@@ -18,6 +18,7 @@ from console.api.json_bounds import MAX_VALUES, JsonBounds
 from console.api.observing import add_work
 from console.api.operator import Operator
 from console.api.prompts import Prompt
+from console.api.received import release_bytes
 from console.api.sampling import ModelFields, SamplingFields
 from console.api.serial_thread import SerialThread
 from console.api.served import ServedModel, served_model
@@ -181,6 +182,7 @@ class ApiContext:
         try:
             async with self._submitting if generation.size > 1 else nullcontext():
                 await generation.submit()
+            release_bytes(request)
             yield
         finally:
             self._running.discard(generation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from aiohttp import web
 from pydantic_core import from_json
 
 from console.api.authorizing import client_of
+from console.api.limits import RateLimited
 from console.api.serial_thread import SerialThread
 from engine.errors import InvalidRequest
 
@@ -18,11 +20,37 @@ T = TypeVar("T")
 LONG_BODY = 32_768
 """Bytes: what a shorter body holds is read and checked in 3 ms at worst."""
 
+MAX_CLIENT_BYTES = 256 * 2**20
+"""Bytes of bodies, packed and unpacked, that a client may have in memory until the work that they ask for is queued."""
+
 BODY_THREAD = web.AppKey("body_thread", SerialThread)
+BODY_BYTES = web.AppKey("body_bytes", Counter[str])
+"""Bytes of bodies in memory by client."""
 
 _RECEIVED = web.RequestKey("received", bytes)
 _DOCUMENT = web.RequestKey("document", dict[str, Any])
 _IS_LONG = web.RequestKey("is_long", bool)
+_HELD = web.RequestKey("held", int)
+
+
+def hold_bytes(request: web.Request, size: int) -> None:
+    """Count bytes of the request's body. Raises RateLimited where those of its client are too many."""
+    held, client = request.app[BODY_BYTES], client_of(request)
+    if held[client] + size > MAX_CLIENT_BYTES:
+        raise RateLimited(
+            f"The bodies of this client's requests take more than {MAX_CLIENT_BYTES} bytes; send fewer at once",
+            retry_after_s=1.0,
+        )
+    held[client] += size
+    request[_HELD] = request.get(_HELD, 0) + size
+
+
+def release_bytes(request: web.Request) -> None:
+    """Count them no more: the body became prompts, or is gone."""
+    held, client = request.app[BODY_BYTES], client_of(request)
+    held[client] -= request.pop(_HELD, 0)
+    if not held[client]:
+        del held[client]
 
 
 async def offload(request: web.Request, work: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 from console.api.errors import BodyTooLarge, BodyTooSlow, UnknownEncoding, UnknownExpectation
 from console.api.failing import call_of
 from console.api.json_bounds import JsonBounds
-from console.api.received import LONG_BODY, forget_received, keep_received, offload
+from console.api.received import LONG_BODY, forget_received, hold_bytes, keep_received, offload, release_bytes
 from console.api.scopes import LOOKING
 from console.api.settings import ApiSettings
 from engine.errors import InvalidRequest, RequestTimeout
@@ -36,12 +36,13 @@ def receiving(settings: ApiSettings, bounds: Callable[[], JsonBounds]) -> Middle
 
     @web.middleware
     async def receive(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.can_read_body and request.method not in LOOKING and request.match_info.http_exception is None:
-            await _take(request, settings, bounds())
         try:
+            if request.can_read_body and request.method not in LOOKING and request.match_info.http_exception is None:
+                await _take(request, settings, bounds())
             return await handler(request)
         finally:
             forget_received(request)
+            release_bytes(request)
 
     return receive
 
@@ -66,7 +67,10 @@ async def _take(request: web.Request, settings: ApiSettings, bounds: JsonBounds)
     encoding = _encoding_of(request)
     raw = await _body(request, settings)
     check = partial(_checked, raw, encoding, settings.max_body_bytes, bounds)
-    keep_received(request, await offload(request, check) if encoding or len(raw) > LONG_BODY else check())
+    body = await offload(request, check) if encoding or len(raw) > LONG_BODY else check()
+    if encoding:
+        hold_bytes(request, len(body))
+    keep_received(request, body)
 
 
 async def _body(request: web.Request, settings: ApiSettings) -> bytes:
@@ -96,6 +100,7 @@ async def _read(request: web.Request, most: int) -> bytes:
         size += len(piece)
         if size > most:
             raise too_large(most)
+        hold_bytes(request, len(piece))
     return b"".join(pieces)
 
 

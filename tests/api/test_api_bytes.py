@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from console.api import received
 from console.api.server import ApiSettings
-from tests.api.harness import PATIENCE_S, Served, serving
+from tests.api.harness import PATIENCE_S, Served, bearer, serving, told, until
 
 LIMIT = 4096
 BODY = json.dumps({"prompt": "x" * 500, "max_tokens": 2}).encode()
@@ -147,3 +148,50 @@ async def test_what_is_refused_before_it_is_routed_is_answered_in_the_http_of_to
     assert status.startswith(b"HTTP/1.1 4")
     assert told["connection"] == "close"
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def half_sent(headers: dict[str, str], sent: int) -> bytes:
+    """A request and some bytes of its body, which has a few more."""
+    head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    body = b'{"prompt": "x", "max_tokens": 1' + b" " * (sent - 31)
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{head}Content-Length: {sent + 1}\r\n\r\n".encode() + body
+    )
+
+
+async def test_one_client_s_bodies_may_take_so_much_memory_and_those_of_others_as_much(
+    keyed: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(received, "MAX_CLIENT_BYTES", 100_000)
+    alice, bob = await bearer(keyed, "alice", "use"), await bearer(keyed, "bob", "use")
+    port = keyed.server.status().port
+    streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+    for (_, writer), headers in zip(streams, (alice, alice, alice, bob), strict=True):
+        writer.write(half_sent(headers, 40_000))
+    reader, writer = streams[2]
+    assert b" 429 " in await reader.readline()
+    for reader, writer in (streams[0], streams[3]):
+        writer.write(b"}")
+        assert b" 200 " in await reader.readline()
+    await told(keyed, "POST", "/v1/completions", alice, prompt="x" * 3000, max_tokens=1)
+    for _, writer in streams:
+        writer.close()
+
+
+async def test_a_body_that_became_a_prompt_takes_nothing_of_what_its_client_may_have(
+    paced_api: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(received, "MAX_CLIENT_BYTES", 5000)
+    asked = [asyncio.create_task(paced_api.post("/v1/completions", prompt="x" * 3000, max_tokens=1)) for _ in range(3)]
+    await until(lambda: len(paced_api.engine._desk.live) == 3)
+    assert paced_api.backend.gate is not None
+    paced_api.backend.gate.open()
+    await asyncio.gather(*asked)
+
+
+async def test_what_a_body_unpacks_to_counts(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(received, "MAX_CLIENT_BYTES", 5000)
+    packed = gzip.compress(b'{"prompt": "x", "max_tokens": 1' + b" " * 5000 + b"}")
+    async with api.http.post("/v1/completions", data=packed, headers={"Content-Encoding": "gzip"}) as response:
+        assert response.status == 429
+        assert "take more than 5000 bytes" in await response.text()

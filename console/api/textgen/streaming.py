@@ -17,7 +17,7 @@ from console.api.context import ApiContext
 from console.api.described import describes
 from console.api.errors import BadHttp, ErrorBody, InternalError
 from console.api.failing import as_told, note
-from console.api.received import keep_received, of_body
+from console.api.received import hold_bytes, keep_received, of_body
 from console.api.running import Live, Running
 from console.api.textgen.body import TextgenBody
 from console.api.textgen.errors import tells
@@ -111,6 +111,7 @@ class Streaming:
         if message.type in _ENDS:
             return None
         raw = message.data if isinstance(message.data, bytes) else str(message.data).encode()
+        hold_bytes(request, len(raw))
         keep_received(request, raw)
         await of_body(request, partial(self._context.json_bounds().check, raw))
         return await read(request, TextgenBody)
