@@ -64,12 +64,15 @@ def claim_folder(folder: Path, levels: int) -> None:
     """Have a folder of a cache that nobody else can write into, nor into the `levels` folders above it.
 
     They are made where they are missing. Where others could write into `folder` until now, its content is not trusted
-    and removed. Raises OSError, also where one of them belongs to another user.
+    and removed, unless it is a link: what that leads to may be anything. Raises OSError, also where one of them belongs
+    to another user.
     """
     make_private_folder(folder)
     for each in reversed((folder, *folder.parents[:levels])):
-        if not distrust(each):
+        if not (problem := distrust(each)):
             continue
+        if each == folder and folder.is_symlink():
+            raise PermissionError(problem)
         each.chmod(stat.S_IMODE(each.stat().st_mode) & ~_WRITE_OF_OTHERS)
         if problem := distrust(each):  # it is not ours, or on a file system without modes
             raise PermissionError(problem)
@@ -80,10 +83,11 @@ def claim_folder(folder: Path, levels: int) -> None:
 def distrust(path: Path) -> str:
     """Return why what is at `path` may be somebody else's doing, as a clause; "" where only we and root could write it.
 
-    Raises OSError where it is not there.
+    A link of somebody else's may lead to a folder of ours, with libraries that came with a model, say. Raises OSError
+    where it is not there.
     """
     found = path.stat()
-    if not _is_ours(found):
+    if not (_is_ours(found) and _is_ours(path.lstat())):
         return f"{path} belongs to another user"
     return f"other users may write into {path}" if found.st_mode & _WRITE_OF_OTHERS else ""
 

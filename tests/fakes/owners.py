@@ -11,8 +11,8 @@ OTHER = 4242
 
 
 def belongs_to_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a file or folder belong to a user who is neither root nor the one that runs from now on."""
+    """Have a file, a folder or a link belong to a user who is neither root nor the one that runs from now on."""
     if os.geteuid() == 0:
-        os.chown(path, OTHER, -1)
-    owner = path.stat().st_uid
+        os.chown(path, OTHER, -1, follow_symlinks=False)
+    owner = path.lstat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)

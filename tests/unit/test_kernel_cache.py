@@ -90,6 +90,37 @@ def test_what_lies_in_a_folder_that_others_could_write_to_is_thrown_away_and_com
     assert mine.read_text() == "keep this"
 
 
+@pytest.mark.parametrize("above", [0, 1])
+def test_a_folder_of_ours_that_another_users_link_leads_to_is_not_taken(
+    cache: Path, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, above: int
+) -> None:
+    cloned = tmp_path / "a-model-of-somebody"
+    cloned.mkdir(mode=0o755)
+    link = (cache, cache.parent)[above]
+    cache.rmdir()
+    if above:
+        link.rmdir()
+        (cloned / cache.name).mkdir(mode=0o755)
+    link.symlink_to(cloned)
+    forge(cache)
+    assert kept_library("avx2", cache) is not None  # a link of one's own
+    belongs_to_another(link, monkeypatch)
+    assert kept_library("avx2", cache) is None
+    with pytest.raises(CannotBuild, match="belongs to another user"):
+        build_library("avx2", cache)
+
+
+def test_what_a_link_of_ones_own_leads_to_is_never_removed(cache: Path, compiler: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis").write_text("keep this")
+    (tmp_path / "work").chmod(0o770)
+    cache.rmdir()
+    cache.symlink_to(tmp_path / "work")
+    with pytest.raises(CannotBuild, match=f"other users may write into {cache}"):
+        build_library("avx2", cache)
+    assert (tmp_path / "work" / "thesis").exists()
+
+
 def test_a_folder_of_another_user_is_refused_by_name(
     cache: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
