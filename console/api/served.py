@@ -77,9 +77,31 @@ class ServedModel:
         max_tokens: of each, where they are to be no prompt, which the context bounds.
         Raises ContextLengthExceeded, before most of the work, for a text that has far more.
         """
-        if sum(map(len, texts)) < LONG_TEXT:
+        if sum(map(len, texts)) < LONG_TEXT and self.tokenizer.is_quick:
             return self.tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._encode, texts, add_special_tokens, max_tokens)
+
+    async def part(self, text: str, tokens: int, *, end: bool = False) -> str:
+        """The beginning, or the end, of a text that is to be cut to so many tokens: with these and some to spare, where
+        it has more. It is found beside the event loop, and costs what its tokens do."""
+        if tokens > self.loaded.max_model_len:
+            return text
+        characters = tokens * self.tokenizer.longest_token
+        text = text[-characters:] if end else text[:characters]
+        if len(text) <= max(2 * tokens, _PIECE):
+            return text
+        return await asyncio.to_thread(self._part, text, tokens, end)
+
+    def _part(self, text: str, tokens: int, end: bool) -> str:
+        size = max(2 * tokens, _PIECE)
+        while True:
+            part = text[-size:] if end else text[:size]
+            spans = self.tokenizer.spans(part, add_special_tokens=False)
+            if len(spans) > tokens + _SPARE:
+                return part[spans[-tokens - _SPARE].start :] if end else part[: spans[tokens + _SPARE].start]
+            if len(part) == len(text):
+                return text
+            size *= 2
 
     async def count(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text that is to be no prompt, and so may be longer than one. Raises InvalidRequest."""
@@ -88,7 +110,7 @@ class ServedModel:
 
     async def spans(self, text: str) -> list[TokenSpan]:
         """The tokens of such a text and where they stand in it; raises as `count` does."""
-        if len(text) < MANY_TOKENS:
+        if len(text) < MANY_TOKENS and self.tokenizer.is_quick:
             return self.tokenizer.spans(text)
         return await asyncio.to_thread(self._spans, text)
 

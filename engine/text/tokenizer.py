@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import tokenizers
 
 from engine.errors import InvalidRequest, UnsupportedModel
+from engine.text.bounded_call import BoundedCalls
 from engine.text.chat_template import ChatTemplate
 from engine.text.folder import TokenizerFolder
+from engine.text.patterns import is_quick, regexes
 from engine.text.pieces import TokenPieces
 from engine.text.tokenizer_file import NO_TEXT, NO_TOKENS, read_tokenizer, refusing_panics
 
 _CLOSE_S = 2.0
+
+_SHORT_TEXT = 1024
+"""Characters that a tokenizer whose patterns are quick is given at once."""
+
+_CALL_S, _CHARACTER_S = 0.5, 20e-6
+"""Processor time that others may take: twenty times what usual ones take of a character."""
+
+T = TypeVar("T")
 
 
 class TokenSpan(NamedTuple):
@@ -32,13 +43,16 @@ class Tokenizer:
 
     vocab_size: ids that the tokenizer knows (a model's embedding may have a few rows more).
     eos_token_ids: every end token that the folder names; bos_token_id: None where the model has none.
-    special_ids: control tokens, which skip_special_tokens leaves out of text.
+    special_ids: control tokens, which skip_special_tokens leaves out of text.  is_quick: whether it looks for nothing
+    in a text that could take it long.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, folder: TokenizerFolder) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self.is_quick = all(map(is_quick, _regexes(backend)))
+        self._calls = BoundedCalls()
         self.pieces = TokenPieces(backend)
         self.vocab_size = backend.get_vocab_size()
         self.special_ids = self.pieces.special_ids
@@ -70,18 +84,32 @@ class Tokenizer:
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Ids of each text, as `encode` gives them. Other threads run meanwhile."""
         # The library's encode() would hold the interpreter's lock for as long as it takes.
-        with refusing_panics(NO_TOKENS):
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        encodings = self._tokenized(
+            texts, lambda: self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        )
         twice = [self.bos_token_id] * 2 if add_special_tokens and self.bos_token_id is not None else None
         return [ids[1:] if ids[:2] == twice else ids for ids in (encoding.ids for encoding in encodings)]
 
     def spans(self, text: str, *, add_special_tokens: bool = True) -> list[TokenSpan]:
         """The tokens that `encode` gives, and where each stands in `text`. Other threads run meanwhile."""
-        with refusing_panics(NO_TOKENS):
-            [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        [encoding] = self._tokenized(
+            [text], lambda: self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        )
         spans = [TokenSpan(id_, *offsets) for id_, offsets in zip(encoding.ids, encoding.offsets, strict=True)]
         twice = add_special_tokens and [span.token_id for span in spans[:2]] == [self.bos_token_id] * 2
         return spans[1:] if twice else spans
+
+    def _tokenized(self, texts: Sequence[str], work: Callable[[], T]) -> T:
+        """What the library makes of these texts. Raises InvalidRequest where it cannot, or takes too long: anybody may
+        have written the tokenizer, and some take hours of what others take a millisecond of."""
+        characters = sum(map(len, texts))
+        with refusing_panics(NO_TOKENS):
+            if self.is_quick and characters < _SHORT_TEXT:
+                return work()
+            try:
+                return self._calls.run(work, _CALL_S + characters * _CHARACTER_S)
+            except TimeoutError:
+                raise InvalidRequest("the model's tokenizer takes too long to make tokens of this text") from None
 
     @cached_property
     def longest_token(self) -> int:
@@ -174,3 +202,9 @@ class Tokenizer:
         """The template of a chat with tools: one of its own, else the only one; None where the model has none."""
         own = self._templates.get("tool_use") or self._templates.get("default")
         return own or next(iter(self._templates.values()), None)
+
+
+def _regexes(backend: tokenizers.Tokenizer) -> list[str]:
+    """All that a tokenizer looks for in a text."""
+    steps = [step for step in (backend.normalizer, backend.pre_tokenizer) if step is not None]
+    return [found for step in steps for found in regexes(json.loads(step.__getstate__()))]

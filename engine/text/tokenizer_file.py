@@ -20,6 +20,7 @@ import tokenizers
 from engine.config import quoted
 from engine.errors import EngineError, InvalidRequest, UnsupportedModel
 from engine.models.files import decode_json, decode_values, read_file
+from engine.text.patterns import is_quick, regexes
 
 _MAX_FILE_BYTES = 48 * 2**20
 """Vocabularies of a quarter of a million tokens take up to 35 MiB."""
@@ -122,7 +123,10 @@ def _refuse_steps(parts: _Tokenizer, file: Path) -> None:
         step = decode_values(raw, object, file)
         if _growth(step) > _MAX_GROWTH:
             raise _refusal(file, f"its {name} makes more than {_MAX_GROWTH} characters of one")
-        patterns += _pattern_characters(step)
+        found = list(regexes(step))
+        patterns += sum(map(len, found))
+        if name == "decoder" and not all(map(is_quick, found)):
+            raise _refusal(file, "its decoder has a regular expression that may take long")
     if patterns > _MAX_PATTERN:
         raise _refusal(file, f"its regular expressions have {patterns} characters, more than {_MAX_PATTERN}")
 
@@ -184,12 +188,3 @@ def _longest_replacement(charsmap: str) -> float:
         return 1.0
     texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
     return max(len(text.decode("utf-8", "replace")) for text in texts)
-
-
-def _pattern_characters(step: object) -> int:
-    """Of all regular expressions in a step."""
-    if isinstance(step, list):
-        return sum(map(_pattern_characters, step))
-    if not isinstance(step, dict):
-        return 0
-    return sum(len(str(value)) if key == "Regex" else _pattern_characters(value) for key, value in step.items())

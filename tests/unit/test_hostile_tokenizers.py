@@ -12,6 +12,7 @@ import pytest
 
 from engine.errors import InvalidRequest, UnsupportedModel
 from engine.models.vocabulary import refuse_other_vocabulary
+from engine.text.patterns import is_quick
 from engine.text.tokenizer import Tokenizer
 from engine.text.tokenizer_file import read_tokenizer, refusing_panics
 from tests.fakes import tiny_tokenizers
@@ -85,6 +86,10 @@ HOSTILE: dict[str, tuple[Parts, str]] = {
         "its decoder makes more than 100",
     ),
     "300,000 steps": ({"normalizer": sequence({"type": "Lowercase"}, 300_000)}, "its normalizer is larger than 2 MiB"),
+    "a decoder that looks for what may take long": (
+        {"decoder": replaced({"Regex": "(X+X+)+y"}, "z")},
+        "its decoder has a regular expression that may take long",
+    ),
     "a long pattern": (split("(?i)" + "ß" * 50_000), "its regular expressions have 50004 characters, more than 4096"),
     "a pattern that is none": (split("("), "Oniguruma error"),
     "a table that is none": (
@@ -192,7 +197,8 @@ def spinning(folder: Path) -> Tokenizer:
     """A tokenizer that panics on SPUN, as text and as a token."""
     parts = added(1, 1)
     parts["added_tokens"][0]["content"] = SPUN.upper()
-    decoder = {"type": "Sequence", "decoders": [replaced({"Regex": "(X+X+)+y"}, "z"), {"type": "Fuse"}]}
+    strip = {"type": "Strip", "content": "X", "start": 0, "stop": 1000}
+    decoder = {"type": "Sequence", "decoders": [strip, {"type": "Fuse"}]}
     write(folder, split(SPIN["pattern"]["Regex"]) | parts | {"decoder": decoder})
     return Tokenizer.from_folder(folder)
 
@@ -208,12 +214,60 @@ def test_a_text_that_the_library_panics_on_is_refused_and_the_next_is_read(tmp_p
     assert subject.encode("the")
 
 
+SLOW = r"[a-z]*[a-z]*[a-z]*~|."
+"""Takes the fourth power of a text's length, and never as many steps from one place that the library gives up."""
+
+
+@pytest.mark.parametrize("step", [split(SLOW), {"normalizer": replaced({"Regex": SLOW}, "x")}])
+def test_a_text_that_takes_the_library_hours_is_refused_in_a_second_and_so_is_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: Parts
+) -> None:
+    write(tmp_path, step)
+    subject = Tokenizer.from_folder(tmp_path)
+    assert not subject.is_quick
+    assert subject.encode("the")
+    monkeypatch.setattr("engine.text.tokenizer._CALL_S", 0.01)  # so that what goes on does not for long
+    for _ in range(3):
+        assert "takes too long" in outcome(lambda: str(subject.encode("x" * 220)), 0, InvalidRequest)
+
+
+def test_a_text_of_any_length_may_take_as_long_as_texts_do(tmp_path: Path) -> None:
+    write(tmp_path, split(r" ?\p{L}+|\s+(?!\S)|\s+"))
+    subject = Tokenizer.from_folder(tmp_path)
+    assert subject.is_quick
+    text = "a word " * 2_000
+    assert len(subject.spans(text)) == len(subject.encode(text)) > 2_000
+
+
+PUBLISHED = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s+",
+    r"[^\r\n\p{L}\p{N}]?+\p{L}+| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]| {2,}",
+)
+
+
+@pytest.mark.parametrize("pattern", PUBLISHED)
+def test_the_patterns_of_published_models_are_known_to_be_quick(pattern: str) -> None:
+    assert is_quick(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [SLOW, "[a-z ]*[a-z ]*~", "(a+)+$", "(a|a)*c", r"(.*)\1", "a?a?a?b", "(?i:a*b*c)", "a*b*(?i:x|y)", "a+b+(?!c)"],
+)
+def test_a_pattern_that_may_take_long_is_not(pattern: str) -> None:
+    assert not is_quick(pattern)
+
+
 def test_tokens_that_the_library_panics_on_are_refused_and_the_next_are_read(tmp_path: Path) -> None:
     subject = spinning(tmp_path)
     token = subject.token_to_id(SPUN.upper())
     assert token is not None
     for read in (lambda: subject.decode([token]), lambda: str(subject.token_bytes(token))):
-        assert "cannot make text of these tokens: Onig" in outcome(read, 0, InvalidRequest)
+        assert "cannot make text of these tokens: index out of bounds" in outcome(read, 0, InvalidRequest)
     assert subject.decode(subject.encode("the"))
 
 
