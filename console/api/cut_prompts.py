@@ -35,7 +35,7 @@ class Cut:
 
     async def prompt(self, model: ServedModel) -> Prompt:
         """The same, where it is long beside the event loop. Raises InvalidRequest where nothing is left."""
-        text = self.text[-self.limit * model.tokenizer.longest_token :]  # which has as many tokens as are kept, or more
+        text = await model.part(self.text, self.limit, end=True)
         [start] = await model.encode([self.head], add_special_tokens=self.add_special_tokens) if self.head else [[]]
         [ids] = await model.encode([text], add_special_tokens=self._adds)
         if len(start) >= self.limit:

@@ -35,8 +35,8 @@ Encoding = Literal["float", "base64"]
 MAX_INPUTS = 2048
 """What OpenAI takes at once."""
 
-INPUTS_PER_CHOICE = 2
-"""Texts for each answer that a request may ask for: a vector is computed in one step. LangChain sends 1000 at once."""
+INPUTS_PER_CHOICE = 4
+"""Texts for each answer that a request may ask for: a vector is computed in one step. Clients send up to MAX_INPUTS."""
 
 
 class EmbeddingBody(ModelFields):

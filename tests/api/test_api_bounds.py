@@ -30,6 +30,7 @@ from console.api.serial_thread import SerialThread
 from console.api.served import MAX_COUNTED_TOKENS, ServedModel
 from console.api.server import ApiSettings
 from console.api.structured import MAX_SCHEMA_BYTES, json_grammar
+from engine.child_process import ROOT
 from engine.config import SamplingParams
 from engine.engine import Engine, GenerateRequest
 from engine.errors import ContextLengthExceeded, InvalidRequest
@@ -163,6 +164,37 @@ def test_a_text_that_fits_is_never_refused_by_its_pieces(tmp_path: Path, unit: s
     context = len(text.encode())
     served = served_by(tokenizer, context)
     assert len(served._encode([text], True, None)[0]) == context
+
+
+@pytest.mark.parametrize("unit", ["hello world, ", "é ", "x" * 50 + " "])
+@pytest.mark.parametrize("end", [False, True])
+async def test_a_part_of_a_text_has_the_tokens_that_are_kept_of_the_whole(unit: str, end: bool) -> None:
+    model = served_by(Tokenizer.from_folder(ROOT / "engine/demo/model"), CONTEXT)
+    text = "".join(f"{number} {unit}" for number in range(100_000 // len(unit)))
+    [whole] = model.tokenizer.encode_all([text], add_special_tokens=False)
+    for tokens in (1, 100, CONTEXT - 1):
+        part = await model.part(text, tokens, end=end)
+        [ids] = await model.encode([part], add_special_tokens=False)
+        assert (ids[-tokens:] if end else ids[:tokens]) == (whole[-tokens:] if end else whole[:tokens])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/v1/generate", {"prompt": "y" + "x" * 200_000, "max_length": 1}),
+        ("/generate", {"inputs": "y" + "x" * 200_000, "parameters": {"truncate": 4000, "max_new_tokens": 1}}),
+        ("/api/embed", {"model": "fake", "input": ["x" * 200_000 + "y"]}),
+        ("/api/embeddings", {"model": "fake", "prompt": "x" * 200_000 + "y"}),
+    ],
+)
+async def test_a_dialect_that_cuts_texts_cuts_those_of_any_length(
+    api: Served, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert api.engine.tokenizer is not None
+    monkeypatch.setitem(api.engine.tokenizer.__dict__, "longest_token", 10_000)
+    await api.post(path, **body)
+    assert 3900 < len(api.backend.submitted[-1].prompt_ids) < 4097
+    assert set(api.backend.submitted[-1].prompt_ids) == {ord("x")}
 
 
 def test_messages_of_one_side_are_put_together_in_time_that_grows_with_them_alone() -> None:

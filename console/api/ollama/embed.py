@@ -107,9 +107,10 @@ class Embed:
         if not texts:
             return [], 0
         limit = min(options.num_ctx or model.loaded.max_model_len, model.loaded.max_model_len) - 1
-        most = limit * model.tokenizer.longest_token
+        if truncate:
+            texts = [await model.part(text, limit) for text in texts]
         with about_inputs():
-            prompts = await read_prompts([text[:most] if truncate else text for text in texts], model, "input")
+            prompts = await read_prompts(list(texts), model, "input")
             if truncate:
                 prompts = [replace(prompt, ids=prompt.ids[:limit], encode=None) for prompt in prompts]
             vectors, tokens = await vectors_of(self._context, request, options, model, prompts)

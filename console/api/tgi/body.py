@@ -22,7 +22,6 @@ from engine.request import compact
 from engine.text.tokenizer import Tokenizer
 
 _SEEDS = 2**64
-_SPARE = 64
 
 
 class TgiParameters(Body):
@@ -114,7 +113,7 @@ class TgiBody(Body):
 
     async def prompt(self, model: ServedModel, truncate: int | None) -> Prompt:
         """inputs as ids, the last `truncate` of them. Raises InvalidRequest."""
-        text = self.inputs if truncate is None else _end(self.inputs, truncate, model)
+        text = self.inputs if truncate is None else await model.part(self.inputs, truncate, end=True)
         encode = partial(_encode, text, truncate)
         ids = _last((await model.encode([text]))[0], truncate)
         if not ids:
@@ -124,12 +123,6 @@ class TgiBody(Body):
 
 async def _encode(text: str, truncate: int | None, tokenizer: Tokenizer) -> list[int]:
     return _last(await asyncio.to_thread(tokenizer.encode, text), truncate)
-
-
-def _end(text: str, count: int, model: ServedModel) -> str:
-    """The end of a text, which has `count` tokens and more where the text does. What is cut begins with other tokens
-    than it has in the whole, so it has some to spare."""
-    return text[-(count + _SPARE) * model.tokenizer.longest_token :]
 
 
 def _last(ids: list[int], count: int | None) -> list[int]:
