@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Collection, Mapping
 
+from console.addresses import unix_path
 from engine.text.printable import printable_json
 
 KEY_VARIABLE = "ERICLLM_API_KEY"
@@ -23,7 +24,8 @@ _BODIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
 
 
 def curl_line(base: str, model: str, *, dialects: Collection[str], with_key: bool) -> str:
-    """One line for a shell, "" where no dialect is on. base: as "http://127.0.0.1:8000"; the key is a variable."""
+    """One line for a shell, "" where no dialect is on. base: as "http://127.0.0.1:8000", or "unix:PATH"; the key is a
+    variable."""
     found = next((body for dialect, body in _BODIES.items() if dialect in dialects), None)
     if found is None:
         return ""
@@ -33,7 +35,8 @@ def curl_line(base: str, model: str, *, dialects: Collection[str], with_key: boo
     return " ".join(
         [
             "curl",
-            shlex.quote(base + path),
+            *(["--unix-socket", shlex.quote(file)] if (file := unix_path(base)) else []),
+            shlex.quote(("http://localhost" if file else base) + path),
             *key,
             '-H "Content-Type: application/json"',
             "-d",

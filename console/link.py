@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from console.addresses import is_loopback
+from console.addresses import is_loopback, unix_path
 from console.links.api import ApiLink
 from console.links.benches import BenchesLink
 from console.links.conversation import ConversationLink
@@ -50,6 +50,8 @@ class ApiStatus(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def url(self) -> str:
         """Where clients reach it."""
+        if unix_path(self.host):
+            return self.host
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 

@@ -20,7 +20,11 @@ class ServedSettings(BaseModel):
     """Part of `console.settings.Settings`. Durations are seconds."""
 
     api: Annotated[bool, Flag("API"), Field(description="Serve HTTP from the start")] = True
-    host: Annotated[str, Flag("API", "ADDRESS"), Field(min_length=1, description="Address to listen on")] = "127.0.0.1"
+    host: Annotated[
+        str,
+        Flag("API", "ADDRESS"),
+        Field(min_length=1, description="Address to listen on; *: all, IPv6 too; unix:PATH: a socket in a folder"),
+    ] = "127.0.0.1"
     port: Annotated[int, Flag("API", "PORT"), Field(ge=0, le=65535, description="Port to listen on; 0: any free")] = (
         8000
     )

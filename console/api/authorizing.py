@@ -10,8 +10,7 @@ from functools import partial
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from console.addresses import is_loopback
-from console.api.client_address import client_address
+from console.api.client_address import client_address, is_near, peer_of
 from console.api.errors import Forbidden, NotAuthorized
 from console.api.failing import call_of
 from console.api.guarding import is_ours, names_asked_for
@@ -133,4 +132,4 @@ def _is_local(request: web.Request) -> bool:
 
 def _is_near(request: web.Request) -> bool:
     """Whether it comes from this machine, and not through a proxy for somebody else."""
-    return is_loopback(request.remote or "") and not any(name in request.headers for name in _PROXIED)
+    return is_near(peer_of(request)) and not any(name in request.headers for name in _PROXIED)

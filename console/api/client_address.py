@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Iterable, Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from console.addresses import is_loopback
+
 _CLIENT = web.RequestKey("client_address", str)
 _HEADER = "X-Forwarded-For"
+_LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
+UNIX = "unix"
+"""What clients of a socket in the file system have for an address; a proxy there is trusted as one at 127.0.0.1 is."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -19,12 +25,24 @@ def client_address(request: web.Request) -> str:
     return request.get(_CLIENT) or ""
 
 
+def peer_of(request: web.Request) -> str:
+    """The address that the connection comes from, UNIX for one through a socket in the file system."""
+    transport = request.transport
+    sock = None if transport is None else transport.get_extra_info("socket")
+    return UNIX if sock is not None and sock.family == socket.AF_UNIX else request.remote or ""
+
+
+def is_near(address: str) -> bool:
+    """Whether a client is a program of this machine."""
+    return address == UNIX or is_loopback(address)
+
+
 def resolving(proxies: Sequence[Network]) -> Middleware:
     """Finds out who asks, for all that tells clients apart: log, limits, turns. proxies: those whose word is taken."""
 
     @web.middleware
     async def resolve(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request[_CLIENT] = _resolved(request.remote or "", request.headers.getall(_HEADER, ()), proxies)
+        request[_CLIENT] = _resolved(peer_of(request), request.headers.getall(_HEADER, ()), proxies)
         return await handler(request)
 
     return resolve
@@ -35,7 +53,7 @@ def _resolved(peer: str, forwarded: Iterable[str], proxies: Sequence[Network]) -
     before that anybody may have written."""
     hops = [hop.strip() for line in forwarded for hop in line.split(",")]
     address = _plain(peer)
-    while hops and _is_in(address, proxies):
+    while hops and _is_trusted(address, proxies):
         hop = _plain(hops.pop())
         if _parsed(hop) is None:
             break
@@ -54,9 +72,9 @@ def _plain(address: str) -> str:
     return address if parsed is None else str(mapped or parsed)
 
 
-def _is_in(address: str, networks: Sequence[Network]) -> bool:
-    parsed = _parsed(address)
-    return parsed is not None and any(parsed in network for network in networks)
+def _is_trusted(address: str, proxies: Sequence[Network]) -> bool:
+    parsed = _LOOPBACK if address == UNIX else _parsed(address)
+    return parsed is not None and any(parsed in network for network in proxies)
 
 
 def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import ssl
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 
 from aiohttp import web
 
+from console.addresses import EVERYWHERE, unix_path
 from console.api.errors import CannotListen
+from engine.models.files import home_expanded
+
+_UNIX_MASK = 0o117
+"""Modes that a socket's file does not have: its owner and group may connect, and nobody else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +28,7 @@ class Address:
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host} port {self.port}"
+        return self.host if unix_path(self.host) else f"{self.host} port {self.port}"
 
 
 class Listener:
@@ -29,29 +37,40 @@ class Listener:
     def __init__(self, runner: web.AppRunner, tls: ssl.SSLContext | None = None) -> None:
         self._runner = runner
         self._tls = tls
-        self._site: web.TCPSite | None = None
-        self._host = ""
+        self._site: web.BaseSite | None = None
+        self._address: Address | None = None
 
     @property
     def address(self) -> Address | None:
         """Where it listens, with the port that was found free; None while it does not."""
-        return None if self._site is None else Address(self._host, self._site.port)
+        return self._address
 
     async def open(self, address: Address) -> None:
         """Listen; raises CannotListen with the reason, in words, with what to do about it."""
-        site = web.TCPSite(self._runner, address.host, address.port, ssl_context=self._tls)
+        port = address.port
+        try:
+            sock = _own_socket(address)
+            if sock is not None:
+                site: web.BaseSite = web.SockSite(self._runner, sock, ssl_context=self._tls)
+                port = 0 if unix_path(address.host) else sock.getsockname()[1]
+            else:
+                site = web.TCPSite(self._runner, address.host, address.port, ssl_context=self._tls)
+        except (OSError, OverflowError) as error:
+            raise _cannot_listen(error, address) from error
         try:
             await site.start()
         except (OSError, OverflowError, ValueError) as error:
             await site.stop()
             raise _cannot_listen(error, address) from error
-        self._site, self._host = site, address.host
+        self._site = site
+        self._address = Address(address.host, site.port if isinstance(site, web.TCPSite) else port)
 
     async def close(self) -> None:
         """Take no more connections; those there are stay."""
         site, self._site = self._site, None
+        address, self._address = self._address, None
         if site is not None:
-            await site.stop()
+            await _stop(site, address)
 
     async def move(self, address: Address) -> None:
         """Listen at another address instead. Requests under way go on; connections without any are closed, so that
@@ -71,7 +90,7 @@ class Listener:
         except CannotListen as error:
             raise await self._back_at(before, error) from error
         if site is not None and not in_the_way:
-            await site.stop()
+            await _stop(site, before)
         for connection in connections:
             connection.close()
 
@@ -87,9 +106,59 @@ class Listener:
         return CannotListen(f"{reason.message}. It goes on listening on {before}", **reason.details)
 
 
+def _own_socket(address: Address) -> socket.socket | None:
+    """A socket that listens where asyncio would not: in the file system, or on all addresses of both IP versions; None
+    for any other address. Raises OSError, OverflowError."""
+    if path := unix_path(address.host):
+        return _unix_socket(path)
+    if address.host != EVERYWHERE:
+        return None
+    try:
+        return socket.create_server(("::", address.port), family=socket.AF_INET6, dualstack_ipv6=True)
+    except (OSError, ValueError) as error:
+        if _has_errno(error, errno.EADDRINUSE) or _has_errno(error, errno.EACCES):
+            raise
+        return socket.create_server(("0.0.0.0", address.port))  # a machine without IPv6
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """One that its owner and group may connect to. The socket of a server that is gone is replaced, nothing else."""
+    file = home_expanded(path)
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(file.lstat().st_mode):
+            raise OSError(errno.ENOTSOCK, "no socket")
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(file))
+            except ConnectionRefusedError:
+                file.unlink()
+            else:
+                raise OSError(errno.EADDRINUSE, "in use")
+    sock = socket.socket(socket.AF_UNIX)
+    before = os.umask(_UNIX_MASK)
+    try:
+        sock.bind(str(file))
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        os.umask(before)
+    return sock
+
+
+async def _stop(site: web.BaseSite, address: Address | None) -> None:
+    """Let go of an address, and remove its file."""
+    await site.stop()
+    if address is not None and (path := unix_path(address.host)):
+        with suppress(OSError):
+            home_expanded(path).unlink()
+
+
 def _cannot_listen(error: Exception, address: Address) -> CannotListen:
     reason = str(error)
-    if isinstance(error, socket.gaierror) or _has_errno(error, errno.EADDRNOTAVAIL):
+    if path := unix_path(address.host):
+        reason = _of_file(error, path)
+    elif isinstance(error, socket.gaierror) or _has_errno(error, errno.EADDRNOTAVAIL):
         reason = f"{address.host} is no address of this machine; choose another with --host"
     elif _has_errno(error, errno.EADDRINUSE):
         reason = "another program listens there; choose another port with --port"
@@ -98,6 +167,17 @@ def _cannot_listen(error: Exception, address: Address) -> CannotListen:
     elif isinstance(error, OverflowError):
         reason = "ports lie between 0 and 65535; choose one with --port"
     return CannotListen(f"Cannot listen on {address}: {reason}", host=address.host, port=address.port)
+
+
+def _of_file(error: Exception, path: str) -> str:
+    """Why there is no socket at a path."""
+    if _has_errno(error, errno.EADDRINUSE):
+        return "another program listens there; choose another file with --host"
+    if _has_errno(error, errno.ENOTSOCK):
+        return "a file of that name is there, which is no socket"
+    if _has_errno(error, errno.ENOENT):
+        return f"there is no folder {home_expanded(path).parent}"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _has_errno(error: Exception, number: int) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import ipaddress
 import logging
 import socket
 from pathlib import Path
@@ -110,3 +112,104 @@ async def test_listening_for_others_without_a_key_is_refused_and_changes_nothing
     await bearer(api, "app", "use")
     await api.server.listen("0.0.0.0", 0)
     assert not api.server.status().is_open
+
+
+# -- a socket in the file system, and both versions of IP -----------------------------------------------------------
+
+
+async def asked(path: Path, url: str = "http://localhost/ready") -> int:
+    """The status of an answer through a socket in the file system."""
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http, http.get(url) as response:
+        return response.status
+
+
+async def test_it_listens_at_a_socket_that_others_cannot_open_and_takes_it_away(api: Served, tmp_path: Path) -> None:
+    path = tmp_path / "ericllm.sock"
+    before = api.url
+    await api.server.listen(f"unix:{path}", 8000)
+    assert (api.url, api.server.status().is_open) == (f"unix:{path}", False)
+    assert path.stat().st_mode & 0o777 == 0o660
+    assert await asked(path) == 200
+    assert await asked(path, "http://elsewhere.example/ready") == 421
+    assert api.server.report().clients[0].address == "unix"
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await http.get(f"{before}/ready")
+    await api.server.listen("127.0.0.1", 0)
+    assert not path.exists()
+    await api.server.listen(f"unix:{path}", 0)
+    await api.server.stop()
+    assert not path.exists()
+
+
+async def test_a_socket_that_a_dead_server_left_is_replaced_and_nothing_else(api: Served, tmp_path: Path) -> None:
+    path = tmp_path / "ericllm.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    await api.server.listen(f"unix:{path}", 0)
+    assert await asked(path) == 200
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "other.sock"))
+        other.listen()
+        (tmp_path / "file").write_text("precious")
+        (tmp_path / "link").symlink_to(path)
+        for name, reason in {
+            "other.sock": "another program listens there; choose another file",
+            "file": "a file of that name is there, which is no socket",
+            "link": "a file of that name is there, which is no socket",
+            "none/x.sock": f"there is no folder {tmp_path}/none",
+            "x" * 200: "AF_UNIX path too long",
+        }.items():
+            with pytest.raises(
+                CannotListen, match=rf"^Cannot listen on unix:\S+: {reason}( with --host)?\. It goes on listening"
+            ):
+                await api.server.listen(f"unix:{tmp_path}/{name}", 0)
+    assert (tmp_path / "file").read_text() == "precious"
+    assert await asked(path) == 200
+
+
+async def test_a_proxy_at_a_socket_is_trusted_where_one_at_loopback_is(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    for proxies, client in (((), "unix"), ((ipaddress.ip_network("127.0.0.1"),), "203.0.113.7")):
+        settings = ApiSettings(port=0, trusted_proxies=proxies)
+        async with serving(tmp_path, settings=settings) as api:
+            await api.server.listen(f"unix:{path}", 0)
+            connector = aiohttp.UnixConnector(str(path))
+            headers = {"X-Forwarded-For": "203.0.113.7"}
+            async with aiohttp.ClientSession(connector=connector, headers=headers) as http:
+                await http.get("http://localhost/v1/models")
+            assert [each.address for each in api.server.report().clients] == [client]
+
+
+async def test_every_address_of_both_versions_of_ip_is_one_star(unlocked: Served) -> None:
+    await unlocked.server.listen("*", 0)
+    port = unlocked.server.status().port
+    async with aiohttp.ClientSession() as http:
+        for host in ("127.0.0.1", "[::1]"):
+            async with http.get(f"http://{host}:{port}/ready") as response:
+                assert response.status == 200
+    assert {each.address for each in unlocked.server.report().clients} >= {"127.0.0.1", "::1"}
+
+
+async def test_a_machine_without_ipv6_listens_on_all_that_it_has(
+    unlocked: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = socket.create_server
+
+    def without(address: tuple[str, int], *, family: int = socket.AF_INET, **options: object) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "no such family")
+        return create(address)
+
+    monkeypatch.setattr(socket, "create_server", without)
+    await unlocked.server.listen("*", 0)
+    url = f"http://127.0.0.1:{unlocked.server.status().port}/ready"
+    async with aiohttp.ClientSession() as http, http.get(url) as response:
+        assert response.status == 200
+
+
+async def test_everywhere_needs_a_key_and_a_socket_none(api: Served, tmp_path: Path) -> None:
+    with pytest.raises(Unprotected, match=r"Not listening on \* port 0 without a key"):
+        await api.server.listen("*", 0)
+    await api.server.listen(f"unix:{tmp_path}/s", 0)
+    assert api.server.status().running

@@ -90,6 +90,16 @@ async def test_the_curl_line_is_copied_whole_and_names_the_variable_instead_of_t
     assert '"NeuralHermes-7B"' in words[-1]
 
 
+def test_the_curl_line_of_a_socket_names_its_file() -> None:
+    line = curl_line("unix:/run/my ericllm.sock", "", dialects={"openai"}, with_key=False)
+    assert shlex.split(line)[:4] == [
+        "curl",
+        "--unix-socket",
+        "/run/my ericllm.sock",
+        "http://localhost/v1/chat/completions",
+    ]
+
+
 def test_the_curl_line_fits_what_is_on_and_survives_a_shell() -> None:
     def line(*dialects: str, model: str = "it's", key: bool = False) -> list[str]:
         return shlex.split(curl_line("http://[::1]:80", model, dialects=dialects, with_key=key))
