@@ -26,6 +26,7 @@ from engine.models.inspect import inspect
 from engine.models.resolve import is_hub_id, is_synthetic, resolve, resolve_local, sketched
 from engine.placement import candidates
 from engine.snapshot import DeviceReading
+from engine.text.printable import printable
 
 WIDEST = 110
 _MIB = 2**20
@@ -83,7 +84,8 @@ def as_text(found: Estimate, width: int | None = None) -> str:
     workers = f"{found.workers} worker{'s' if found.workers > 1 else ''} of {found.max_prompts} prompts"
     made = "" if found.weights == "auto" else f" with {found.weights} weights"
     head = (
-        f"{found.model}: {found.backend}, {found.dtype}{made}, context {found.context_tokens:,} tokens, {workers}",
+        f"{printable(found.model)}: {found.backend}, {found.dtype}{made}, "
+        f"context {found.context_tokens:,} tokens, {workers}",
         f"A worker's weights take {_mib(found.weights_bytes)} MiB, a token of the {found.cache_bits}-bit KV cache "
         f"{found.kv_token_bytes / 1024:,.1f} KiB.",
     )

@@ -19,9 +19,12 @@ from console.remote.http import Instance
 from console.widgets import text
 from engine.errors import EngineError
 from engine.snapshot import ModelState, Snapshot
+from engine.text.printable import printable
 
 FAILURE = 1
 INTERVAL_S = 2.0
+_MAX_LINE = 10_000
+"""Characters: several hundred devices, or what an instance says that means harm."""
 
 
 class DeviceLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +119,7 @@ def as_text(line: TopLine) -> str:
         f"KV {text.percent(line.kv_usage)}",
         *(_device(device) for device in line.devices),
     ]
-    return " · ".join(parts) + (f" · {line.error}" if line.error else "")
+    return printable(" · ".join(parts) + (f" · {line.error}" if line.error else ""))[:_MAX_LINE]
 
 
 def _device(device: DeviceLine) -> str:

@@ -20,6 +20,7 @@ from console.output import write
 from console.settings import state_dir
 from engine.errors import InvalidRequest
 from engine.files import replace_file
+from engine.text.printable import printable
 
 COMMANDS = ("history", "show", "compare", "plot", "forget")
 _LAST = re.compile(r"last(?:~(\d{1,18}))?")
@@ -100,7 +101,7 @@ def shown(result: BenchResult, form: str, *, everything: bool = False) -> str:
     if form == "csv":
         return csv_text(result)
     day, time = result.started[:10], result.started[11:16]
-    return f"measured {day} {time} UTC\n{result_text(result, everything=everything)}"
+    return f"measured {printable(f'{day} {time}')} UTC\n{result_text(result, everything=everything)}"
 
 
 def comparison_text(comparison: Comparison, *, everything: bool = False) -> str:
@@ -123,7 +124,8 @@ def comparison_text(comparison: Comparison, *, everything: bool = False) -> str:
     lines += [f"{each.what}: {each.before} -> {each.after}" for each in comparison.differences]
     for words, keys in (("before", comparison.only_before), ("after", comparison.only_after)):
         lines += [f"only {words}: {', '.join(f'{key} {value}' for key, value in row.items())}" for row in keys]
-    return "\n".join([*(line for note in comparison.notes for line in (note, "")), lines[0], "", *lines[1:]])
+    notes = (line for note in comparison.notes for line in (printable(note), ""))
+    return "\n".join([*notes, lines[0], "", *map(printable, lines[1:])])
 
 
 def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from console.bench.news import BenchProgress
 from console.bench.result import BenchResult, Column, Key, Row, said
 from console.bench.table import table
+from engine.text.printable import printable
 
 _GIB = 1 << 30
 _SMALL = 0.1
@@ -17,13 +18,14 @@ def result_text(result: BenchResult, *, everything: bool = False) -> str:
     """The table, with all that one must know to read it. everything: every number that there is, not those of the table
     alone."""
     if not result.rows:
-        return "\n\n".join((heading_text(result), *result.notes, "It ended early: nothing was measured."))
+        notes = map(printable, result.notes)
+        return "\n\n".join((heading_text(result), *notes, "It ended early: nothing was measured."))
     numbers = all_text if everything else rows_text
     parts = [heading_text(result), numbers(result.keys, result.columns, result.rows)]
     if result.published:
         parts.append(published_text(result))
     if result.notes:
-        parts.append("\n".join(result.notes))
+        parts.append("\n".join(map(printable, result.notes)))
     if not result.complete:
         parts.append("It ended early: these are the numbers that there were by then.")
     return "\n\n".join(parts)
@@ -114,11 +116,12 @@ def heading_text(result: BenchResult) -> str:
         what = f"{target.model} ({target.backend}, {target.dtype})"
     devices = "".join(f", {device.name}" for device in machine.devices)
     repeats = f"{result.repeats} repeat{'s' * (result.repeats != 1)}, " if result.rows else ""
-    return (
-        f"bench {result.name}: {what}, {repeats}{span(result.duration_s)}\n"
+    lines = (
+        f"bench {result.name}: {what}, {repeats}{span(result.duration_s)}",
         f"{machine.cpu}{devices}, {machine.ram_bytes / _GIB:.0f} GiB; ericllm {versions.ericllm}, "
-        f"torch {versions.torch or 'none'}, Python {versions.python}"
+        f"torch {versions.torch or 'none'}, Python {versions.python}",
     )
+    return "\n".join(map(printable, lines))
 
 
 def published_text(result: BenchResult) -> str:
@@ -140,7 +143,7 @@ def published_text(result: BenchResult) -> str:
     ]
     sources = dict.fromkeys(each.source for each in result.published)
     header = ["", "on", *(titled(column) for column in (*keys, *columns))]
-    return f"What others got, on their hardware:\n{table(header, rows)}\nFrom {'; '.join(sources)}."
+    return f"What others got, on their hardware:\n{table(header, rows)}\nFrom {printable('; '.join(sources))}."
 
 
 def key_text(value: Key) -> str:

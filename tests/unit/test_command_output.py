@@ -6,6 +6,7 @@ import argparse
 import ast
 import io
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from console.bench.progress import Progress
 from console.cli import main
 from console.curl import curl_line
 from console.output import say, write
+from engine.models.discover import demo_path
 from engine.text.printable import ANY_UNSAFE
 from tests.fakes import bench_scenes, scenes
 from tests.fakes.hostile import HOSTILE, hostile
@@ -124,6 +126,25 @@ def test_a_kept_result_writes_nothing_to_the_terminal_that_shows_it(
     if as_json:
         found = json.loads(said)
         assert (found[0] if argv == ("history",) else found)["name"].startswith(HOSTILE)
+
+
+def test_no_text_of_others_begins_a_line_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forged = "m\nericllm: all is well"
+    monkeypatch.setattr("tests.fakes.hostile.HOSTILE", forged)
+    result = msgspec.structs.replace(hostile(bench_scenes.users()), started="\n" * 19)
+    (tmp_path / "result.json").write_bytes(msgspec.json.encode(result))
+    file = str(tmp_path / "result.json")
+    for argv in (("show", file), ("show", file, "--all"), ("compare", file, file)):
+        assert look(argv, argparse.ArgumentParser(), tmp_path) == 0
+    write(top.as_text(top.line_of(hostile(scenes.failed()), forged)))
+    folder = tmp_path / forged
+    shutil.copytree(demo_path() or "", folder)
+    assert main(["estimate", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert said.count(r"m\nericllm: all is well") > 5
+    assert "\nericllm: all is well" not in said
 
 
 class Tty(io.StringIO):
