@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 from urllib.parse import quote
 
-from engine.errors import ModelLoadFailed
+from engine.errors import ModelLoadFailed, UnsupportedModel
+from engine.models.files import open_file
 from engine.models.headers import weight_files
 
 DEFAULT_REVISION = "main"
@@ -103,9 +104,9 @@ def _commit_of(repo: Path, revision: str) -> str | None:
     if not is_revision(revision):
         return None
     try:
-        with (repo / "refs" / revision).open("rb") as file:
+        with open_file(repo / "refs" / revision, repo) as file:
             commit = file.read(_MAX_REVISION).decode("ascii", "replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, UnsupportedModel):
         return None
     return commit if is_commit(commit) else None
 

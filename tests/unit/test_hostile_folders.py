@@ -274,6 +274,14 @@ def test_a_fifo_that_takes_a_files_place_while_it_is_opened_is_not_waited_for(
         read_json_object(file)
 
 
+def test_a_pipe_in_place_of_a_hub_caches_branch_is_not_waited_for(tmp_path: Path) -> None:
+    repo = tmp_path / "models" / "models--org--piped"
+    write_model(repo / "snapshots" / ("a" * 40))
+    (repo / "refs").mkdir()
+    os.mkfifo(repo / "refs" / "main")
+    assert [model.name for model in discover([tmp_path / "models"], hub_cache=False)][1:] == ["org/piped"]
+
+
 def test_no_more_of_a_file_is_read_than_its_reader_can_afford(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     with file.open("wb") as stream:
