@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from console.api.errors import Unprotected
 from console.loading import ModelChoice
 from console.logs import logging_to, own_log_folder
 from console.recording.recorder import recording
@@ -21,11 +22,13 @@ from engine.pauses import collect_rarely
 from engine.tasks import detached
 from engine.text.printable import printable
 
+_FAILED, _CANNOT_BE = 1, 2
 _RED, _PLAIN = "\x1b[1;31m", "\x1b[0m"
 
 
 def run_headless(settings: Settings, choice: ModelChoice, sources: Sources) -> int:
-    """Serve until a signal comes; returns 0, or 1 where the API or the model could not be started.
+    """Serve until a signal comes; returns 0, or 1 where API or model could not be started, or 2 where nothing may be
+    served by these settings.
 
     sources: what the settings were made from, for who asks over HTTP.
     """
@@ -41,7 +44,7 @@ async def _serve(settings: Settings, choice: ModelChoice, sources: Sources) -> i
             runtime = await Runtime.open(settings, log_dir=folder, state_dir=state_dir(), sources=sources)
         except EngineError as error:
             _say(error.message)
-            return 1
+            return _FAILED
         stop = _Stop(lambda: detached(_reload(runtime)))
         level = settings.effective_log_level
         stack.enter_context(
@@ -62,7 +65,7 @@ async def _serve(settings: Settings, choice: ModelChoice, sources: Sources) -> i
                 await stop.asked.wait()
         except EngineError as error:
             _say(error.message)
-            return 1
+            return _CANNOT_BE if isinstance(error, Unprotected) else _FAILED
         finally:
             await _close(runtime, stop, settings.drain_seconds)
     return 0

@@ -105,7 +105,7 @@ def document(places: Sequence[Place], version: str, titles: Sequence[str] = ()) 
     return {
         "openapi": "3.1.0",
         "info": {"title": "EricLLM Console", "version": version, "description": _ABOUT},
-        "servers": [{"url": "/"}],
+        "servers": [{"url": "./"}],  # wherever a proxy has it: beside this document
         "security": [{}, {"bearer": []}, {"key": []}],
         "tags": [{"name": group} for group in dict.fromkeys([*titles, *groups]) if group in groups],
         "paths": paths,

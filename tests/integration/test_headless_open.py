@@ -51,7 +51,7 @@ def test_without_a_key_it_does_not_listen_for_others_and_says_what_to_do(
 ) -> None:
     server = Headless(*OPEN, "--model", str(model), home=tmp_path)
     started.append(server)
-    assert server.process.wait(timeout=60) == 1
+    assert server.process.wait(timeout=60) == 2
     assert server.process.stderr is not None
     (said,) = [line for line in server.process.stderr.read().splitlines() if line.startswith("ericllm: Not listening")]
     for way in ("ericllm api-keys make", "--api-key", "--no-auth"):
