@@ -14,6 +14,7 @@ from engine.backends.torch.checkpoint import Checkpoint
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import LoadCancelled, ModelLoadFailed, UnsafeWeights, UnsupportedModel
+from tests.fakes.adapters import make_adapter
 from tests.fakes.tiny_models import make_tiny_model
 
 SINGLE = "model.safetensors"
@@ -83,6 +84,16 @@ def test_a_tensor_that_changes_after_its_header_was_checked_is_not_computed_with
     save_file({**weights, name: changed}, file)
     with pytest.raises(ModelLoadFailed, match=f"has changed while it was read: its tensor {name}"):
         Checkpoint({name: checkpoint.info(name)}).read(name)
+
+
+def test_links_to_nothing_beside_an_adapter_keep_no_model_from_loading(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    adapter = make_adapter(tmp_path / "adapter", model).folder
+    (adapter / "optimizer").symlink_to("nothing")
+    spec = ModelSpec(path=model, name="tiny", device="cpu", lora=adapter)
+    runner = ModelRunner.load(model, spec, report=lambda progress: None, cancelled=lambda: False)
+    assert runner.parameters
+    runner.unload()
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

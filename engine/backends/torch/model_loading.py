@@ -32,6 +32,7 @@ from engine.backends.torch.weight_store import OwnWeights
 from engine.backends.torch.weights import WeightReader, locate
 from engine.config import DtypeName, ModelSpec
 from engine.errors import InvalidRequest
+from engine.models.adapters import CONFIG, WEIGHTS
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -84,7 +85,8 @@ def load_decoder(
     dtype, kernels = _computed_with(spec, config.checkpoint_dtype, places[0], report, cancelled)
     native = kernels.library
     reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
-    files = {*checkpoint.files, path / "config.json", *(spec.lora.iterdir() if spec.lora else ())}
+    adapter = [spec.lora / name for name in (CONFIG, WEIGHTS)] if spec.lora else []
+    files = {*checkpoint.files, path / "config.json", *adapter}
     halves = (
         native is None and places[0].type == "cpu" and keeps_halves(spec, dtype_name(dtype), config.checkpoint_dtype)
     )
