@@ -19,6 +19,7 @@ from console.settings import APP_NAME, TUNED_FILE, Settings, config_path, data_d
 from console.sources import Sources, load_settings
 from engine.errors import EngineError, InvalidRequest
 from engine.files import tighten_folder
+from engine.models.files import is_file
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -141,7 +142,7 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     settings = sources.settings()
     for folder in (data_dir(), state_dir(), log_dir()):
         tighten_folder(folder)
-    if (state_dir() / TUNED_FILE).exists():
+    if is_file(state_dir() / TUNED_FILE):
         from console.tuned import with_tuned
 
         sources = with_tuned(sources, settings, state_dir())

@@ -86,7 +86,7 @@ def _admin(settings: Settings) -> Finding:
 def _keys(settings: Settings, sources: Sources) -> Finding:
     file = settings.api_key_file
     try:
-        if file is not None and not home_expanded(file).is_fifo():  # what is in a pipe can be read once
+        if file is not None and not _is_pipe(home_expanded(file)):  # what is in it can be read once
             read_secret(file, "--api-key-file")
         KeyFile(state_dir()).read()
     except InvalidRequest as error:
@@ -101,6 +101,13 @@ def _keys(settings: Settings, sources: Sources) -> Finding:
         return Finding(_AREA, "keys", "ok", "no other user of this machine can read them")
     value = "other users of this machine can read one"
     return Finding(_AREA, "keys", "broken", value, "".join(f"{problem}. " for problem in problems).rstrip())
+
+
+def _is_pipe(file: Path) -> bool:
+    try:
+        return file.is_fifo()
+    except OSError:
+        return False
 
 
 def _changed_by_others(file: Path) -> Finding | None:

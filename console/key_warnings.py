@@ -9,6 +9,7 @@ from pathlib import Path
 from console.secret_file import exposed
 from console.settings import Settings
 from console.sources import Sources
+from engine.models.files import is_folder
 
 
 def key_warnings(settings: Settings, sources: Sources) -> Iterator[str]:
@@ -25,7 +26,7 @@ def key_warnings(settings: Settings, sources: Sources) -> Iterator[str]:
 def folder_warnings(folders: Iterable[Path]) -> Iterator[str]:
     """Yield a sentence for each folder of ours that belongs to another user, whatever its mode."""
     for folder in folders:
-        if folder.exists() and folder.stat().st_uid not in (0, os.geteuid()):
+        if is_folder(folder) and folder.stat().st_uid not in (0, os.geteuid()):
             yield (
                 f"{folder} belongs to another user, who can replace what is kept in it: `sudo chown -R $USER {folder}`"
             )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from console.api.errors import CannotListen
 from console.api.settings import ApiSettings
-from engine.models.files import home_expanded
+from engine.models.files import home_expanded, is_file
 
 _REASONS = {
     "MISMATCH": "they do not belong together",
@@ -47,7 +47,7 @@ class Certificate:
             reason = next((words for sign, words in _REASONS.items() if sign in str(error)), _NO_PEM)
             raise CannotListen(f"TLS cannot be had with {cert} and {key}: {reason}") from None
         except OSError as error:
-            missing = next((str(file) for file in self._files if not file.is_file()), f"{cert} or {key}")
+            missing = next((str(file) for file in self._files if not is_file(file)), f"{cert} or {key}")
             raise CannotListen(f"TLS cannot be had: {missing} cannot be read: {error.strerror}") from None
         return context
 

@@ -21,6 +21,7 @@ from console.foreign_values import MAX_MSGPACK_BYTES, from_msgpack
 from engine.config import quoted
 from engine.errors import EngineError
 from engine.files import make_private_file
+from engine.models.files import is_file
 
 APPLICATION_ID = 0x45524943
 VERSION = 1
@@ -154,7 +155,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 
 def open_to_read(path: Path) -> sqlite3.Connection:
     """A recording, also while it is being made, or what is left of one. Raises RecordingUnusable."""
-    if not path.is_file():
+    if not is_file(path):
         raise RecordingUnusable(f"There is no file {path}", path=str(path))
     with told(path):
         where = path.absolute().as_uri()

@@ -92,6 +92,8 @@ def broken(folder: Path, how: str, pair: Pair) -> Pair:
             return Pair(folder / "bad.pem", pair.key)
         case "strangers":
             return Pair(pair.cert, self_signed(folder, "other").key)
+        case "unreachable":
+            return Pair(pair.cert, folder / ("n" * 300))
         case "short":
             return self_signed(folder, "short", curve="prime192v1")
         case _:
@@ -104,6 +106,7 @@ def broken(folder: Path, how: str, pair: Pair) -> Pair:
         ("missing", r"none\.key cannot be read: No such file"),
         ("nonsense", "no certificate and key in PEM"),
         ("strangers", "they do not belong together"),
+        ("unreachable", r"n cannot be read: File name too long"),
         ("short", "the key is too short"),
         ("encrypted", r"closed\.key is encrypted"),
     ],

@@ -69,6 +69,11 @@ def test_a_bad_value_is_one_line_and_exit_code_2(argv: tuple[str, ...]) -> None:
     assert re.match(r"ericllm( config)?: ", result.stderr)
 
 
+def test_a_state_folder_that_cannot_be_looked_into_is_no_reason_for_a_traceback(tmp_path: Path) -> None:
+    result = ericllm("--model", "/no/such/folder", XDG_STATE_HOME=str(tmp_path / ("n" * 300)))
+    assert result.stderr == "ericllm: there is no folder /no/such/folder\n"
+
+
 @pytest.mark.parametrize("flag", ["--max_prompts", "--max-prompts"])
 def test_every_flag_has_a_dashed_and_an_underscored_twin(flag: str) -> None:
     assert "max_prompts 0" in ericllm(flag, "0").stderr

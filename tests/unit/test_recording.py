@@ -116,8 +116,9 @@ def test_what_is_no_recording_is_one_sentence(tmp_path: Path) -> None:
     for opened in (Recording, RecordingWriter):
         with pytest.raises(RecordingUnusable, match="is no recording of ericllm"):
             opened(tmp_path / "other")
-    with pytest.raises(RecordingUnusable, match="There is no file"):
-        Recording(tmp_path / "nothing")
+    for name in ("nothing", "n" * 300):
+        with pytest.raises(RecordingUnusable, match="There is no file"):
+            Recording(tmp_path / name)
     with RecordingWriter(tmp_path / "young"):
         pass
     with pytest.raises(RecordingUnusable, match="holds no frame"):

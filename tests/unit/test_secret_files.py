@@ -154,7 +154,7 @@ def test_a_certificates_key_that_others_may_read_is_warned_of(tmp_path: Path, ke
 
 
 def test_a_folder_of_another_user_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = (tmp_path, tmp_path / "not-there-yet")
+    folders = (tmp_path, tmp_path / "not-there-yet", tmp_path / ("n" * 300))
     assert list(folder_warnings(folders)) == []
     belongs_to_another(tmp_path, monkeypatch)
     [said] = folder_warnings(folders)

@@ -56,6 +56,11 @@ def test_a_folder_that_is_not_empty_is_not_touched(tiny: Path, tmp_path: Path) -
     assert nothing_but(tmp_path / "out", "mine")
 
 
+def test_a_folder_that_cannot_be_looked_into_is_refused(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="there is no folder"):
+        quantize_folder(tiny, tmp_path / ("n" * 300) / "out", bits=4.0)
+
+
 def test_an_empty_folder_is_filled(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     quantize_folder(tiny, tmp_path / "out", bits=4.0)

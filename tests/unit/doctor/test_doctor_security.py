@@ -83,7 +83,8 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path: Path, pair: Pair) 
 
 
 def test_keys_that_cannot_be_had_are_named(tmp_path: Path) -> None:
-    assert f"{tmp_path / 'none'} cannot be read" in broken(api_key_file=tmp_path / "none")["keys"]
+    for name in ("none", "n" * 300):
+        assert f"{tmp_path / name} cannot be read" in broken(api_key_file=tmp_path / name)["keys"]
     (state_dir() / "keys.json").write_text("{")
     assert "keys.json cannot be read" in broken()["keys"]
 

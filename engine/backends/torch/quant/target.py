@@ -12,7 +12,7 @@ from typing import ClassVar
 import msgspec
 
 from engine.errors import EngineError, InvalidRequest
-from engine.models.files import open_file
+from engine.models.files import is_folder, open_file
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".onnx", ".index.json")
 _CONFIG = "config.json"
@@ -26,9 +26,13 @@ class QuantizeFailed(EngineError):
 
 def check_target(target: Path, needed_bytes: int) -> None:
     """Raise InvalidRequest where `target` is taken or has nowhere to lie, QuantizeFailed where the disk is short."""
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    try:
+        is_taken = any(target.iterdir()) if is_folder(target) else os.path.lexists(target)
+    except OSError:
+        is_taken = True
+    if is_taken:
         raise InvalidRequest(f"{target} exists and is not an empty folder; name a new one", param="target")
-    if not target.parent.is_dir():
+    if not is_folder(target.parent):
         raise InvalidRequest(f"{target} cannot be made: there is no folder {target.parent}", param="target")
     free_bytes = shutil.disk_usage(target.parent).free
     if free_bytes < needed_bytes:
