@@ -156,6 +156,14 @@ def test_a_text_of_megabytes_is_refused_by_its_first_tokens(model: ServedModel, 
     assert isinstance(error.value, ContextLengthExceeded) is not counted
 
 
+def test_a_text_of_characters_of_many_bytes_is_refused_at_the_cost_of_its_first_tokens(tmp_path: Path) -> None:
+    served = served_by(Tokenizer.from_folder(write_fake_model(tmp_path)), 2**17)
+    served.tokenizer.__dict__["longest_token"] = 10_000
+    text = "🙂" * 2**18  # a million tokens, which are not many characters for such a context
+    with within_bounds(4 * len(text)), pytest.raises(ContextLengthExceeded):
+        served._encode([text], True, None)
+
+
 @pytest.mark.parametrize("unit", ["a", "é", "🙂"])
 def test_a_text_that_fits_is_never_refused_by_its_pieces(tmp_path: Path, unit: str) -> None:
     tokenizer = Tokenizer.from_folder(write_fake_model(tmp_path))
