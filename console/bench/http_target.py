@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
+from aiohttp.http import HttpProcessingError
 
 from console.bench.dialects import DIALECTS, Dialect
 from console.bench.dialects.base import UNREADABLE, first_model
@@ -20,11 +21,15 @@ from console.bench.prompts import Material, TokenIds, Words
 from console.bench.result import Setting, TargetInfo
 from console.bench.target import Chunk, TargetFailed
 from console.bench.workload import Item
+from console.remote.http import read_start
 from console.unreached import reason
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 
 _LINE_BYTES = 1 << 23
+_ANSWER_BYTES = 1 << 20
+"""Read of a list of models, a refusal, and an answer of one token."""
+
 _SHOWN = 300
 _GREETING_TOKENS = 4
 _PATIENCE_S = 15.0
@@ -107,6 +112,8 @@ class HttpTarget:
                     yield chunk
         except (aiohttp.ClientError, TimeoutError) as error:
             raise TargetFailed(f"{self._url} cannot be asked: {reason(error)}", param="url") from error
+        except HttpProcessingError as error:
+            raise TargetFailed(f"{self._where} answered a line without an end", param="dialect") from error
         except UNREADABLE as error:
             raise TargetFailed(f"{self._where} answered what cannot be read: {error}", param="dialect") from error
 
@@ -173,7 +180,7 @@ class HttpTarget:
         short = msgspec.structs.replace(item, output_tokens=1)
         body = self._dialect.body(short, self._model, plain=False)
         async with self._http.post(self._where, json=body) as answer:
-            await answer.read()
+            await read_start(answer, _ANSWER_BYTES)
             self._answered = answer.status == 200
             self._plain = answer.status in (400, 422)
 
@@ -181,13 +188,14 @@ class HttpTarget:
         """The first that the server lists; "" where it lists none."""
         assert self._http is not None
         try:
-            async with self._http.get(self._url + self._dialect.models_path) as answer:
-                return first_model(await answer.read()) if answer.status == 200 else ""
+            timeout = aiohttp.ClientTimeout(total=_PATIENCE_S)
+            async with self._http.get(self._url + self._dialect.models_path, timeout=timeout) as answer:
+                return first_model(await read_start(answer, _ANSWER_BYTES)) if answer.status == 200 else ""
         except (aiohttp.ClientError, TimeoutError, *UNREADABLE):
             return ""
 
     async def _refusal(self, answer: aiohttp.ClientResponse) -> TargetFailed:
-        said = " ".join(_said(await answer.read()).split())[:_SHOWN] or answer.reason
+        said = " ".join(_said(await read_start(answer, _ANSWER_BYTES)).split())[:_SHOWN] or answer.reason
         return self._refused(answer.status, said)
 
     def _refused(self, status: int, said: str | None) -> TargetFailed:

@@ -112,7 +112,7 @@ class Instance:
                 yield line[1].strip()
 
     async def _body(self, response: aiohttp.ClientResponse) -> bytes:
-        body = await _start(response, MAX_BYTES)
+        body = await read_start(response, MAX_BYTES)
         if len(body) > MAX_BYTES:
             raise self._too_much("in one answer")
         return body
@@ -138,7 +138,7 @@ class Instance:
             url = f"{self.address.url}{path}"
             async with self._http.request(method, url, allow_redirects=False, **options) as response:
                 if response.status >= 300:
-                    raise _refusal(response.status, await _start(response, MAX_REFUSAL_BYTES), self.address)
+                    raise _refusal(response.status, await read_start(response, MAX_REFUSAL_BYTES), self.address)
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             raise OutOfReach(f"{self.address.name} cannot be reached: {_reason(error)}", url=self.address.url) from None
@@ -148,7 +148,7 @@ def _within(seconds: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_S)
 
 
-async def _start(response: aiohttp.ClientResponse, num_bytes: int) -> bytes:
+async def read_start(response: aiohttp.ClientResponse, num_bytes: int) -> bytes:
     """The body; of one that is longer than `num_bytes`, somewhat more than these."""
     body = bytearray()
     async for chunk in response.content.iter_any():

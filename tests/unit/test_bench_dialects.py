@@ -244,6 +244,34 @@ async def test_an_event_that_cannot_be_read_is_a_request_that_failed(dialect: st
     assert said in result.notes[0]
 
 
+@pytest.mark.parametrize("status", [200, 404])
+async def test_a_server_that_never_ends_what_it_says_is_read_no_further_than_it_is_of_use(status: int) -> None:
+    sent = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        said = web.StreamResponse(status=status)
+        await said.prepare(request)
+        while True:
+            await said.write(b"x" * 2**20)
+            sent += 1
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server, HttpTarget(str(server.make_url(""))) as target:
+        with pytest.raises(TargetFailed) as refused:
+            await target.greet()
+    assert sent < 100
+    assert len(str(refused.value)) < 500
+
+
+def test_an_error_of_a_server_is_quoted_as_far_as_a_person_reads() -> None:
+    with pytest.raises(TargetFailed) as failed:
+        read("openai", {"error": {"message": "no\n\x1b[2J" + "x" * 10**6}})
+    assert str(failed.value).startswith(r"the server told an error: no\n\x1b[2Jxxx")
+    assert len(str(failed.value)) < 400
+
+
 def spoken(*messages: object) -> TestServer:
     """A server of text-generation-webui's websocket that says this and leaves."""
 

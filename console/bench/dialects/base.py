@@ -9,7 +9,9 @@ from msgspec import Meta
 
 from console.bench.target import Chunk, TargetFailed
 from console.bench.workload import Item
+from engine.config import quoted
 
+_SHOWN = 300
 CountedBy = Literal["usage", "ids", "asked"]
 Over = Literal["lines", "socket"]
 Count = Annotated[int, Meta(ge=0, le=10**7)]
@@ -106,4 +108,4 @@ def refuse_error(error: object) -> None:
     """Raise TargetFailed where an event tells an error, as most servers do: a text, or an object with a message."""
     if error:
         said = error.get("message") or error.get("msg") or error if isinstance(error, dict) else error
-        raise TargetFailed(f"the server told an error: {said}")
+        raise TargetFailed(f"the server told an error: {quoted(said, _SHOWN)}")
