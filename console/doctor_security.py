@@ -149,7 +149,7 @@ def _folders() -> Finding:
 def _kernel_cache() -> Finding:
     folder = cache_folder()
     if problem := untrusted(folder):
-        advice = f"Remove it, and the next load compiles anew: `rm -r {folder}`."
+        advice = f"Remove it, and the next load compiles anew: `rm -r {folder.parent}`."  # which may be another's link
         return Finding(_AREA, "kernel cache", "broken", f"compiled kernels are not taken from it: {problem}", advice)
     return Finding(_AREA, "kernel cache", "ok", f"nobody else may write into {folder}")
 
