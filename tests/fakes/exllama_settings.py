@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine.models.headers import read_header
+
 _SPLITTABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _EXPERTS = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 _NORMED_QUERIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -78,9 +80,10 @@ class FakeConfig:
             self.alt_rope_method = "yarn"
             self.yarn_rope_factor: float = scaling["factor"]
             self.yarn_rope_original_max_position_embeddings: int = scaling["original_max_position_embeddings"]
-        if not any(folder.glob("*.safetensors")):
+        files = list(folder.glob("*.safetensors"))
+        if not files:
             raise ValueError(f" ## No .safetensors files found in {folder}")
-        self.tensor_file_map = dict.fromkeys(read.get("missing", ()))
+        self.tensor_file_map = {name: str(file) for file in files for name in read_header(file)}
         if read.get("missing"):
             raise ValueError(f" ## Could not find {read['missing']}.* in model")
 

@@ -17,6 +17,7 @@ from tests.fakes.exl2_tensors import random_exl2
 from tests.fakes.exllama_loads import load, models_of
 from tests.fakes.exllama_model import FakeGpus
 from tests.fakes.gptq_tensors import random_gptq
+from tests.fakes.hostile_folders import header, tensor
 from tests.fakes.quantised_folders import edit_weights, make_twins
 
 KEY = "model.layers.0.self_attn.q_proj"
@@ -40,7 +41,10 @@ def written(folder: Path, tensors: dict[str, Tensor]) -> Path:
 def model_of(rows: int, columns: int, padding: int = 0) -> Any:
     """A model of the library's with one linear layer, whose outputs it pads."""
     linear = SimpleNamespace(key=KEY, in_features=rows, out_features=columns, padding=padding)
-    return SimpleNamespace(modules=[SimpleNamespace(key="model.layers.0", submodules=[linear])])
+    return SimpleNamespace(modules=[SimpleNamespace(key="model.layers.0", submodules=[linear])], config=None)
+
+
+NO_LAYERS = SimpleNamespace(modules=[], config=None)
 
 
 def go_on() -> None:
@@ -66,6 +70,35 @@ def test_values_that_native_code_would_write_by_are_refused_before_it_has_them(
         refuse_malformed(folder, model_of(64, 64), go_on)
 
 
+def test_files_that_no_index_names_are_looked_at_too_as_the_library_reads_all_there_are(tmp_path: Path) -> None:
+    folder = written(tmp_path, LAYERS["gptq"])
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model.safetensors"}}')
+    refuse_malformed(folder, NO_LAYERS, go_on)
+    (folder / "more.safetensors").write_bytes(header({"w": tensor("F16", (2, 2), (0, 1 << 12))}, bytes(1 << 12)))
+    with pytest.raises(ModelLoadFailed, match=r"shape \[2, 2\] is said to take 4096 bytes"):
+        refuse_malformed(folder, NO_LAYERS, go_on)
+
+
+def test_tensors_that_the_library_would_mix_up_are_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path, LAYERS["exl2"])
+    mapped = SimpleNamespace(tensor_file_map=dict.fromkeys(list(LAYERS["exl2"])[1:]))
+    with pytest.raises(ModelLoadFailed, match="have tensors of the same name"):
+        refuse_malformed(folder, SimpleNamespace(modules=[], config=mapped), go_on)
+    save_file({f"{KEY}.q_groups": LAYERS["exl2"]["q_groups"]}, folder / "twice.safetensors")
+    with pytest.raises(ModelLoadFailed, match="have tensors of the same name"):
+        refuse_malformed(folder, NO_LAYERS, go_on)
+    save_file({"other.q_groups": LAYERS["exl2"]["q_groups"]}, folder / "twice.safetensors")
+    with pytest.raises(ModelLoadFailed, match="q_groups has no q_weight or qweight beside it"):
+        refuse_malformed(folder, NO_LAYERS, go_on)
+
+
+@pytest.mark.parametrize(("method", "part"), [("exl2", "q_scale"), ("gptq", "qzeros")])
+def test_a_part_that_is_missing_is_named(tmp_path: Path, method: str, part: str) -> None:
+    folder = written(tmp_path, {name: each for name, each in LAYERS[method].items() if name != part})
+    with pytest.raises(ModelLoadFailed, match=f"lack the tensor {KEY}.{part}"):
+        refuse_malformed(folder, NO_LAYERS, go_on)
+
+
 def test_a_load_refuses_them_before_the_library_reads_a_tensor(tmp_path: Path, gpus: FakeGpus) -> None:
     folder = make_twins(tmp_path, "gptq").quantised
     made, library = models_of(gpus)
@@ -89,7 +122,7 @@ def test_a_layer_of_another_shape_than_the_library_makes_room_for_is_refused(
 def test_outputs_that_the_library_pads_and_layers_that_it_calls_otherwise_are_taken(tmp_path: Path) -> None:
     folder = written(tmp_path, random_gptq(64, 40, 2))
     refuse_malformed(folder, model_of(64, 64, padding=24), go_on)
-    refuse_malformed(folder, SimpleNamespace(modules=[]), go_on)
+    refuse_malformed(folder, NO_LAYERS, go_on)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +130,7 @@ def test_outputs_that_the_library_pads_and_layers_that_it_calls_otherwise_are_ta
 )
 def test_rows_that_the_librarys_kernels_would_go_beyond_are_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     with pytest.raises(ModelLoadFailed, match="exllamav2 takes a multiple of 32"):
-        refuse_malformed(written(tmp_path, tensors), SimpleNamespace(modules=[]), go_on)
+        refuse_malformed(written(tmp_path, tensors), NO_LAYERS, go_on)
 
 
 def test_the_look_ends_where_the_load_is_cancelled(tmp_path: Path) -> None:
