@@ -95,15 +95,13 @@ class ServedModel:
         return await asyncio.to_thread(self._part, text, tokens, end)
 
     def _part(self, text: str, tokens: int, end: bool) -> str:
-        size = max(tokens // 2, _PIECE // 4)  # most texts have a token for four characters, some have four for one
-        while True:
-            part = text[-size:] if end else text[:size]
-            spans = self.tokenizer.spans(part, add_special_tokens=False)
-            if len(spans) > tokens + _SPARE:
-                return part[spans[-tokens - _SPARE].start :] if end else part[: spans[tokens + _SPARE].start]
-            if len(part) == len(text):
-                return text
-            size *= 2
+        kept, left = 0, tokens + _SPARE // 2
+        while left > 0 and kept < len(text):
+            until = len(text) - kept
+            piece = text[max(0, until - _PIECE) : until] if end else text[kept : kept + _PIECE]
+            part, count = self.tokenizer.cut(piece, left, end=end)
+            kept, left = kept + len(part), left - count
+        return text[len(text) - kept :] if end else text[:kept]
 
     async def count(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text that is to be no prompt, and so may be longer than one. Raises InvalidRequest."""

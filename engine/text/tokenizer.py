@@ -99,6 +99,16 @@ class Tokenizer:
         twice = add_special_tokens and [span.token_id for span in spans[:2]] == [self.bos_token_id] * 2
         return spans[1:] if twice else spans
 
+    def cut(self, text: str, tokens: int, *, end: bool = False) -> tuple[str, int]:
+        """The beginning, or the end, of a text that has so many tokens, or all of it, and how many it has. Other
+        threads run meanwhile."""
+        [encoding] = self._tokenized([text], lambda: self._backend.encode_batch([text], add_special_tokens=False))
+        count = len(encoding)
+        place = encoding.token_to_chars(count - tokens if end else tokens) if count > tokens else None
+        if place is None:
+            return text, count
+        return text[place[0] :] if end else text[: place[0]], tokens
+
     def _tokenized(self, texts: Sequence[str], work: Callable[[], T]) -> T:
         """What the library makes of these texts. Raises InvalidRequest where it cannot, or takes too long: anybody may
         have written the tokenizer, and some take hours of what others take a millisecond of."""
