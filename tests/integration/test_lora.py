@@ -325,6 +325,18 @@ def test_an_adapter_that_does_not_fit_leaves_everything_as_it_was(
     assert Run(backend, request).to_end() == expected
 
 
+def test_no_adapter_of_another_model_is_read_whole_while_requests_wait(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wider = make_tiny_model(tmp_path / "wider", hidden_size=128, with_tokenizer=False)
+    misfit = make_adapter(tmp_path / "misfit", wider)
+    backend = load(llama)
+    monkeypatch.setattr("engine.backends.torch.lora_names.version_of", lambda spec: pytest.fail("every byte was read"))
+    with pytest.raises(UnsupportedModel, match="this model's is"):
+        backend.attach(spec("misfit", misfit))
+    backend.unload()
+
+
 def test_an_adapters_layers_lie_where_the_models_do_and_are_counted_there(
     llama: Path, adapters: dict[str, MadeAdapter]
 ) -> None:

@@ -27,6 +27,10 @@ class AdapterLoader:
     dtype: torch.dtype
     memories: Sequence[DeviceMemory]
 
+    def refuse_misfit(self, spec: AdapterSpec) -> None:
+        """Raise as `load` does for an adapter that is not for this model."""
+        locate_factors(spec.path, self.config, spec.scale)
+
     @torch.inference_mode()
     def load(self, spec: AdapterSpec, key: str) -> LoraAdapter:
         """The adapter that `spec` names, in memory. Raises InvalidRequest or ModelLoadFailed or a child of it, with

@@ -46,6 +46,7 @@ class AttachedAdapters:
         return adapter
 
     def _load(self, spec: AdapterSpec) -> LoraAdapter:
+        self._loader.refuse_misfit(spec)  # by its headers; what comes next reads every byte, and no step runs meanwhile
         found = msgspec.structs.replace(spec, version=version_of(spec))
         if spec.version not in ("", found.version):
             raise UnsupportedModel(f"the files in {spec.path} have changed since the adapter was attached")
