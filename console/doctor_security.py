@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from console.addresses import is_loopback
+from console.addresses import is_loopback, unix_path
 from console.api.certificates import certificate_of
 from console.api.errors import CannotListen
 from console.api.key_file import NAME as KEYS
@@ -49,7 +49,8 @@ def _listening(settings: Settings) -> Finding:
     if is_loopback(settings.host):
         if has_key:
             return Finding(_AREA, name, "ok", f"on {settings.host}, for programs of this machine that have a key")
-        value = f"on {settings.host} without a key: every user of this machine may ask, load models and read the log"
+        who = "the socket's owner and group" if unix_path(settings.host) else "every user of this machine"
+        value = f"on {settings.host} without a key: {who} may ask, load models and read the log"
         return Finding(_AREA, name, "ok", value, f"Make a key where that is more than you: {_MAKE_KEY}.")
     if settings.no_auth and not has_key:
         advice = f"Leave --no-auth out, and make a key: {_MAKE_KEY}."

@@ -71,6 +71,7 @@ def test_a_server_for_others_that_has_no_key_is_named(pair: Pair) -> None:
 
 def test_who_may_use_a_server_of_this_machine_is_said() -> None:
     assert "every user of this machine" in rows()["API"].value
+    assert "without a key: the socket's owner and group may" in rows(host="unix:/run/ericllm.sock")["API"].value
     assert "`ericllm api-keys make NAME`" in rows()["API"].advice
     Keys(state_dir()).make("app", ("use",))
     assert rows()["API"].value == "on 127.0.0.1, for programs of this machine that have a key"
