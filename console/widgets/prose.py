@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from textual.content import Content
 from textual.geometry import Region, Size
-from textual.highlight import ANSIDarkHighlightTheme, ANSILightHighlightTheme, HighlightTheme, highlight
+from textual.highlight import ANSIDarkHighlightTheme, ANSILightHighlightTheme, HighlightTheme
 from textual.message import Message
 from textual.selection import Selection
 from textual.strip import Strip
@@ -18,6 +18,7 @@ from textual.style import Style
 from textual.visual import Visual
 from textual.widget import Widget
 
+from console.widgets.code_colours import coloured
 from console.widgets.glyphs import fitted
 from console.widgets.markdown_blocks import Block, Code, blocks
 from console.widgets.markdown_lines import lay_out
@@ -157,7 +158,7 @@ class Prose(Widget):
         theme = HighlightTheme
         if self.app.native_ansi_color:
             theme = ANSIDarkHighlightTheme if self.app.current_theme.dark else ANSILightHighlightTheme
-        return highlight(code, language=language, theme=theme)
+        return coloured(code, language, theme)
 
     # -- Textual's side ----------------------------------------------------------------------------------------------
 

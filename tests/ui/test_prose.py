@@ -9,12 +9,15 @@ from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.geometry import Offset
+from textual.highlight import HighlightTheme
 from textual.screen import Screen
 from textual.selection import Selection
 
 from console.theme import variable_defaults
+from console.widgets.code_colours import coloured
 from console.widgets.markdown_lines import lay_out
 from console.widgets.prose import GROWN_LINES, Prose
+from tests.fakes.bounds import within_bounds
 from tests.ui.seen import screen_text
 
 TEXT = """The **queue** holds what waits, and `max_prompts` says how many requests a worker works on at once.
@@ -189,6 +192,28 @@ async def test_what_is_selected_is_copied_as_it_is_shown_and_a_link_tells_its_ad
         await pilot.click(Prose, offset=(1, 2))
         await pilot.pause()
         assert app.pressed == ["http://host"]
+
+
+SLOW = ("\n", "\n ", " ", "/a", "<a ", "x = '''", "a.", "a(", "1", "${", "a ", "/a\n", "x\n\n\n\n")
+"""What regular expressions of lexers go over again and again."""
+
+
+@pytest.mark.parametrize(
+    "language", ["autohotkey", "C", "csharp", "java", "perl", "html", "makefile", "scala", "python"]
+)
+def test_code_costs_little_whatever_it_is_and_is_called(language: str) -> None:
+    for slow in SLOW:
+        code = "if x:\n" + slow * (16_000 // len(slow)) + "\n\nreturn"
+        with within_bounds():
+            shown = coloured(code, language, HighlightTheme)
+        assert shown.plain == code
+
+
+def test_code_has_the_colours_of_its_language_wherever_it_stands() -> None:
+    code = "\n".join(f"def name_{number}() -> None:\n    return {number}  # why\n" for number in range(90))
+    spans = coloured(code, "Python", HighlightTheme).spans
+    assert sum(code[span.start : span.end] == "def" for span in spans) == 90
+    assert coloured(code, "no language", HighlightTheme).spans == []
 
 
 @given(
