@@ -35,7 +35,9 @@ def coloured(code: str, language: str, theme: type[HighlightTheme]) -> Content:
     if language.lower() not in LANGUAGES:
         return Content(code)
     parts = [
-        _coloured(part, language.lower(), theme) if number < MAX_PARTS and len(part) <= MAX_PART else Content(part)
+        _coloured(part, language.lower(), theme)  # type: ignore[arg-type]  # a class can be hashed
+        if number < MAX_PARTS and len(part) <= MAX_PART
+        else Content(part)
         for number, part in enumerate(_parts(code))
     ]
     return Content("\n").join(parts)
