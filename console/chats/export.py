@@ -12,11 +12,13 @@ import msgspec
 from console.chats.kept import ChatSettings, Conversation, Role, Turn, TurnNote
 from console.chats.store import ChatStore
 from console.chats.tree import Tree
+from engine.config import quoted
 from engine.errors import InvalidRequest
 from engine.files import private_opener
 
 Kind = Literal["md", "json"]
 _NAME_LENGTH = 40
+_SHOWN = 200
 
 
 class ExportedTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,8 +72,10 @@ def from_json(data: bytes) -> Export:
     """What `to_json` wrote; raises InvalidRequest saying what is wrong with it."""
     try:
         exported = msgspec.json.decode(data, type=Export)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"this is no exported conversation: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("this is no exported conversation: it is nested too deeply") from None
+    except ValueError as error:  # msgspec's errors are ValueErrors
+        raise InvalidRequest(f"this is no exported conversation: {quoted(str(error), _SHOWN)}") from None
     known: set[int] = set()
     for turn in exported.turns:
         if turn.id in known or (turn.parent is not None and turn.parent not in known):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from textual.widgets import Input, OptionList
 from console import clipboard
 from console.app import EricApp
 from console.chats import ChatSettings, ChatStore
-from console.chats.export import from_json
+from console.chats.export import Export, ExportedTurn, from_json, to_json
+from console.chats.kept import TurnNote
 from console.links.conversation import DraftCount
 from console.screens.chat_presets import PresetsScreen
 from console.screens.chat_settings import ChatSettingsScreen
@@ -21,6 +23,7 @@ from console.widgets.chat_input import ChatInput
 from console.widgets.chat_line import count_line
 from console.widgets.chat_list import ChatList
 from tests.fakes import scenes
+from tests.fakes.hostile import HOSTILE
 from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, asked, console, fill, last_turn, opened, panes, questions
 from tests.ui.seen import rows, screen_text, until
@@ -126,6 +129,30 @@ async def test_a_file_that_cannot_be_read_back_is_one_sentence(tmp_path: Path) -
         await until(pilot, lambda: said(app) == ["nowhere.json cannot be read: No such file or directory"])
         await pilot.press("alt+w")
         await until(pilot, lambda: "There is nothing to export yet." in said(app))
+
+
+async def test_an_exported_conversation_of_a_stranger_ends_no_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo(tmp_path / "1.json")
+    (tmp_path / "2.json").write_bytes(b'{"x":' * 100_000)
+    (tmp_path / "3.json").write_bytes(b'{"format":"\xff"}')
+    (tmp_path / "4.json").touch()
+    os.truncate(tmp_path / "4.json", 65 * 2**20)
+    note = TurnNote(output_tokens=2**63 - 1, ttft_s=1e308, tokens_per_s=-1e308)
+    turns = tuple(ExportedTurn(id=2**63 + at, parent=None, role="user", content=HOSTILE, note=note) for at in range(3))
+    stranger = Export(title=HOSTILE, settings=ChatSettings(model=HOSTILE), shown=2**64, turns=turns)
+    (tmp_path / "5.json").write_bytes(to_json(stranger))
+    app = console(FakeLink())
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await opened(pilot)
+        for number in range(1, 6):
+            await pilot.press("alt+shift+r", *f"{number}.json", "enter")
+            await until(pilot, lambda: not isinstance(app.screen, LineScreen))
+        await until(pilot, lambda: len(said(app)) == 4)
+        await until(pilot, lambda: r"\x1b]52;c;QQ==" in screen_text(app))
+    assert app.return_code in (0, None)
 
 
 async def test_the_last_answer_or_the_selected_turn_is_copied_from_its_source(chats: Path) -> None:

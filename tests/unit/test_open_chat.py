@@ -192,11 +192,17 @@ def test_json_of_a_conversation_reads_back_as_the_same(store: ChatStore, chat: O
         b'{"format":"ericllm-chat","version":2,"title":"","settings":{},"shown":null,"turns":[]}',
         b'{"format":"ericllm-chat","version":1,"title":"","settings":{},"shown":null,'
         b'"turns":[{"id":1,"parent":2,"role":"user","content":""}]}',
+        b'{"x":' * 100_000,
+        b'{"format":"\xff"}',
+        b'{"format":"ericllm-chat","version":1,"title":"\\ud800"}',
+        b'{"format":"' + b"x" * 10_000 + b'"}',
     ],
+    ids=lambda data: f"{len(data)} bytes",
 )
 def test_a_file_that_is_no_export_is_refused_in_a_sentence(data: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="no exported conversation"):
+    with pytest.raises(InvalidRequest, match="no exported conversation") as refused:
         from_json(data)
+    assert len(str(refused.value)) < 300
 
 
 def test_markdown_has_the_branch_shown_with_who_said_it(chat: OpenChat) -> None:
