@@ -20,8 +20,9 @@ T = TypeVar("T")
 LONG_BODY = 32_768
 """Bytes: what a shorter body holds is read and checked in 3 ms at worst."""
 
-MAX_CLIENT_BYTES = 256 * 2**20
-"""Bytes of bodies, packed and unpacked, that a client may have in memory until the work that they ask for is queued."""
+MAX_CLIENT_BODIES = 32
+"""Of the greatest length: so much of bodies, packed and unpacked, may one client have in memory until the work that
+they ask for is queued."""
 
 BODY_THREAD = web.AppKey("body_thread", SerialThread)
 BODY_BYTES = web.AppKey("body_bytes", Counter[str])
@@ -35,14 +36,19 @@ _HELD = web.RequestKey("held", int)
 
 def hold_bytes(request: web.Request, size: int) -> None:
     """Count bytes of the request's body. Raises RateLimited where those of its client are too many."""
-    held, client = request.app[BODY_BYTES], client_of(request)
-    if held[client] + size > MAX_CLIENT_BYTES:
+    held, client, most = request.app[BODY_BYTES], client_of(request), max_client_bytes(request)
+    if held[client] + size > most:
         raise RateLimited(
-            f"The bodies of this client's requests take more than {MAX_CLIENT_BYTES} bytes; send fewer at once",
+            f"The bodies of this client's requests take more than {most} bytes; send fewer at once",
             retry_after_s=1.0,
         )
     held[client] += size
     request[_HELD] = request.get(_HELD, 0) + size
+
+
+def max_client_bytes(request: web.Request) -> int:
+    """Bytes that the bodies of one client may take."""
+    return MAX_CLIENT_BODIES * request.client_max_size
 
 
 def release_bytes(request: web.Request) -> None:

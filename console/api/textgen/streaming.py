@@ -17,7 +17,7 @@ from console.api.context import ApiContext
 from console.api.described import describes
 from console.api.errors import BadHttp, ErrorBody, InternalError
 from console.api.failing import as_told, note
-from console.api.received import hold_bytes, keep_received, of_body
+from console.api.received import hold_bytes, keep_received, of_body, release_bytes
 from console.api.running import Live, Running
 from console.api.textgen.body import TextgenBody
 from console.api.textgen.errors import tells
@@ -102,6 +102,7 @@ class Streaming:
 
     async def _first(self, request: web.Request, socket: web.WebSocketResponse) -> TextgenBody | None:
         """What the client sends; None where it leaves, stays silent for too long, or the server stops."""
+        hold_bytes(request, self._context.settings.max_body_bytes)  # aiohttp keeps what there is of a message
         try:
             async with self._context.waiting(self._context.settings.idle_timeout_s):
                 message = await _received(request, socket)
@@ -111,6 +112,7 @@ class Streaming:
         if message.type in _ENDS:
             return None
         raw = message.data if isinstance(message.data, bytes) else str(message.data).encode()
+        release_bytes(request)
         hold_bytes(request, len(raw))
         keep_received(request, raw)
         await of_body(request, partial(self._context.json_bounds().check, raw))
