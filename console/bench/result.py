@@ -199,7 +199,7 @@ def decoded(content: bytes, name: str) -> BenchResult:
     """From JSON. name: what the content is called where it is none. Raises InvalidRequest."""
     try:
         result = msgspec.json.decode(content, type=BenchResult)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise InvalidRequest(f"{name} is no result of a bench: {error}", param="file") from error
     if result.schema_version > SCHEMA_VERSION:
         raise InvalidRequest(

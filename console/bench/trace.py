@@ -41,7 +41,7 @@ def read_trace(file: Path) -> tuple[Exchange, ...]:
         talks = msgspec.json.decode(file.read_bytes(), type=list[_Talk])
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error.strerror or error}", param="trace") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise InvalidRequest(f"{file} is no trace in ShareGPT's format: {error}", param="trace") from error
     found = tuple(
         Exchange(first.value, second.value)

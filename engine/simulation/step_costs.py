@@ -183,7 +183,7 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
             found = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
             raise InvalidRequest(f"{path} could not be read: {error.strerror or error}", param="costs") from error
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             raise InvalidRequest(f"{path} holds no step costs: {error}", param="costs") from error
         found.costs.validate()
         return found

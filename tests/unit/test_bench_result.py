@@ -21,7 +21,9 @@ from console.bench.result import (
     read_result,
     write_result,
 )
+from console.bench.trace import read_trace
 from engine.errors import InvalidRequest
+from engine.simulation.step_costs import MeasuredModel
 
 RESULT = BenchResult(
     name="users",
@@ -71,12 +73,21 @@ def test_repeats_of_a_row_are_put_together_in_order() -> None:
     )
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1", b"\xff\xfe", b'{"name": 3}'])
+DEEP = (b'{"x":' * 100_000, b'[{"conversations":' * 100_000)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1", b"\xff\xfe", b'{"name": 3}', b'{"name":"\xff"}', *DEEP], ids=len
+)
 def test_a_file_that_is_no_result_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "odd.json"
     file.write_bytes(content)
     with pytest.raises(InvalidRequest, match=r"odd\.json is no result of a bench"):
         read_result(file)
+    with pytest.raises(InvalidRequest, match=r"odd\.json is no trace"):
+        read_trace(file)
+    with pytest.raises(InvalidRequest, match=r"odd\.json holds no step costs"):
+        MeasuredModel.read(file)
 
 
 def test_a_file_of_a_newer_version_is_refused_with_both_numbers(tmp_path: Path) -> None:
