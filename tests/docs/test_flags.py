@@ -22,8 +22,11 @@ OTHERS: Mapping[str, frozenset[str]] = {
     "apt-get": frozenset({"--no-install-recommends"}),
     "lm_eval": frozenset({"--model-args", "--tasks"}),
     "mypy": frozenset({"--strict"}),
-    "pip": frozenset({"--dest", "--extra-index-url", "--index-url", "--no-deps"}),
+    "pip": frozenset({"--dest", "--extra-index-url", "--index-url", "--no-cache-dir", "--no-deps"}),
     "pipx": frozenset({"--pip-args"}),
+    "podman": frozenset({"--stop-timeout"}),
+    "useradd": frozenset({"--system"}),
+    "systemctl": frozenset({"--now"}),
     "pytest": frozenset({"--snapshot-update"}),
     "ray": frozenset(
         {
