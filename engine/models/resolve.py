@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import platformdirs
 
 from engine.backends.base import LoadProgress
+from engine.config import quoted
 from engine.errors import ModelLoadFailed, ModelNotFound
 from engine.models.discover import DEMO, demo_path, find_models
 from engine.models.files import home_expanded, is_file, is_folder
@@ -158,7 +159,7 @@ def _not_found(name: str, folders: Sequence[Path]) -> ModelNotFound:
     searched = ", ".join(map(str, folders)) or "no folders"
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {listed or 'none'}"
     return ModelNotFound(
-        f"no model is called {name}; {hint} (searched: {searched} and the hub cache)",
+        f"no model is called {quoted(name)}; {hint} (searched: {searched} and the hub cache)",
         model=name,
         available=", ".join(available),
     )

@@ -50,6 +50,7 @@ ROOTS: dict[str, str] = {
     "loading: _Loader._new_cache()": CACHE,
     "generators: GeneratorMaker.__call__()": GENERATOR,
     "plan: ModelSource.config": CONFIG,
+    "quantised: _refuse_misfit(layer)": "linear:ExLlamaV2Linear",
     "cache_scope: (sequence)": SEQUENCE,
     "(config)": CONFIG,
     "(generator)": GENERATOR,
@@ -112,8 +113,10 @@ DICTS: dict[str, str] = {RESULT: "generator.dynamic", KEYS: "architecture"}
 STARRED = frozenset({SETTINGS})
 """Constructors that get their arguments from a dict of ours, whose keys a test of its own checks."""
 
-EVERYBODYS = frozenset({"append", "children", "clone", "device", "dtype", "modules", "name", "numel", "tensor"})
-"""Attributes of the library's classes that lists, files, tensors, psutil or sys have too, and are asked of them."""
+EVERYBODYS = frozenset(
+    {"append", "children", "clone", "device", "dtype", "in_features", "modules", "name", "numel", "tensor"}
+)
+"""Attributes of the library's classes that lists, files, tensors, layers of ours, psutil or sys have too, and are asked of them."""
 
 FAKES: dict[str, tuple[str, frozenset[str]]] = {
     "exllama_generator:FakeGenerator": (
