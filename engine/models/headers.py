@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -195,11 +196,14 @@ def _check_places(file: Path, tensors: Mapping[str, TensorHeader]) -> None:
         if begin != reached:
             raise _damaged(file, f"its tensors overlap or leave a gap at byte {min(begin, reached)} after the header")
         reached = end
-    bits, prod = _BITS, math.prod  # there may be a hundred thousand
+    bits, prod, replace = _BITS, math.prod, msgspec.structs.force_setattr  # there may be a hundred thousand
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         begin, end = tensor.data_offsets
         if tensor.dtype not in bits or prod(tensor.shape) * bits[tensor.dtype] != 8 * (end - begin):
             raise _damaged(file, _mismatch(name, tensor))
+        replace(tensor, "dtype", sys.intern(tensor.dtype))  # most are alike, and each would be kept
+        replace(tensor, "shape", shapes.setdefault(tensor.shape, tensor.shape))
 
 
 def _mismatch(name: str, tensor: TensorHeader) -> str:

@@ -116,7 +116,8 @@ STARRED = frozenset({SETTINGS})
 EVERYBODYS = frozenset(
     {"append", "children", "clone", "device", "dtype", "in_features", "modules", "name", "numel", "tensor"}
 )
-"""Attributes of the library's classes that lists, files, tensors, layers of ours, psutil or sys have too, and are asked of them."""
+"""Attributes of the library's classes that lists, files, tensors, layers of ours, psutil or sys have too, and that are
+asked of them."""
 
 FAKES: dict[str, tuple[str, frozenset[str]]] = {
     "exllama_generator:FakeGenerator": (
