@@ -79,5 +79,6 @@ def _use_home() -> str:
 
 
 def _refuse(sentence: str, status: int) -> int:
-    print(f"ericllm: {sentence}", file=sys.stderr)
+    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in sentence)  # it quotes others' names
+    print(f"ericllm: {shown}", file=sys.stderr)
     return status

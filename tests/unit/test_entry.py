@@ -74,6 +74,15 @@ def test_a_package_of_the_current_folder_is_not_taken_for_ours(tmp_path: Path) -
     assert done.stderr.startswith(f"ericllm: The package 'engine' in {tmp_path}/engine is not ericllm's")
 
 
+def test_the_name_of_a_folder_steers_no_terminal(tmp_path: Path) -> None:
+    folder = tmp_path / "a\x1b]52;c;eA==\x07\u202eb"
+    (folder / "engine").mkdir(parents=True)
+    (folder / "engine" / "__init__.py").write_text("")
+    said = ericllm("--version", cwd=folder).stderr
+    assert "a\\x1b]52;c;eA==\\x07\\u202eb/engine is not ericllm's" in said
+    assert said.rstrip("\n").isprintable()
+
+
 def test_a_stop_while_modules_are_imported_is_no_traceback() -> None:
     stopping = (
         "import os, signal, sys\n"
