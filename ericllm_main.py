@@ -6,11 +6,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
 
-_ROOT = Path(__file__).parent
+# All else is imported once `main` has seen to it that a stop ends no import in a traceback.
+
 PACKAGES = ("console", "engine")
 _MARK = b'DISTRIBUTION = "ericllm"'
 _USAGE_ERROR = 2
@@ -35,38 +33,49 @@ def main() -> int:
 
 def foreign_package() -> str:
     """Whose package stands where one of ours should, as a sentence; "" where both are ours."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
     for name in PACKAGES:
         found = find_spec(name)
-        if found is None or not found.submodule_search_locations:
+        if found is None:
             return f"The package '{name}' of ericllm is missing; reinstall ericllm"
-        folder = Path(next(iter(found.submodule_search_locations))).absolute()
-        if not _is_ours(folder):
+        place = Path(next(iter(found.submodule_search_locations or ()), found.origin or "")).absolute()
+        if place.parent.resolve() != Path(__file__).parent.resolve():
+            return (
+                f"The package '{name}' in {place} is found before ericllm's. Take {place.parent} off the module path: "
+                "that is PYTHONPATH, or the current folder"
+            )
+        try:
+            is_ours = _MARK in (place / "__init__.py").read_bytes()
+        except OSError:
+            is_ours = False
+        if not is_ours:
             others = [each for each in owners(name) if each != "ericllm"]
             whose = f"that of the distribution {', '.join(others)}" if others else "not ericllm's"
             return (
-                f"The package '{name}' in {folder} is {whose}. Reinstall ericllm, in an environment of its own, "
+                f"The package '{name}' in {place} is {whose}. Reinstall ericllm, in an environment of its own, "
                 "as pipx and uv tool make one"
             )
     return ""
 
 
-def _is_ours(package: Path) -> bool:
-    """Whether a package is the one beside this file, and not overwritten. Nothing of it is run."""
-    try:
-        return package.parent.samefile(_ROOT) and _MARK in (package / "__init__.py").read_bytes()
-    except OSError:
-        return False
-
-
 def owners(package: str) -> list[str]:
     """The installed distributions that have a package of this name. Takes a while."""
+    from importlib import metadata
+
     return sorted(set(metadata.packages_distributions().get(package, ())))
 
 
 def _use_home() -> str:
     """Keep all that is kept under ERICLLM_HOME, where that is set; else what is wrong with there being no home."""
+    from pathlib import Path
+
     if named := os.environ.get("ERICLLM_HOME"):
-        home = Path(named).absolute()
+        try:
+            home = Path(named).expanduser().absolute()
+        except (RuntimeError, OSError):  # nobody has that ~, or the current folder was removed
+            return f"ERICLLM_HOME={named} leads nowhere from here; name a folder by its whole path"
         for kind in ("config", "data", "state", "cache"):
             os.environ[f"XDG_{kind.upper()}_HOME"] = str(home / kind)
         os.environ.setdefault("HOME", str(home))  # of libraries that look no further

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -14,7 +15,7 @@ def pip_install(*arguments: str) -> str:
     prefix = Path(sys.prefix)
     if (prefix / "pipx_metadata.json").is_file():
         command = ["pipx", "runpip", prefix.name, "install"]
-    elif (prefix / "uv-receipt.toml").is_file():
+    elif find_spec("pip") is None:  # as in those that uv makes
         command = ["uv", "pip", "install", "--python", sys.prefix]
     elif sys.prefix == sys.base_prefix or os.environ.get("VIRTUAL_ENV") == sys.prefix:
         command = ["pip", "install"]

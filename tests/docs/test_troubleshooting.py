@@ -107,7 +107,7 @@ async def no_key(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
 
 
 async def not_ours(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(ericllm_main, "_ROOT", tmp_path)
+    patch.setattr(ericllm_main, "_MARK", b"of another")
     return ericllm_main.foreign_package()
 
 

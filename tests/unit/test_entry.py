@@ -71,7 +71,17 @@ def test_a_package_of_the_current_folder_is_not_taken_for_ours(tmp_path: Path) -
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "__init__.py").write_text("")
     done = ericllm("--version", cwd=tmp_path)
-    assert done.stderr.startswith(f"ericllm: The package 'engine' in {tmp_path}/engine is not ericllm's")
+    assert done.stderr == (
+        f"ericllm: The package 'engine' in {tmp_path}/engine is found before ericllm's. Take {tmp_path} off the module "
+        "path: that is PYTHONPATH, or the current folder\n"
+    )
+
+
+def test_a_module_that_is_no_package_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text("print('I am run')")
+    done = ericllm("--version", cwd=tmp_path)
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"ericllm: The package 'engine' in {tmp_path}/engine.py is found before ericllm's.")
 
 
 def test_the_name_of_a_folder_steers_no_terminal(tmp_path: Path) -> None:
@@ -79,7 +89,7 @@ def test_the_name_of_a_folder_steers_no_terminal(tmp_path: Path) -> None:
     (folder / "engine").mkdir(parents=True)
     (folder / "engine" / "__init__.py").write_text("")
     said = ericllm("--version", cwd=folder).stderr
-    assert "a\\x1b]52;c;eA==\\x07\\u202eb/engine is not ericllm's" in said
+    assert "a\\x1b]52;c;eA==\\x07\\u202eb/engine is found before ericllm's" in said
     assert said.rstrip("\n").isprintable()
 
 
@@ -93,6 +103,17 @@ def test_a_stop_while_modules_are_imported_is_no_traceback() -> None:
     )
     done = ericllm("--version", program=stopping + RUN)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_next_to_nothing_is_imported_before_a_stop_is_without_a_traceback() -> None:
+    watching = (
+        "from __future__ import annotations\n"
+        "import sys, signal\n"
+        "before = set(sys.modules)\n"
+        "import ericllm_main\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    assert ericllm(program=watching).stdout == "['ericllm_main']\n"
 
 
 def test_a_stop_that_whoever_started_it_ignores_is_ignored() -> None:
@@ -135,3 +156,20 @@ def test_all_that_is_kept_lies_in_the_folder_that_is_named(tmp_path: Path) -> No
     assert len(folders) == 7
     for folder in folders:
         assert Path(folder).is_relative_to(tmp_path / "kept"), folder
+
+
+def test_a_home_that_leads_nowhere_is_named_in_one_sentence(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    leaving = f"import os\nos.chdir({str(gone)!r})\nos.rmdir({str(gone)!r})\n"
+    for home in ("kept", "~nobody-here/kept"):
+        gone.mkdir()
+        done = ericllm("config", "path", program=leaving + RUN, ERICLLM_HOME=home)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            f"ericllm: ERICLLM_HOME={home} leads nowhere from here; name a folder by its whole path\n"
+        )
+
+
+def test_a_tilde_that_no_shell_expanded_is_the_home_folder(tmp_path: Path) -> None:
+    done = ericllm("config", "path", HOME=str(tmp_path), ERICLLM_HOME="~/kept")
+    assert done.stdout == f"{tmp_path}/kept/config/ericllm/config.toml\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine import installing
 from engine.installing import install_extra, pip_install
 
 
@@ -35,8 +36,10 @@ def test_one_of_pipx_is_named_to_pipx(environment: Path) -> None:
     assert pip_install("ninja") == "pipx runpip ericllm install ninja"
 
 
-def test_one_of_uv_which_has_no_pip_is_named_to_uv(environment: Path) -> None:
-    (environment / "uv-receipt.toml").touch()
+def test_one_of_uv_which_has_no_pip_is_named_to_uv(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installing, "find_spec", lambda name: None)
+    assert pip_install("ninja") == f"uv pip install --python {environment} ninja"
+    monkeypatch.setenv("VIRTUAL_ENV", str(environment))  # of `uv venv`, where `pip` would be that of the system
     assert pip_install("ninja") == f"uv pip install --python {environment} ninja"
 
 
