@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -196,8 +197,8 @@ class Tokenizer:
 
         What is still asked for works, but is slow.
         """
-        if ending := [asyncio.wrap_future(template.close()) for template in self._used_templates]:
-            await asyncio.wait(ending, timeout=_CLOSE_S)
+        ending = [template.close() for template in self._used_templates]
+        await asyncio.to_thread(futures.wait, ending, _CLOSE_S)
 
     @property
     def _used_templates(self) -> set[ChatTemplate]:

@@ -72,7 +72,7 @@ async def test_a_worker_killed_mid_stream_changes_nothing_in_the_answers(
 async def test_a_signal_to_all_processes_leaves_it_to_the_engine_when_its_workers_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
 ) -> None:
-    hold = Hold(monkeypatch, tmp_path)
+    hold, others = Hold(monkeypatch, tmp_path), children()
     async with processes(monkeypatch, tmp_path, factory="held:make") as engine:
         await engine.load(fake_spec(tmp_path))
         chat = [{"role": "user", "content": "hello"}]
@@ -81,13 +81,14 @@ async def test_a_signal_to_all_processes_leaves_it_to_the_engine_when_its_worker
         hold.begin()
         reading = asyncio.create_task(read(engine.submit(ask("x", max_tokens=50))))
         await until(lambda: any(row.output_tokens > 5 for row in engine.snapshot().requests))
-        before = children()
-        for child in before:
+        ours = children() - others
+        assert len(ours) == 2, "the worker and the template's process"
+        for child in ours:
             os.kill(child, number)
         hold.end()
         assert (await reading).text == expected_text(b"x", 50)
         assert "hello" in await tokenizer.apply_chat_template(chat)
-        assert children() == before, "the worker and the template's process are those that they were"
+        assert children() - others == ours
 
 
 async def test_workers_killed_during_the_load_fail_it_with_the_reason(

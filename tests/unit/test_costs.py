@@ -138,6 +138,7 @@ def test_a_draft_model_and_an_adapter_go_with_the_first_layer(tmp_path: Path) ->
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     write_safetensors(adapter / "adapter_model.safetensors", {"a": ("F16", (50, 10))})
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 10}))
     plain = costs(folder, backend="exllamav2")
     found = costs(folder, backend="exllamav2", draft_model=draft, lora=adapter)
     assert found.first_bytes == 2 * (LAYER + EMBEDDING + NORM) + (adapter / "adapter_model.safetensors").stat().st_size
