@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from console.config_file import edited, replace_file
 from console.links.settings import SettingRow
@@ -82,7 +84,7 @@ class RunningSettings:
         Raises InvalidRequest for a file with a mistake, and what the engine refuses a knob with.
         """
         async with self._writing:
-            sources = self._sources.saving(await asyncio.to_thread(read_file, self._sources.file))
+            sources = self._sources.saving(await asyncio.to_thread(_read_again, self._sources.file))
             coming = sources.settings()
             used, later = list[str](), list[str]()
             for name in Settings.model_fields:
@@ -117,15 +119,24 @@ class RunningSettings:
     def _reread(self) -> None:
         """Somebody else's change; one with a mistake is not looked at, the next start will say what is wrong."""
         try:
-            sources = self._sources.saving(read_file(self._sources.file))
+            sources = self._sources.saving(_read_again(self._sources.file))
             self._sources, self._coming = sources, sources.settings()
         except EngineError:
             return
 
 
+def _read_again(file: Path) -> dict[str, Any]:
+    """What the file says now. Raises InvalidRequest, for a pipe (`ERICLLM_CONFIG=<(...)`) too: there may never again be
+    anything in it, and whoever opens it waits for that."""
+    with suppress(OSError):  # reading says why
+        if file.is_fifo():
+            raise InvalidRequest(f"{file} is a pipe, which is read at the start alone", param="config")
+    return read_file(file)
+
+
 def _prepared(sources: Sources, name: str, typed: str | None) -> tuple[Sources, str]:
     """The sources as they will be, and the file's text. Raises InvalidRequest for a value or a file with a mistake."""
-    saved = dict(read_file(sources.file))
+    saved = dict(_read_again(sources.file))
     text = sources.file.read_text(encoding="utf-8") if sources.file.exists() else ""
     value = None if typed is None else changed(Settings(), {name: typed})
     saved.pop(name, None)

@@ -128,8 +128,10 @@ def _unix_socket(path: str) -> socket.socket:
         if not stat.S_ISSOCK(file.lstat().st_mode):
             raise OSError(errno.ENOTSOCK, "no socket")
         with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
             try:
-                probe.connect(str(file))
+                with suppress(BlockingIOError):  # whose queue of connections is full is there
+                    probe.connect(str(file))
             except ConnectionRefusedError:
                 file.unlink()
             else:

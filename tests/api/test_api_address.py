@@ -168,6 +168,21 @@ async def test_a_socket_that_a_dead_server_left_is_replaced_and_nothing_else(api
     assert await asked(path) == 200
 
 
+async def test_a_socket_whose_server_takes_no_more_connections_is_in_use_and_not_waited_for(
+    api: Served, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "busy.sock")
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as queued:
+        busy.bind(path)
+        busy.listen(0)
+        queued.connect(path)
+        with socket.socket(socket.AF_UNIX) as refused, pytest.raises(BlockingIOError):
+            refused.setblocking(False)
+            refused.connect(path)
+        with pytest.raises(CannotListen, match="another program listens there"):
+            await api.server.listen(f"unix:{path}", 0)
+
+
 async def test_a_proxy_at_a_socket_is_trusted_where_one_at_loopback_is(tmp_path: Path) -> None:
     path = tmp_path / "s"
     for proxies, client in (((), "unix"), ((ipaddress.ip_network("127.0.0.1"),), "203.0.113.7")):

@@ -307,3 +307,13 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_whole(
 def test_a_default_can_be_typed_again(row: SettingRow) -> None:
     if row.value:
         assert getattr(Settings(**{row.name: row.value}), row.name) == getattr(Settings(), row.name)
+
+
+async def test_a_pipe_that_settings_came_from_is_not_waited_for_again(config: Path) -> None:
+    runtime = running(written(config, "max_prompts = 8\n"))
+    os.mkfifo(config.with_name("pipe"))
+    os.replace(config.with_name("pipe"), config)  # noqa: PTH105
+    for again in (runtime.saved.reload(), runtime.saved.save("max_prompts", "9")):
+        with pytest.raises(InvalidRequest, match=r"config\.toml is a pipe, which is read at the start alone"):
+            await again
+    assert row(runtime, "max_prompts").value == "8"
