@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from console.config_file import sample
-from console.output import redirected_stream, say, write
+from console.output import open_closed_streams, redirected_stream, say, write
 from console.setting_arguments import add_settings, flag_name, no_such_flag
 from console.settings import APP_NAME, TUNED_FILE, Settings, config_path, data_dir, log_dir, state_dir
 from console.sources import Sources, load_settings
@@ -47,6 +47,7 @@ _EPILOG = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 after a failure, 2 for a bad value."""
+    open_closed_streams()
     argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv and argv[0] in COMMANDS else ""
     try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 from console.settings import APP_NAME
 from engine.errors import InvalidRequest
@@ -18,9 +19,24 @@ def write(text: str, *, as_json: bool = False) -> None:
 
 
 def say(sentence: str) -> None:
-    """Print a line on stderr, its end with it: the log may write there from another thread."""
-    sys.stderr.write(f"{APP_NAME}: {printable(sentence)}\n")
-    sys.stderr.flush()
+    """Print a line on stderr, its end with it: the log may write there from another thread. Dropped where nobody can
+    have it (a full disk, a reader that is gone)."""
+    with suppress(OSError):
+        sys.stderr.write(f"{APP_NAME}: {printable(sentence)}\n")
+        sys.stderr.flush()
+
+
+def open_closed_streams() -> None:
+    """Have the null device for each standard stream that came closed: the first files and sockets opened would get its
+    number, and what native code prints."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.set_inheritable(number, True)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def redirected_stream() -> str:

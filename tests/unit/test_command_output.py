@@ -7,6 +7,8 @@ import ast
 import io
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -165,3 +167,18 @@ def test_progress_is_clean_where_it_is_redrawn_and_where_it_is_not() -> None:
 def test_a_copied_curl_line_has_no_character_that_a_shell_or_terminal_would_obey() -> None:
     line = curl_line("http://127.0.0.1:8000", HOSTILE, dialects={"openai"}, with_key=False)
     assert ANY_UNSAFE.search(line) is None
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments", "status"), [(">&-", "path", 0), ("2>&-", "nonsense", 2), ("<&- >&- 2>&-", "path", 0)]
+)
+def test_streams_that_are_closed_are_nobodys_and_no_failure(closed: str, arguments: str, status: int) -> None:
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "console.cli", "config", arguments]
+    done = subprocess.run(command, capture_output=True, check=False, timeout=60)
+    assert (done.returncode, b"Traceback" in done.stderr) == (status, False)
+
+
+def test_a_sentence_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr("sys.stderr", io.TextIOWrapper(full, write_through=True))
+        say("the disk is full")
