@@ -260,7 +260,6 @@ class Deployment:
                 _log.exception("%s: the model's state could not be changed", self.spec.name)
                 await self._collapse(error)
         self._arrived(self._load_error or self._cancelled())
-        await self._drop_tokenizer()
         self.gone.set()
         self._context.changed()
 
@@ -270,6 +269,7 @@ class Deployment:
         if state == "loading" or (state == "idle" and desired == "serving"):
             await self._load()
         elif state == "idle" and desired == "gone":
+            self.tokenizer = None
             self._go("unloaded")
         elif state in ("ready", "draining") and (dead := self._all_dead()) is not None:
             self._fail(dead)
@@ -353,8 +353,9 @@ class Deployment:
             return
         self._load_error = error
         await self._stop_workers()
+        await self._close_tokenizer()  # before any look at what is desired
         if not self._slept:
-            await self._drop_tokenizer()  # before any look at what is desired
+            self.tokenizer = None
         if self._slept:
             self._desired = "asleep" if self._desired == "serving" else self._desired
             self._go("idle")
@@ -364,7 +365,7 @@ class Deployment:
             self._go("unloaded")
 
     def _warm_up(self) -> None:
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and self.state == "ready":
             self.tokenizer.warm_up()
 
     async def _bring_up(self) -> LoadedModel:
@@ -409,6 +410,9 @@ class Deployment:
         self._context.desk.end(self.lane.live, self._leave_error.info)
         self._go("unloading")
         await self._stop_workers()
+        await self._close_tokenizer()
+        if state == "unloaded":
+            self.tokenizer = None
         self._go(state)
 
     async def _stop_workers(self) -> None:
@@ -423,15 +427,15 @@ class Deployment:
         self._load_error = failure
         self._abandon(failure)
         await self._stop_workers()
-        await self._drop_tokenizer()
+        await self._close_tokenizer()
+        self.tokenizer = None
         if self.state != "failed":
             self._fail(failure.info)
 
-    async def _drop_tokenizer(self) -> None:
-        """Give its memory back, and end the process of its chat template."""
-        tokenizer, self.tokenizer = self.tokenizer, None
-        if tokenizer is not None:
-            await tokenizer.close()
+    async def _close_tokenizer(self) -> None:
+        """End the process of its chat template."""
+        if self.tokenizer is not None:
+            await self.tokenizer.close()
 
     def _drained(self) -> bool:
         """No request is left, and none of those that another model was to take may come back."""

@@ -70,7 +70,8 @@ class ChatTemplate:
         self._broken = ""
 
     def warm_up(self) -> Future[object]:
-        """Start the process and compile the template, so that the first rendering waits for neither."""
+        """Start the process and compile the template, so that the first rendering waits for neither; undoes `close`."""
+        self._is_closed = False
         return self._thread.submit(self._compiled)
 
     def close(self) -> Future[None]:

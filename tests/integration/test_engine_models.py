@@ -48,6 +48,20 @@ async def test_a_model_that_goes_while_its_chat_template_is_compiled_leaves_no_p
         assert renderers() <= before
 
 
+async def test_a_model_that_sleeps_has_no_process_of_its_chat_template_and_renders_when_it_is_woken(
+    tmp_path: Path,
+) -> None:
+    before = renderers()
+    chat = [{"role": "user", "content": "hello"}]
+    async with started() as engine:
+        await engine.load(named(tmp_path, "a"), idle_unload_s=0.001)
+        await until(lambda: states(engine) == {"a": "idle"})
+        assert renderers() <= before
+        assert "hello" in await (await engine.serving("a")).tokenizer.apply_chat_template(chat)
+        await until(lambda: states(engine) == {"a": "idle"})
+        assert renderers() <= before
+
+
 # -- two at once --------------------------------------------------------------------------------------------------
 
 

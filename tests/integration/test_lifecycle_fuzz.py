@@ -46,6 +46,12 @@ JUSTIFIED = {
 """The operations of which one must have come before a request ends with that error."""
 
 
+@pytest.fixture(autouse=True)
+def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of a chat template's: nobody chats here, and they would be waited for by the real clock."""
+    monkeypatch.setattr(Tokenizer, "warm_up", lambda self: None)
+
+
 class Player:
     """One run: an engine on a machine, and operations that chance chooses, of which most runs leave out some."""
 
