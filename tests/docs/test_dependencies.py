@@ -17,6 +17,7 @@ WITHOUT = {
     "exllamav2": ("cuda", {"engine/doctor/probe.py", "engine/worker/factory.py"}),
     "ray": ("ray", {"engine/cluster"}),
     "opentelemetry": ("otel", {"console/api/tracing.py"}),
+    "pip": ("", {"engine/installing.py"}),  # whether it is there
     "triton": ("", {"engine/backends/paged_attention/kernels.py"}),
     "flash_attn": ("", {"engine/backends/paged_attention/flash.py", "engine/backends/exllama/attention.py"}),
 }
