@@ -18,7 +18,7 @@ from console.api.ollama.answers import Generated, Part, Stopwatch, ToolCalled
 from console.api.ollama.body import GenerateBody
 from console.api.ollama.options import options_params
 from console.api.prompts import Prompt, read_prompts
-from console.api.served import ServedModel
+from console.api.served import MANY_TOKENS, ServedModel
 from engine.errors import InvalidRequest
 from engine.request import compact
 
@@ -86,7 +86,10 @@ async def _prompt(body: GenerateBody, model: ServedModel) -> Prompt:
             {"role": role, "content": text} for role, text in (("system", body.system), ("user", body.prompt)) if text
         ]
         prompt = await chat_prompt(model, turns, variables=body.variables)
-    return _after(body.context, prompt, model) if body.context else prompt
+    if not body.context:
+        return prompt
+    joined = partial(_after, body.context, prompt, model)
+    return joined() if len(body.context) < MANY_TOKENS else await model.offload(joined)
 
 
 def _after(context: list[int], prompt: Prompt, model: ServedModel) -> Prompt:
