@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 from aiohttp import web
@@ -118,7 +118,8 @@ class Body(BaseModel):
         return [inspect.cleandoc(base.__doc__ or "") for base in bases]
 
     @classmethod
-    def _limits(cls) -> dict[str, int]:
+    @cache
+    def _limits(cls) -> Mapping[str, int]:
         """Entries that its fields may have."""
         limits: dict[str, int] = {}
         for base in reversed(cls.__mro__):

@@ -269,7 +269,6 @@ class Deployment:
         if state == "loading" or (state == "idle" and desired == "serving"):
             await self._load()
         elif state == "idle" and desired == "gone":
-            self.tokenizer = None
             self._go("unloaded")
         elif state in ("ready", "draining") and (dead := self._all_dead()) is not None:
             self._fail(dead)
@@ -354,8 +353,6 @@ class Deployment:
         self._load_error = error
         await self._stop_workers()
         await self._close_tokenizer()  # before any look at what is desired
-        if not self._slept:
-            self.tokenizer = None
         if self._slept:
             self._desired = "asleep" if self._desired == "serving" else self._desired
             self._go("idle")
@@ -411,8 +408,6 @@ class Deployment:
         self._go("unloading")
         await self._stop_workers()
         await self._close_tokenizer()
-        if state == "unloaded":
-            self.tokenizer = None
         self._go(state)
 
     async def _stop_workers(self) -> None:
@@ -428,7 +423,6 @@ class Deployment:
         self._abandon(failure)
         await self._stop_workers()
         await self._close_tokenizer()
-        self.tokenizer = None
         if self.state != "failed":
             self._fail(failure.info)
 
@@ -461,6 +455,8 @@ class Deployment:
         self._allow(state)
         if model is not None:
             self.lane.usage.loaded(model.max_model_len)
+        if state == "unloaded":
+            self.tokenizer = None
         kept = self.model if state in ("ready", "draining", "unloading") else None
         self._status = ModelStatus(state=state, spec=self.spec, model=model or kept, since_s=time.time())
         _log.info("%s: %s", self.spec.name, state)
@@ -469,6 +465,8 @@ class Deployment:
     def _fail(self, error: ErrorInfo) -> None:
         """No worker can answer: what waits ends with the reason."""
         self._allow("failed")
+        if self._pool is None:  # else a dead worker may be restarted
+            self.tokenizer = None
         self._status = ModelStatus(state="failed", spec=self.spec, error=error, since_s=time.time())
         _log.error("%s: failed: %s", self.spec.name, error.message)
         handover = self.retired_by or self.handover
