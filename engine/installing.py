@@ -6,16 +6,23 @@ import os
 import shlex
 import sys
 from importlib import metadata
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
+
+_PIPX_GLOBAL_HOME = "/opt/pipx"
 
 
 def pip_install(*arguments: str) -> str:
-    """`pip install ARGUMENTS` in this interpreter's environment: one of pipx, of uv, an active one, or any other."""
+    """`pip install ARGUMENTS` in this interpreter's environment: one of pipx, of uv, an active one, or any other.
+
+    pip is looked for on the path alone: setuptools' finder takes any other question about pip for a build by pip, and
+    can then not be imported any more.
+    """
     prefix = Path(sys.prefix)
     if (prefix / "pipx_metadata.json").is_file():
-        command = ["pipx", "runpip", prefix.name, "install"]
-    elif find_spec("pip") is None:  # as in those that uv makes
+        is_global = prefix.is_relative_to(os.environ.get("PIPX_GLOBAL_HOME") or _PIPX_GLOBAL_HOME)
+        command = ["pipx", "runpip", *(["--global"] if is_global else []), prefix.name, "install"]
+    elif PathFinder.find_spec("pip") is None:  # as in those that uv makes
         command = ["uv", "pip", "install", "--python", sys.prefix]
     elif sys.prefix == sys.base_prefix or os.environ.get("VIRTUAL_ENV") == sys.prefix:
         command = ["pip", "install"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -36,8 +37,19 @@ def test_one_of_pipx_is_named_to_pipx(environment: Path) -> None:
     assert pip_install("ninja") == "pipx runpip ericllm install ninja"
 
 
+def test_one_of_pipx_for_all_users_is_named_as_such(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (environment / "pipx_metadata.json").touch()
+    monkeypatch.setenv("PIPX_GLOBAL_HOME", str(environment.parent))
+    assert pip_install("ninja") == "pipx runpip --global ericllm install ninja"
+
+
+def test_advice_leaves_setuptools_importable() -> None:
+    code = "from engine.installing import pip_install; pip_install('ninja'); import setuptools"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_one_of_uv_which_has_no_pip_is_named_to_uv(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installing, "find_spec", lambda name: None)
+    monkeypatch.setattr(installing.PathFinder, "find_spec", lambda name: None)
     assert pip_install("ninja") == f"uv pip install --python {environment} ninja"
     monkeypatch.setenv("VIRTUAL_ENV", str(environment))  # of `uv venv`, where `pip` would be that of the system
     assert pip_install("ninja") == f"uv pip install --python {environment} ninja"
