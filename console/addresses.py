@@ -17,6 +17,13 @@ def unix_path(host: str) -> str:
     return host.removeprefix(_UNIX) if host.startswith(_UNIX) else ""
 
 
+def checked_host(host: str) -> str:
+    """The address as it stands; raises ValueError for one that cannot be listened on."""
+    if host == _UNIX:
+        raise ValueError("a socket needs a path, as unix:/run/ericllm/http.sock")
+    return host
+
+
 @lru_cache(maxsize=1024)
 def is_loopback(host: str) -> bool:
     """Whether only programs on this machine reach `host`; a name other than localhost is taken for more than that."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, Field, SecretStr
 
+from console.addresses import checked_host
 from console.setting_flags import Flag
 from console.setting_values import Duration, Networks, Words
 from engine.config import MAX_STOP_STRINGS, MAX_TIMEOUT_S
@@ -23,6 +24,7 @@ class ServedSettings(BaseModel):
     host: Annotated[
         str,
         Flag("API", "ADDRESS"),
+        AfterValidator(checked_host),
         Field(min_length=1, description="Address to listen on; *: all, IPv6 too; unix:PATH: a socket in a folder"),
     ] = "127.0.0.1"
     port: Annotated[int, Flag("API", "PORT"), Field(ge=0, le=65535, description="Port to listen on; 0: any free")] = (

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import ssl
 import stat
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 
@@ -18,6 +22,9 @@ from engine.models.files import home_expanded
 
 _UNIX_MASK = 0o117
 """Modes that a socket's file does not have: its owner and group may connect, and nobody else."""
+_BACKLOG = 128
+_LOCKED_S = 1.0
+_LOCK_RETRY_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,7 @@ class Listener:
         self._runner = runner
         self._tls = tls
         self._site: web.BaseSite | None = None
+        self._socket: socket.socket | None = None
         self._address: Address | None = None
 
     @property
@@ -60,17 +68,18 @@ class Listener:
         try:
             await site.start()
         except (OSError, OverflowError, ValueError) as error:
-            await site.stop()
+            await _stop(site, sock)
             raise _cannot_listen(error, address) from error
-        self._site = site
+        self._site, self._socket = site, sock
         self._address = Address(address.host, site.port if isinstance(site, web.TCPSite) else port)
 
     async def close(self) -> None:
         """Take no more connections; those there are stay."""
         site, self._site = self._site, None
-        address, self._address = self._address, None
+        sock, self._socket = self._socket, None
+        self._address = None
         if site is not None:
-            await _stop(site, address)
+            await _stop(site, sock)
 
     async def move(self, address: Address) -> None:
         """Listen at another address instead. Requests under way go on; connections without any are closed, so that
@@ -79,7 +88,7 @@ class Listener:
         Two addresses with one port may be in each other's way, so the first is let go of before the second is taken.
         Raises CannotListen where that cannot be had: it listens where it did, then.
         """
-        before, site = self.address, self._site
+        before, site, sock = self.address, self._site, self._socket
         server = self._runner.server
         connections = [] if server is None else server.connections
         in_the_way = before is not None and before.port == address.port
@@ -90,7 +99,7 @@ class Listener:
         except CannotListen as error:
             raise await self._back_at(before, error) from error
         if site is not None and not in_the_way:
-            await _stop(site, before)
+            await _stop(site, sock)
         for connection in connections:
             connection.close()
 
@@ -110,7 +119,7 @@ def _own_socket(address: Address) -> socket.socket | None:
     """A socket that listens where asyncio would not: in the file system, or on all addresses of both IP versions; None
     for any other address. Raises OSError, OverflowError."""
     if path := unix_path(address.host):
-        return _unix_socket(path)
+        return _UnixSocket(path)
     if address.host != EVERYWHERE:
         return None
     try:
@@ -121,39 +130,83 @@ def _own_socket(address: Address) -> socket.socket | None:
         return socket.create_server(("0.0.0.0", address.port))  # a machine without IPv6
 
 
-def _unix_socket(path: str) -> socket.socket:
-    """One that its owner and group may connect to. The socket of a server that is gone is replaced, nothing else."""
-    file = home_expanded(path)
-    with suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(file.lstat().st_mode):
-            raise OSError(errno.ENOTSOCK, "no socket")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.setblocking(False)
-            try:
-                with suppress(BlockingIOError):  # whose queue of connections is full is there
-                    probe.connect(str(file))
-            except ConnectionRefusedError:
-                file.unlink()
-            else:
-                raise OSError(errno.EADDRINUSE, "in use")
-    sock = socket.socket(socket.AF_UNIX)
-    before = os.umask(_UNIX_MASK)
-    try:
-        sock.bind(str(file))
-    except BaseException:
-        sock.close()
-        raise
-    finally:
-        os.umask(before)
-    return sock
-
-
-async def _stop(site: web.BaseSite, address: Address | None) -> None:
-    """Let go of an address, and remove its file."""
+async def _stop(site: web.BaseSite, sock: socket.socket | None) -> None:
+    """Let go of an address, its file first: a file whose server listens no more may be replaced at any time."""
+    if isinstance(sock, _UnixSocket):
+        sock.remove()
     await site.stop()
-    if address is not None and (path := unix_path(address.host)):
-        with suppress(OSError):
-            home_expanded(path).unlink()
+
+
+class _UnixSocket(socket.socket):
+    """A listening socket in the file system that its owner and group may connect to.
+
+    It takes the place of the socket of a server that is gone, and of nothing else; at the end only its own file goes.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError."""
+        super().__init__(socket.AF_UNIX)
+        self._path = home_expanded(path)
+        try:
+            with _locked(self._path.parent):
+                _remove_abandoned(self._path)
+                before = os.umask(_UNIX_MASK)
+                try:
+                    self.bind(str(self._path))
+                finally:
+                    os.umask(before)
+                self._inode = self._path.lstat().st_ino
+                self.listen(_BACKLOG)  # with the folder locked: until it listens it looks abandoned
+        except BaseException:
+            self.close()
+            raise
+
+    def remove(self) -> None:
+        """Remove the file, unless another server's has taken its place. No other has its inode until it is closed."""
+        with suppress(OSError), _locked(self._path.parent):
+            if self._path.lstat().st_ino == self._inode:
+                self._path.unlink()
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the socket of a server that is gone. Raises OSError where one listens, or something else is there."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise OSError(errno.ENOTSOCK, "no socket")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            with suppress(BlockingIOError):  # whose queue of connections is full is there
+                probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise OSError(errno.EADDRINUSE, "in use")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold off other servers that would look at a socket in this folder. Raises OSError where one has it for long."""
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # sockets may be made where nothing may be listed
+        yield
+        return
+    try:
+        until = time.monotonic() + _LOCKED_S
+        while True:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_LOCK_RETRY_S)
+        yield
+    finally:
+        os.close(opened)
 
 
 def _cannot_listen(error: Exception, address: Address) -> CannotListen:
@@ -177,6 +230,8 @@ def _of_file(error: Exception, path: str) -> str:
         return "another program listens there; choose another file with --host"
     if _has_errno(error, errno.ENOTSOCK):
         return "a file of that name is there, which is no socket"
+    if _has_errno(error, errno.EAGAIN):
+        return "another program has the folder locked"
     if _has_errno(error, errno.ENOENT):
         return f"there is no folder {home_expanded(path).parent}"
     return getattr(error, "strerror", None) or str(error)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
-from console.addresses import is_loopback
+from console.addresses import checked_host, is_loopback
 from console.api.application import application
 from console.api.authorizing import Door
 from console.api.certificates import Certificate, certificate_of
@@ -181,6 +181,10 @@ class ApiServer:
             wanted = Address(host.strip(), port)
             if not wanted.host:
                 raise InvalidRequest("An address to listen on is needed, as 127.0.0.1 or 0.0.0.0", param="host")
+            try:
+                checked_host(wanted.host)
+            except ValueError as error:
+                raise InvalidRequest(f"Cannot listen there: {error}", param="host") from None
             if self._listener is None:
                 self._wanted = wanted
                 return

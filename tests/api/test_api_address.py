@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import ipaddress
 import logging
+import os
 import socket
+import threading
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from console.api.errors import CannotListen, Unprotected
+from console.api.listening import Address, Listener
 from console.api.server import ApiSettings
+from engine.errors import InvalidRequest
 from tests.api.harness import PATIENCE_S, PROMPT, Served, bearer, serving, told
 
 
@@ -166,6 +172,80 @@ async def test_a_socket_that_a_dead_server_left_is_replaced_and_nothing_else(api
                 await api.server.listen(f"unix:{tmp_path}/{name}", 0)
     assert (tmp_path / "file").read_text() == "precious"
     assert await asked(path) == 200
+
+
+async def test_a_server_leaves_the_socket_that_another_one_put_in_the_place_of_its_own(
+    api: Served, tmp_path: Path
+) -> None:
+    path = tmp_path / "ericllm.sock"
+    await api.server.listen(f"unix:{path}", 0)
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        await api.server.stop()
+        assert path.exists()
+
+
+async def test_of_two_servers_that_find_an_abandoned_socket_at_once_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ericllm.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    ended: list[str] = []
+    waits = threading.Event()
+    lock, unlink = fcntl.flock, Path.unlink
+
+    async def listen() -> None:
+        runner = web.AppRunner(web.Application())
+        await runner.setup()
+        try:
+            await Listener(runner).open(Address(f"unix:{path}", 0))
+        except CannotListen as error:
+            ended.append(error.message)
+        else:
+            ended.append("listens")
+            await runner.cleanup()
+        waits.set()
+
+    def locking(file: int, how: int) -> None:
+        try:
+            lock(file, how)
+        except BlockingIOError:
+            waits.set()
+            raise
+
+    def unlinking(file: Path, missing_ok: bool = False) -> None:
+        if not second.ident:
+            second.start()
+            waits.wait()
+        unlink(file, missing_ok)
+
+    second = threading.Thread(target=lambda: asyncio.run(listen()))
+    monkeypatch.setattr(fcntl, "flock", locking)
+    monkeypatch.setattr(Path, "unlink", unlinking)
+    runner = web.AppRunner(web.Application())
+    await runner.setup()
+    await Listener(runner).open(Address(f"unix:{path}", 0))
+    await asyncio.to_thread(second.join)
+    assert ended == [f"Cannot listen on unix:{path}: another program listens there; choose another file with --host"]
+    await runner.cleanup()
+
+
+async def test_a_folder_that_another_program_has_locked_is_not_waited_for_for_ever(api: Served, tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        with pytest.raises(CannotListen, match="another program has the folder locked"):
+            await api.server.listen(f"unix:{tmp_path}/s", 0)
+    finally:
+        os.close(folder)
+
+
+async def test_a_socket_needs_a_path(api: Served) -> None:
+    with pytest.raises(InvalidRequest, match="a socket needs a path"):
+        await api.server.listen("unix:", 0)
 
 
 async def test_a_socket_whose_server_takes_no_more_connections_is_in_use_and_not_waited_for(
