@@ -6,7 +6,6 @@ Nothing heavy is imported before it is known to be needed, so that --help answer
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -58,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has gone, `head` say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
 
 
@@ -218,6 +216,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str = "", **options: Any) -> None:
         named: dict[str, Any] = {"prog": f"{APP_NAME} {command}".rstrip(), "allow_abbrev": False}
         super().__init__(**(named | options))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is sys.stdout:  # argparse itself exits with 0 where nothing could be written
+            write(message.rstrip("\n"))
+        else:
+            super()._print_message(message, file)
 
     def error(self, message: str) -> Any:
         say(f"{message} (see {self.prog} --help)")

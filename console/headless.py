@@ -102,7 +102,7 @@ async def _reload(runtime: Runtime) -> None:
     try:
         used, later = await runtime.saved.reload()
     except EngineError as error:
-        _say(f"{runtime.saved.path()} cannot be used: {error.message}", alarming=True)
+        _say(f"the settings stay as they are: {error.message}", alarming=True)
         return
     for how, names in (("used now", used), ("used by the next load or start", later)):
         if names:

@@ -12,7 +12,7 @@ import msgspec
 from console.api.keys import Keys
 from console.api.scopes import SCOPES, in_words
 from console.links.api import MAX_LIMIT, KeyLimits, KeyReading
-from console.output import say, write
+from console.output import OutputFailed, say, write
 from console.settings import state_dir
 
 
@@ -26,7 +26,11 @@ def api_keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             limits = KeyLimits(requests_per_min=given.rate, tokens_per_min=given.tokens, concurrent=given.concurrent)
             made = keys.make(given.name, tuple(given.scope or ["use"]), limits)
             say(f"the key {made.name} may {in_words(made.scopes)}; it is shown this once")
-            write(made.key)
+            try:
+                write(made.key)
+            except (OutputFailed, BrokenPipeError):
+                keys.revoke(made.name)  # nobody has seen it
+                raise
         case "revoke":
             keys.revoke(given.name)
             say(f"the key {given.name} is refused from now on")

@@ -9,13 +9,29 @@ import sys
 from contextlib import suppress
 
 from console.settings import APP_NAME
-from engine.errors import InvalidRequest
+from engine.errors import EngineError, InvalidRequest
 from engine.text.printable import printable, printable_json, printable_lines
 
 
+class OutputFailed(EngineError):
+    """A result cannot be written, to a full disk say."""
+
+    code = "output_failed"
+
+
 def write(text: str, *, as_json: bool = False) -> None:
-    """Print a result of one line or several; as_json: one that a program reads as what it was made of."""
-    sys.stdout.write(f"{printable_json(text) if as_json else printable_lines(text)}\n")
+    """Print a result of one line or several; as_json: one that a program reads as what it was made of.
+
+    Raises OutputFailed, and BrokenPipeError where its reader is gone: nothing more is written then.
+    """
+    try:
+        sys.stdout.write(f"{printable_json(text) if as_json else printable_lines(text)}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of it, flushed at the exit
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OutputFailed(f"The output cannot be written: {error.strerror}") from None
 
 
 def say(sentence: str) -> None:

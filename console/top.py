@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -135,7 +134,6 @@ async def _watch(address: Address, given: argparse.Namespace) -> None:
         while True:
             line = line_of(await _snapshot(instance), address.name)
             write(msgspec.json.encode(line).decode() if given.as_json else as_text(line), as_json=given.as_json)
-            sys.stdout.flush()
             left = None if left is None else left - 1
             if left is not None and left < 1:
                 return

@@ -20,6 +20,9 @@ def native_finding(facts: Facts) -> Finding:
         return Finding(_AREA, _NAME, "note", "torch's own kernels: ERICLLM_NATIVE keeps ours off", advice)
     if kernels in native.kept:
         return Finding(_AREA, _NAME, "ok", f"native {kernels} kernels for bfloat16, compiled")
+    if native.compiler and native.folder_problem:
+        value = f"torch's own kernels: ours cannot be kept, as {native.folder_problem}"
+        return Finding(_AREA, _NAME, "note", value, "Name a folder that can be written in ERICLLM_HOME.")
     if native.compiler:
         value = f"native {kernels} kernels for bfloat16, which the first load compiles with {native.compiler}"
         return Finding(_AREA, _NAME, "ok", value)
@@ -34,6 +37,8 @@ def native_attention_problem(machine: str, cpu: Cpu, native: Native) -> str:
         return "the native kernels need AVX2 on x86-64 Linux"
     if native.off:
         return "ERICLLM_NATIVE keeps the native kernels off"
-    if kernels in native.kept or native.compiler:
+    if kernels in native.kept:
         return ""
+    if native.compiler:
+        return native.folder_problem
     return "there is no C++ compiler to make the native kernels with"

@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.backends.base import Backend
 from engine.config import BackendKind, ModelSpec
 from engine.errors import BackendUnavailable, UnsupportedModel
-from engine.installing import install_extra
+from engine.installing import install_extra, pip_install
 from engine.models.files import read_json_object
 
 BackendFactory = Callable[[ModelSpec], Backend]
@@ -45,6 +45,12 @@ def refuse_unavailable(kind: BackendKind) -> None:
     if lack is not None:
         raise BackendUnavailable(
             f"--backend exllamav2 cannot run here: {lack} (`ericllm doctor` says more)", param="backend", value=kind
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise BackendUnavailable(
+            f"torch is not installed; `{pip_install('torch')}` brings it (`ericllm doctor` says more)",
+            param="backend",
+            value=kind,
         )
 
 

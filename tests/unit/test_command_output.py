@@ -6,6 +6,7 @@ import argparse
 import ast
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 import console
 from console import headless, top
+from console.api.keys import Keys
 from console.autotune.live import Live
 from console.bench.history import BenchHistory
 from console.bench.looking import look
@@ -23,6 +25,7 @@ from console.bench.progress import Progress
 from console.cli import main
 from console.curl import curl_line
 from console.output import say, write
+from console.settings import state_dir
 from engine.models.discover import demo_path
 from engine.text.printable import ANY_UNSAFE
 from tests.fakes import bench_scenes, scenes
@@ -68,6 +71,32 @@ def test_a_result_a_sentence_and_json_are_clean(capsys: pytest.CaptureFixture[st
     lines = said.out.splitlines()
     assert (len(lines), lines[1], json.loads(lines[2])) == (3, "\ttwo", [HOSTILE])
     assert len(said.err.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "command", ["config sample", "keys", "api-keys list", "--help", "--version", "estimate --help"]
+)
+def test_a_result_that_cannot_be_written_is_one_sentence_and_a_failure(command: str, tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "console", *command.split()],
+            env=os.environ | {"ERICLLM_HOME": str(tmp_path)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "ericllm: The output cannot be written: No space left on device\n")
+
+
+def test_a_key_that_nobody_has_seen_is_revoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert main(["api-keys", "make", "lost"]) == 1
+    keys = Keys(state_dir())
+    keys.open()
+    assert keys.readings() == ()
 
 
 def test_a_model_folder_writes_nothing_to_the_terminal_that_estimates_it(

@@ -15,7 +15,14 @@ from engine.backends.paged_attention import probe
 from engine.backends.paged_attention.choose import AttentionFacts
 from engine.backends.paged_attention.face import implementation
 from engine.backends.torch.native import available, build
-from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder, kept_library, library_key
+from engine.backends.torch.native.build import (
+    CannotBuild,
+    build_library,
+    cache_folder,
+    folder_problem,
+    kept_library,
+    library_key,
+)
 from tests.fakes.native_libraries import SETS
 from tests.fakes.owners import belongs_to_another
 
@@ -53,6 +60,19 @@ def forge(folder: Path) -> Path:
     forged.write_bytes(content + hashlib.sha256(content).digest())
     forged.chmod(0o755)
     return forged
+
+
+def test_a_folder_where_nothing_can_be_kept_is_known_before_anything_is_compiled(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert folder_problem(cache / "not" / "yet") == ""
+    (cache / "file").touch()
+    assert folder_problem(cache / "file" / "native") == f"{cache}/file is no folder"
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != cache)  # root may write everywhere
+    assert folder_problem(cache / "native") == f"{cache} cannot be written"
+    monkeypatch.undo()
+    cache.chmod(0o777)
+    assert str(cache) in folder_problem(cache)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])

@@ -170,6 +170,12 @@ def test_a_processor_without_avx2_is_told_that_it_is_slow() -> None:
             "native avx512 kernels for bfloat16, compiled",
         ),
         ({"avx2", "fma"}, {}, "note", "torch's own kernels: there is no C++ compiler to make ours with"),
+        (
+            {"avx2", "fma"},
+            {"compiler": "/usr/bin/g++", "folder_problem": "/cache cannot be written"},
+            "note",
+            "torch's own kernels: ours cannot be kept, as /cache cannot be written",
+        ),
         ({"avx2", "fma"}, {"off": True}, "note", "torch's own kernels: ERICLLM_NATIVE keeps ours off"),
     ],
 )
@@ -187,6 +193,7 @@ def test_it_says_which_kernels_multiply_by_the_weights(
         ("x86_64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++"), ""),
         ("x86_64", {"avx2", "fma"}, Native(kept=("avx2",)), ""),
         ("x86_64", {"avx2", "fma"}, Native(), "there is no C++ compiler"),
+        ("x86_64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++", folder_problem="/c is no folder"), "/c is no fol"),
         ("x86_64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++", off=True), "ERICLLM_NATIVE keeps"),
         ("aarch64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++"), "need AVX2 on x86-64 Linux"),
     ],

@@ -67,6 +67,12 @@ def test_plain_weights_go_to_torch_on_every_machine(tmp_path, monkeypatch):
     assert resolve_backend(ModelSpec(path=tmp_path, name="m")) == "torch"
 
 
+def test_without_torch_a_load_says_how_to_install_it(tmp_path, monkeypatch):
+    machine(monkeypatch, installed=False, gpus=0)
+    with pytest.raises(BackendUnavailable, match=r"^torch is not installed; `.*pip install torch` brings it"):
+        create_backend(ModelSpec(path=tmp_path, name="m"))
+
+
 def machine(monkeypatch, *, installed: bool, gpus: int) -> None:
     """A machine that has the package exllamav2 or not, and so many GPUs."""
     probe = SimpleNamespace(read=lambda: [f"cuda:{number}" for number in range(gpus)])

@@ -16,6 +16,7 @@ from engine.backends.torch.native.build import (
     InstructionSet,
     cache_folder,
     find_compiler,
+    folder_problem,
     kept_library,
     shipped_library,
 )
@@ -26,16 +27,23 @@ class Native(msgspec.Struct, frozen=True, kw_only=True):
     """The native kernels of the torch backend. compiler: what would compile them, "" where there is none.
 
     kept: the instruction sets that they were compiled for before.  off: whether ERICLLM_NATIVE keeps them off.
+    folder_problem: why what is compiled cannot be kept, as a clause.
     """
 
     compiler: str = ""
     kept: tuple[InstructionSet, ...] = ()
     off: bool = False
+    folder_problem: str = ""
 
 
 def read_native() -> Native:
     """The native kernels that were compiled here or came compiled, and what would compile them."""
-    return Native(compiler=find_compiler(), kept=tuple(filter(_is_kept, ISA_FLAGS)), off=_is_off())
+    return Native(
+        compiler=find_compiler(),
+        kept=tuple(filter(_is_kept, ISA_FLAGS)),
+        off=_is_off(),
+        folder_problem=folder_problem(cache_folder()),
+    )
 
 
 def instruction_set(machine: str, flags: Set[str]) -> InstructionSet | None:

@@ -137,6 +137,16 @@ def untrusted(path: Path, levels: int = _LEVELS) -> str:
         return str(error)
 
 
+def folder_problem(path: Path) -> str:
+    """Return why no library can be kept in a folder, which need not be there yet, as a clause; "" where one can."""
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not there.is_dir():
+        return f"{there} is no folder"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} cannot be written"
+    return untrusted(path)
+
+
 def shipped_library(isa: InstructionSet, folder: Path) -> Path | None:
     """Return the library that came with the program, if a whole one did: it is trusted as the program is."""
     return _whole(_path(isa, folder))
