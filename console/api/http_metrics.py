@@ -14,8 +14,8 @@ from console.api.traffic import Call
 from engine.usage import HistogramCounter
 
 DURATION_BOUNDS_S = (0.1, 0.5, 1.0)
-_UNCOUNTED = frozenset({"/metrics", "/health"})
-"""What monitoring itself asks."""
+_UNCOUNTED = frozenset({"/metrics", "/health", "/ready"})
+"""What monitoring itself asks: a probe's 503 while a model loads is no request that failed."""
 
 
 class HttpMetrics(Collector):

@@ -171,7 +171,9 @@ async def test_a_model_that_was_unloaded_or_is_loaded_again_keeps_its_numbers(tm
         assert (await scraped(api))["vllm:generation_tokens_total"] == [({"model_name": "fake", "engine": "0"}, 7)]
 
 
-async def test_http_requests_are_counted_by_route_and_kind_of_status(api: Served) -> None:
+async def test_http_requests_are_counted_by_route_and_kind_of_status_but_probes_are_not(api: Served) -> None:
+    for probe in ("/health", "/ready"):
+        await api.get(probe)
     await api.refusal("/v1/completions", prompt="x", max_tokens=-1)
     async with api.http.get("/nowhere/at/all") as response:
         assert response.status == 404
