@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.backends.exllama import sizes as exllama
-from engine.backends.exllama.parts import PAGE_TOKENS
+from engine.backends.exllama.sizes import PAGE_TOKENS
 from engine.config import ModelSpec
 from engine.costs.chosen import chosen_context
 from engine.costs.values import DeviceKind, ModelCosts, Workload

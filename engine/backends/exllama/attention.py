@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.backends.exllama.parts import PAGE_TOKENS
+from engine.backends.exllama.sizes import PAGE_TOKENS
 from engine.backends.paged_attention.face import PagedAttention
 from engine.errors import UnsupportedModel
 

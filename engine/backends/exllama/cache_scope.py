@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.backends.exllama.parts import PAGE_TOKENS
+from engine.backends.exllama.sizes import PAGE_TOKENS
 
 PageHash = Callable[[Tensor, bytes | None], bytes]
 """(ids [1, PAGE_TOKENS], hash of the page before) -> hash of the page, as the library makes it."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from engine.backends.context_length import context_length
 from engine.backends.exllama.folder import ModelFolder
-from engine.backends.exllama.parts import MAX_Q_SIZE, PAGE_TOKENS, Library
+from engine.backends.exllama.parts import MAX_Q_SIZE, Library
+from engine.backends.exllama.sizes import PAGE_TOKENS
 from engine.config import MAX_STRETCH, ModelSpec
 from engine.errors import BackendUnavailable, InvalidRequest, UnsupportedModel
 from engine.models.vocabulary import refuse_other_vocabulary as refuse_other_tokens

@@ -12,8 +12,9 @@ from engine.backends.exllama.bias import TokenBias
 from engine.backends.exllama.cache_scope import CacheScope
 from engine.backends.exllama.choosing import Choosing, Chosen
 from engine.backends.exllama.draws import Draws
-from engine.backends.exllama.parts import PAGE_TOKENS, Library
+from engine.backends.exllama.parts import Library
 from engine.backends.exllama.sampling import settings_of, uses_xtc
+from engine.backends.exllama.sizes import PAGE_TOKENS
 
 
 class Job:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.backends.base import BackendRequest
-from engine.backends.exllama.parts import PAGE_TOKENS, LoadedParts
+from engine.backends.exllama.parts import LoadedParts
+from engine.backends.exllama.sizes import PAGE_TOKENS
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
 

@@ -12,12 +12,12 @@ from engine.backends.exllama.generators import GeneratorMaker
 from engine.backends.exllama.holdings import Held, Holdings
 from engine.backends.exllama.load_faults import LoadNumbers, explain_load
 from engine.backends.exllama.memory import CudaGpus, Gpus
-from engine.backends.exllama.parts import PAGE_TOKENS, Library, LoadedParts
+from engine.backends.exllama.parts import Library, LoadedParts
 from engine.backends.exllama.plan import LoadPlan, ModelSource, plan_load
 from engine.backends.exllama.progress import WeightsProgress
 from engine.backends.exllama.quantised import refuse_malformed
 from engine.backends.exllama.shares import device_shares
-from engine.backends.exllama.sizes import active_parameters, cache_pages, page_bytes_by_device, parameters
+from engine.backends.exllama.sizes import PAGE_TOKENS, active_parameters, cache_pages, page_bytes_by_device, parameters
 from engine.backends.exllama.split import whole
 from engine.config import DeviceShare, ModelSpec
 

@@ -9,9 +9,6 @@ from typing import Any
 from engine.backends.base import LoadedModel
 from engine.config import AttentionName
 
-PAGE_TOKENS = 256
-"""Tokens per KV page of the library; not a choice."""
-
 MAX_Q_SIZE = 8
 """Rows of the library's decode buffer per sequence: a step with drafts holds at most one less of them."""
 

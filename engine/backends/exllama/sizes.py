@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from engine.backends.exllama.parts import PAGE_TOKENS
 from engine.config import CacheBits
 from engine.errors import InsufficientMemory
 from engine.models.headers import TensorHeader
+
+PAGE_TOKENS = 256
+"""Tokens per KV page of the library; not a choice."""
 
 TYPICAL_TOKENS = 2048
 """Tokens of KV that one running request gets on average where nobody says otherwise."""

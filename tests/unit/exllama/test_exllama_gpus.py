@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.exllama.parts import PAGE_TOKENS
-from engine.backends.exllama.sizes import CacheShape, active_parameters, cache_pages, module_bytes
+from engine.backends.exllama.sizes import PAGE_TOKENS, CacheShape, active_parameters, cache_pages, module_bytes
 from engine.errors import BackendUnavailable, InsufficientMemory, InvalidRequest
 from engine.models.headers import TensorHeader
 from tests.fakes.exllama_loads import edit_config, load, models_of

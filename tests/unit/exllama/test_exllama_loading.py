@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from engine.backends.base import LoadProgress
-from engine.backends.exllama.parts import PAGE_TOKENS, Library
+from engine.backends.exllama.parts import Library
+from engine.backends.exllama.sizes import PAGE_TOKENS
 from engine.errors import (
     BackendUnavailable,
     InsufficientMemory,
