@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 from collections.abc import Callable, Coroutine, Iterable
 from functools import cached_property, partial
 from pathlib import Path
@@ -106,7 +108,8 @@ class EricApp(StyledApp, inherit_bindings=False):
         self._look_at(self.snapshot())
 
     def on_mount(self) -> None:
-        """Start the clock."""
+        """Start the clock. SIGTERM leaves as well: by its default the terminal would stay as the console has it."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
         if self._start is not None:
             self.switch_mode(self._start)
         self.habits.settle()

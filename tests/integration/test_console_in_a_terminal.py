@@ -80,6 +80,16 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
+def test_sigterm_quits_as_q_does_and_leaves_the_terminal_as_it_was(terminal: Terminal) -> None:
+    terminal.wait_for("demo", "1 of 1 ready")
+    processes = terminal.processes()
+    next(process for process in processes if "console" in _command(process)).terminate()
+    screen = terminal.wait_for("exit code")
+    assert "exit code 0" in screen
+    assert "1 of 1 ready" not in screen, "the console is still on the screen"
+    assert gone(processes)
+
+
 def gone(processes: list[psutil.Process]) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=60)
     return not alive
