@@ -38,8 +38,11 @@ bench-cpu bench-peers: $(VENV)/.dev
 wheel: $(VENV)/.made
 	HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
+# Away at once: of one that is half removed, pip would take for installed what is no longer there.
 clean:
-	rm -rf $(VENV)
+	@rm -rf $(VENV).removed
+	@if [ -e $(VENV) ]; then mv $(VENV) $(VENV).removed; fi
+	rm -rf $(VENV).removed
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("EricLLM Console needs Python 3.11 or newer")'
