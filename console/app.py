@@ -103,13 +103,14 @@ class EricApp(StyledApp, inherit_bindings=False):
         return variable_defaults(self.current_theme)
 
     def on_load(self) -> None:
-        """Before any screen is there to ask what was found, or to show what is old as if it were new."""
+        """Before any screen is there to ask what was found, or to show what is old as if it were new, and before the
+        terminal is the console's: by SIGTERM's default it would stay so."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.call_later, self.exit)
         self.set_class(self.standing.stale, "-stale")
         self._look_at(self.snapshot())
 
     def on_mount(self) -> None:
-        """Start the clock. SIGTERM leaves as well: by its default the terminal would stay as the console has it."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
+        """Start the clock."""
         if self._start is not None:
             self.switch_mode(self._start)
         self.habits.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import msgspec
@@ -271,3 +272,14 @@ async def test_a_picture_that_cannot_be_saved_says_why(tmp_path: Path, monkeypat
         pilot.app._save_picture()
         await pilot.pause()
         assert any("No space left" in toast.message for toast in pilot.app._notifications)
+
+
+async def test_sigterm_before_the_first_screen_is_there_quits_without_a_failure() -> None:
+    class Hasty(EricApp):
+        def on_load(self) -> None:
+            super().on_load()
+            signal.raise_signal(signal.SIGTERM)
+
+    app = Hasty(FakeLink(scenes.busy()))
+    await app.run_async(headless=True)
+    assert app.return_code == 0
